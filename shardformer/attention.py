@@ -1,0 +1,66 @@
+"""Our entries in transformers' attention and mask registries.
+
+A kernel of a tensor-parallel model runs on this rank's heads only, so its dropout must draw from a per-rank stream.
+Attention is routed through the registry by name; the mask function of the same name is registered with it, because
+transformers silently drops the padding mask of a name that has none.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardformer.rng import parallel_region
+
+_PREFIX = "sharded_"
+
+
+def use_sharded_attention(model: nn.Module, tp_rank: int) -> None:
+    """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
+
+    The kernel stays the one the model was built with (SDPA by default). Models without the registry are left as
+    they are: their policies say how their attention dropout is made parallel.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        implementation = getattr(config, "_attn_implementation", None)
+        if implementation is None:
+            continue
+        module.sharded_attention_rank = tp_rank
+        if not implementation.startswith(_PREFIX):
+            config._attn_implementation = _register(implementation)
+
+
+def _register(implementation: str) -> str:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = _PREFIX + implementation
+    AttentionInterface.register(name, _with_parallel_dropout(implementation))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    return name
+
+
+def _with_parallel_dropout(implementation: str) -> Any:
+    def sharded_attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """query, key, value: [batch, local heads, seq, head_dim]; output: [batch, seq, local heads, head_dim]."""
+        kernel = _kernel(implementation, module)
+        if not kwargs.get("dropout"):
+            return kernel(module, query, key, value, mask, **kwargs)
+        with parallel_region(module.sharded_attention_rank):
+            return kernel(module, query, key, value, mask, **kwargs)
+
+    return sharded_attention
+
+
+def _kernel(implementation: str, module: nn.Module) -> Any:
+    """The kernel behind the name; `eager` is not in the registry but beside the module's class."""
+    if implementation == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS[implementation]

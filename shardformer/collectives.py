@@ -1,0 +1,100 @@
+"""The collectives of tensor and sequence parallelism, as pairs of autograd functions.
+
+Names follow Megatron-LM (arXiv 1909.08053, section 3) and its sequence-parallel sequel (arXiv 2205.05198, section 4):
+`f` copies forward and all-reduces backward, `g` all-reduces forward and copies backward; `g-bar` all-gathers the
+sequence forward and reduce-scatters it backward, `g-bar*` the other way round. Groups are passed, never global.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renames both; earlier releases have the old names only.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Concatenate the equal shards of all ranks along `dim`."""
+    world_size = dist.get_world_size(group)
+    shard = x.movedim(dim, 0).contiguous()
+    out = shard.new_empty((world_size * shard.shape[0], *shard.shape[1:]))
+    all_gather_flat(out, shard, group=group)
+    return out.movedim(0, dim)
+
+
+def reduce_scatter_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sum over ranks and keep this rank's equal slice of `dim`."""
+    world_size = dist.get_world_size(group)
+    full = x.movedim(dim, 0).contiguous()
+    out = full.new_empty((full.shape[0] // world_size, *full.shape[1:]))
+    reduce_scatter_flat(out, full, group=group)
+    return out.movedim(0, dim)
+
+
+def local_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's equal slice of `dim`, no communication."""
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+class _Copy(torch.autograd.Function):
+    """`f`: every rank reads the same input, so the input's gradient is the sum of what the ranks find."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    """`g`: partial results are summed; every rank then uses the same sum, whose gradient each already has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        # In place: `x` is the fresh result of a partial matrix product that nothing else reads.
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """Shards of `dim` become the whole on every rank; what follows is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather_dim(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return local_slice(grad, ctx.dim, ctx.group).contiguous(), None, None
+
+
+def copy_to_axis(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`f`: identity forward, all-reduce backward."""
+    return _Copy.apply(x, group)
+
+
+def reduce_from_axis(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`g`: all-reduce forward (in place, `x` must be a fresh tensor), identity backward."""
+    return _Reduce.apply(x, group)
+
+
+def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """All-gather along `dim` forward, own slice backward."""
+    return _Gather.apply(x, dim, group)

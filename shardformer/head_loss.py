@@ -1,0 +1,179 @@
+"""The loss of each kind of head, as sums and counts.
+
+transformers computes a mean inside `forward`. A mean over one micro-batch on one rank says nothing about the global
+mean when counts differ (ignored labels, a short last batch), so here a loss is a sum and a count: counts depend on
+the labels alone, are known before the forward pass, and are added up over micro-batches and data-parallel ranks. The
+sums read vocabulary-parallel logits where they lie. Definitions follow transformers' `loss/loss_utils.py` and, for
+BERT's older heads, their `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.cross_entropy import cross_entropy_sum
+from shardformer.layers.head import VocabParallelLMHead
+
+Batch = Mapping[str, Any]
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One mean in a head's loss.
+
+    Attributes:
+        labels: the key of the batch that holds the labels.
+        count: (labels, batch) -> how many values the mean is over (0-d).
+        total: (outputs, labels) -> sum of the values (0-d, differentiable).
+        weight: factor of this mean in the loss.
+    """
+
+    labels: str
+    count: Callable[[Tensor, Batch], Tensor]
+    total: Callable[[Any, Tensor], Tensor]
+    weight: float = 1.0
+
+
+class HeadLoss:
+    """The loss that a head computes when labels are given: the weighted sum of a few means.
+
+    Args:
+        terms: the means; all of their labels have to be there, as in transformers.
+    """
+
+    def __init__(self, *terms: LossTerm) -> None:
+        self.terms = terms
+
+    @property
+    def label_keys(self) -> tuple[str, ...]:
+        return tuple(term.labels for term in self.terms)
+
+    def applies_to(self, batch: Batch) -> bool:
+        """Whether the batch has all the labels; without them transformers returns no loss."""
+        return all(batch.get(key) is not None for key in self.label_keys)
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[terms], float64: how many values each mean is over in this batch."""
+        return torch.stack([term.count(batch[term.labels], batch).double() for term in self.terms])
+
+    def weighted_sum(self, outputs: Any, batch: Batch, global_counts: Tensor) -> Tensor:
+        """This batch's share of the global loss: sum of weight * total / global count (0-d)."""
+        factors = torch.tensor([term.weight for term in self.terms]).to(global_counts) / global_counts.clamp(min=1.0)
+        totals = torch.stack([term.total(outputs, batch[term.labels]) for term in self.terms])
+        return (totals * factors.to(totals.dtype)).sum()
+
+
+def head_loss_of(model: nn.Module) -> HeadLoss | None:
+    """The loss of the model's head by its class name, or None for a head (or a bare model) that has none."""
+    name = type(model).__name__
+    for suffix, build in _BY_SUFFIX.items():
+        if name.endswith(suffix):
+            return build(model)
+    return None
+
+
+def _not_ignored(labels: Tensor, _: Batch) -> Tensor:
+    return (labels != IGNORE_INDEX).sum()
+
+
+def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of [..., classes] logits, cut over the vocabulary where the head left them so."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
+    if head is None or head.gather_output:
+        return cross_entropy_sum(flat, labels.reshape(-1))
+    return cross_entropy_sum(flat, labels.reshape(-1), head.vocab_range, head.group)
+
+
+def _causal_lm(model: nn.Module) -> HeadLoss:
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        # Token t predicts label t + 1. The labels move, not the logits: no copy of [batch, seq, vocabulary].
+        return _tokens(model, outputs.logits, F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:])
+
+    return HeadLoss(LossTerm("labels", lambda labels, batch: _not_ignored(labels[..., 1:], batch), total))
+
+
+def _masked_lm(model: nn.Module) -> HeadLoss:
+    return HeadLoss(LossTerm("labels", _not_ignored, lambda outputs, labels: _tokens(model, outputs.logits, labels)))
+
+
+def _pretraining(model: nn.Module) -> HeadLoss:
+    return HeadLoss(
+        LossTerm("labels", _not_ignored, lambda outputs, labels: _tokens(model, outputs.prediction_logits, labels)),
+        LossTerm(
+            "next_sentence_label",
+            _not_ignored,
+            lambda outputs, labels: cross_entropy_sum(outputs.seq_relationship_logits.view(-1, 2), labels.view(-1)),
+        ),
+    )
+
+
+def _plain_classes(_: nn.Module) -> HeadLoss:
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        return cross_entropy_sum(outputs.logits.reshape(-1, outputs.logits.shape[-1]), labels.reshape(-1))
+
+    return HeadLoss(LossTerm("labels", _not_ignored, total))
+
+
+def _sequence_classification(model: nn.Module) -> HeadLoss:
+    config = model.config
+
+    def problem(labels: Tensor) -> str:
+        if config.problem_type is not None:
+            return config.problem_type
+        if config.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def count(labels: Tensor, batch: Batch) -> Tensor:
+        if problem(labels) == "single_label_classification":
+            return _not_ignored(labels, batch)
+        return torch.tensor(labels.numel(), device=labels.device)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        logits, kind = outputs.logits, problem(labels)
+        if kind == "single_label_classification":
+            return cross_entropy_sum(logits.view(-1, config.num_labels), labels.view(-1))
+        pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+        return pointwise(logits.reshape(-1), labels.reshape(-1).to(logits.dtype), reduction="sum")
+
+    return HeadLoss(LossTerm("labels", count, total))
+
+
+def _question_answering(_: nn.Module) -> HeadLoss:
+    def term(end: str) -> LossTerm:
+        def count(positions: Tensor, batch: Batch) -> Tensor:
+            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            return (positions < tokens.shape[1]).sum()
+
+        def total(outputs: Any, positions: Tensor) -> Tensor:
+            logits = outputs[f"{end}_logits"]  # [batch, seq]
+            length = logits.shape[1]
+            # A position behind the end of the (padded) sequence means that the answer was cut off: no loss.
+            return cross_entropy_sum(logits, positions.reshape(-1).clamp(0, length), ignore_index=length)
+
+        return LossTerm(f"{end}_positions", count, total, weight=0.5)
+
+    return HeadLoss(term("start"), term("end"))
+
+
+# The first suffix that fits the class name counts.
+_BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
+    "ForCausalLM": _causal_lm,
+    "LMHeadModel": _causal_lm,
+    "DoubleHeadsModel": _causal_lm,
+    "ForMaskedLM": _masked_lm,
+    "ForPreTraining": _pretraining,
+    "ForNextSentencePrediction": _plain_classes,
+    "ForTokenClassification": _plain_classes,
+    "ForMultipleChoice": _plain_classes,
+    "ForSequenceClassification": _sequence_classification,
+    "ForQuestionAnswering": _question_answering,
+}

@@ -1,0 +1,22 @@
+"""The parallel layers."""
+
+from shardformer.layers.dropout import ParallelDropout, SharedDropout
+from shardformer.layers.embedding import VocabParallelEmbedding
+from shardformer.layers.head import VocabParallelLMHead, parallel_logits
+from shardformer.layers.linear import ColumnParallelLinear, RowParallelLinear, SharedInput
+from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
+from shardformer.layers.parallel_module import ParallelModule
+
+__all__ = [
+    "ColumnParallelLinear",
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "ParallelDropout",
+    "ParallelModule",
+    "RowParallelLinear",
+    "SharedDropout",
+    "SharedInput",
+    "VocabParallelEmbedding",
+    "VocabParallelLMHead",
+    "parallel_logits",
+]

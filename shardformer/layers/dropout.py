@@ -1,0 +1,53 @@
+"""Dropout with a random stream that is shared over the tensor-parallel axis, or one a rank."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.layers.parallel_module import ParallelModule
+from shardformer.rng import parallel_region
+
+
+class SharedDropout(ParallelModule):
+    """Dropout on replicated activations: the same mask on every rank.
+
+    The stream of a forward pass is the shared one, so this is plain dropout under a name that says so.
+    """
+
+    def __init__(self, p: float, inplace: bool = False) -> None:
+        super().__init__()
+        self.p, self.inplace = p, inplace
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup) -> SharedDropout:
+        return SharedDropout(module.p, module.inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.p, self.training, self.inplace)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class ParallelDropout(ParallelModule):
+    """Dropout on sharded activations (heads, or a slice of the sequence): each rank draws a mask of its own."""
+
+    def __init__(self, p: float, rank: int, inplace: bool = False) -> None:
+        super().__init__()
+        self.p, self.rank, self.inplace = p, rank, inplace
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup) -> ParallelDropout:
+        return ParallelDropout(module.p, dist.get_rank(process_group), module.inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        with parallel_region(self.rank):
+            return F.dropout(x, self.p, True, self.inplace)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, rank={self.rank}"

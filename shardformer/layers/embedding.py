@@ -1,0 +1,70 @@
+"""Vocabulary-parallel embedding: each rank holds a range of rows."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.collectives import reduce_from_axis
+from shardformer.layers.parallel_module import ParallelModule
+from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple, shard_parameter
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """An embedding whose rows are cut over the tensor-parallel axis.
+
+    Input: token ids [batch, seq]. Output: [batch, seq, hidden], the same on every rank: each looks up the ids in its
+    own range, and the sum over ranks is the whole. A vocabulary that the axis does not divide is padded with zero
+    rows that no id reaches.
+
+    Args:
+        native: the native embedding, for its options.
+        weight: local rows [padded vocabulary / ranks, hidden].
+        group: process group of the axis.
+    """
+
+    def __init__(self, native: nn.Embedding, weight: nn.Parameter, group: ProcessGroup) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = (native.num_embeddings, native.embedding_dim)
+        self.max_norm, self.norm_type = native.max_norm, native.norm_type
+        self.scale_grad_by_freq, self.sparse = native.scale_grad_by_freq, native.sparse
+        self.padding_idx = native.padding_idx
+        self.weight, self.group = weight, group
+        self.first_row, self.end_row, _ = weight.shard_spec.pieces()[0]
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: ProcessGroup, *, divisible_by: int = 1
+    ) -> VocabParallelEmbedding:
+        """Share out an `nn.Embedding`; rows are padded to a multiple of `divisible_by` times the number of ranks.
+
+        Raises:
+            TypeError: not an `nn.Embedding`, or one that renormalises its rows, which needs whole rows' norms.
+        """
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            raise TypeError(f"{type(module).__name__} cannot be cut by rows; name an nn.Embedding without max_norm")
+        rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
+        part = Part(
+            module.num_embeddings, padded_size=pad_to_multiple(module.num_embeddings, divisible_by * world_size)
+        )
+        spec = ShardSpec(tuple(module.weight.shape), 0, (part,), rank, world_size)
+        return VocabParallelEmbedding(module, shard_parameter(module.weight, spec), process_group)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        elsewhere = (ids < self.first_row) | (ids >= self.end_row)
+        local_ids = (ids - self.first_row).masked_fill(elsewhere, 0)
+        out = F.embedding(
+            local_ids, self.weight, self._local_padding_idx(), scale_grad_by_freq=False, sparse=self.sparse
+        )
+        return reduce_from_axis(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+    def _local_padding_idx(self) -> int | None:
+        """The padding row if it lies here; its gradient is zero, as in the native layer."""
+        if self.padding_idx is None or not self.first_row <= self.padding_idx < self.end_row:
+            return None
+        return self.padding_idx - self.first_row
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, rows={self.first_row}:{self.end_row}"

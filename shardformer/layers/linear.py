@@ -1,0 +1,280 @@
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv 1909.08053, section 3).
+
+A column-parallel layer cuts the output features, a row-parallel layer the input features, so that a pair of them
+needs one all-reduce forward and one backward. `nn.Linear` and GPT-2's `Conv1D` (weight stored `[in, out]`) are both
+taken; parameters keep the layout that they have in the native layer, so that a checkpoint needs no conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardformer.collectives import gather_from_axis, reduce_from_axis
+from shardformer.layers.parallel_module import ParallelModule
+from shardformer.sequence import SequenceParallel
+from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, shard_parameter
+
+
+class ColumnParallelLinear(ParallelModule):
+    """A linear layer whose output features are cut over the tensor-parallel axis.
+
+    Input: [..., in_features], the same on every rank. Output: [..., local out_features]; with `gather_output` the
+    whole [..., out_features] on every rank.
+
+    Args:
+        weight: local weight, [local out, in], or [in, local out] when `transposed`.
+        bias: local bias [local out] or None.
+        group: process group of the axis.
+        transposed: the weight is stored as in `Conv1D`.
+        gather_output: all-gather the output features.
+        input_is_gathered: the input comes from a sequence-parallel gather, which already sums its gradient.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: ProcessGroup,
+        *,
+        transposed: bool = False,
+        gather_output: bool = False,
+        input_is_gathered: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.group = group
+        self.transposed, self.gather_output, self.input_is_gathered = (transposed, gather_output, input_is_gathered)
+        self.full_out_features = weight.shard_spec.full_shape[1 if transposed else 0]
+        self._shared_input: SharedInput | None = None
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module,
+        process_group: ProcessGroup,
+        *,
+        num_heads: int | None = None,
+        part_size: int | None = None,
+        divisible_by: int | None = None,
+        **kwargs: Any,
+    ) -> ColumnParallelLinear:
+        """Share out a native linear layer.
+
+        Args:
+            num_heads: attention heads in each part; a head is never cut, and heads fewer than ranks are copied.
+            part_size: features of each part of a fused projection (query, key, value), each part cut on its own.
+            divisible_by: pad the output features to a multiple of this times the number of ranks (vocabularies).
+        """
+        transposed = is_transposed(module)
+        weight_dim = 1 if transposed else 0
+        out_features = module.weight.shape[weight_dim]
+        rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
+        part_size = part_size or out_features
+        padded = pad_to_multiple(part_size, divisible_by * world_size) if divisible_by else None
+        unit, copies = 1, 1
+        if num_heads is not None:
+            unit, copies = part_size // num_heads, max(1, world_size // num_heads)
+        parts = tuple(Part(part_size, unit, padded) for _ in range(out_features // part_size))
+        grad_group = copies_group(process_group, copies)
+
+        def share(parameter: nn.Parameter, dim: int) -> nn.Parameter:
+            spec = ShardSpec(tuple(parameter.shape), dim, parts, rank, world_size, copies)
+            return shard_parameter(parameter, spec, grad_group)
+
+        weight = share(module.weight, weight_dim)
+        bias = None if module.bias is None else share(module.bias, 0)
+        return ColumnParallelLinear(weight, bias, process_group, transposed=transposed, **kwargs)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The local weight as [local out, in]."""
+        return self.weight.t() if self.transposed else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self._shared_input(self, x) if self._shared_input is not None else self.project(x)
+        if not self.gather_output:
+            return out
+        return gather_from_axis(out, out.dim() - 1, self.group)[..., : self.full_out_features]
+
+    def project(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., local out]."""
+        if self.input_is_gathered:
+            return F.linear(x, self.matrix, self.bias)
+        return _column_linear(x, [self], self.group)[0]
+
+    def extra_repr(self) -> str:
+        return f"full_out_features={self.full_out_features}, local_weight={tuple(self.weight.shape)}"
+
+
+class RowParallelLinear(ParallelModule):
+    """A linear layer whose input features are cut over the tensor-parallel axis.
+
+    Input: [..., local in_features]. Output: the sum over ranks, [..., out_features], on every rank; in a
+    sequence-parallel region this rank's slice of the sequence of it. The bias is added once, after the sum.
+
+    Args:
+        weight: local weight, [out, local in], or [local in, out] when `transposed`.
+        bias: whole bias [out] or None.
+        group: process group of the axis.
+        transposed: the weight is stored as in `Conv1D`.
+        sequence: the sequence-parallel region that the output enters, or None.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: ProcessGroup,
+        *,
+        transposed: bool = False,
+        sequence: SequenceParallel | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.group, self.transposed, self.sequence = group, transposed, sequence
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module,
+        process_group: ProcessGroup,
+        *,
+        num_heads: int | None = None,
+        sequence: SequenceParallel | None = None,
+    ) -> RowParallelLinear:
+        """Share out a native linear layer; `num_heads` attention heads along the input are never cut."""
+        transposed = is_transposed(module)
+        weight_dim = 0 if transposed else 1
+        in_features = module.weight.shape[weight_dim]
+        rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
+        part = Part(in_features, in_features // num_heads if num_heads else 1)
+        spec = ShardSpec(tuple(module.weight.shape), weight_dim, (part,), rank, world_size)
+        weight = shard_parameter(module.weight, spec)
+        bias = module.bias
+        if bias is not None:
+            # Under sequence parallelism the bias meets this rank's tokens only: its gradient is a partial sum.
+            bias = nn.Parameter(bias.data, requires_grad=bias.requires_grad)
+            replicated = ShardSpec(tuple(bias.shape), rank=rank, world_size=world_size)
+            annotate(bias, replicated, process_group if sequence is not None else None)
+        return RowParallelLinear(weight, bias, process_group, transposed=transposed, sequence=sequence)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight.t() if self.transposed else self.weight)
+        out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
+
+
+class SharedInput:
+    """Column-parallel layers that read the same input (query, key, value) run as one autograd node.
+
+    Their input gradients are summed locally first, so that one all-reduce serves them all, and it runs while the
+    weight gradients are computed. A layer called with an input of its own (cross-attention) runs by itself.
+    """
+
+    def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
+        self.layers = tuple(layers)
+        self._key: tuple[int, int, bool] | None = None
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+        for layer in self.layers:
+            layer._shared_input = self
+
+    def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        key = (id(x), x._version, torch.is_grad_enabled())
+        if self._key != key or id(layer) not in self._outputs:
+            if layer is not self.layers[0]:
+                return layer.project(x)
+            outputs = self._project(x)
+            # The input is kept alive while outputs wait, so that its id cannot be reused.
+            self._key, self._input = key, x
+            self._outputs = {id(each): out for each, out in zip(self.layers, outputs, strict=True)}
+        out = self._outputs.pop(id(layer))
+        if not self._outputs:
+            self._key = self._input = None
+        return out
+
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        first = self.layers[0]
+        if first.input_is_gathered:
+            return [layer.project(x) for layer in self.layers]
+        return _column_linear(x, self.layers, first.group)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is stored [in, out].
+
+    Raises:
+        TypeError: the module is neither `nn.Linear` nor `Conv1D`.
+    """
+    if isinstance(module, nn.Linear):
+        return False
+    if type(module).__name__ == "Conv1D":
+        return True
+    raise TypeError(f"{type(module).__name__} is not a linear layer; name an nn.Linear or a Conv1D in the policy")
+
+
+def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
+    """The `copies` neighbouring ranks of `group` that hold the same key/value heads; None when there is one each."""
+    if copies == 1:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    if copies == len(ranks):
+        return group
+    start = dist.get_rank(group) // copies * copies
+    key = tuple(ranks[start : start + copies])
+    if key not in _COPIES_GROUPS:
+        # Local synchronisation: only the members take part, so no rank outside this group has to know of it.
+        _COPIES_GROUPS[key] = dist.new_group(list(key), use_local_synchronization=True)
+    return _COPIES_GROUPS[key]
+
+
+_COPIES_GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
+
+
+def _column_linear(x: Tensor, layers: Sequence[ColumnParallelLinear], group: ProcessGroup) -> tuple[Tensor, ...]:
+    weights = [layer.matrix for layer in layers]
+    biases = [layer.bias for layer in layers]
+    return _ColumnLinear.apply(x, group, len(layers), *weights, *biases)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """y_i = x W_i^T + b_i for several i; `f` is part of it: the gradient of x is summed over the axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.group, ctx.count = group, count
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, local out]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = flat[0] @ weights[0]
+            for grad, weight in zip(flat[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad, weight)
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        # The weight gradients fill the time that the all-reduce takes.
+        needs = ctx.needs_input_grad[3:]
+        flat_x = x.reshape(-1, x.shape[-1])  # [tokens, in]
+        grad_weights = [
+            grad.t() @ flat_x if need else None for grad, need in zip(flat, needs[: ctx.count], strict=True)
+        ]
+        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[ctx.count :], strict=True)]
+        if work is not None:
+            work.wait()
+            grad_x = grad_x.view_as(x)
+        return grad_x, None, None, *grad_weights, *grad_biases

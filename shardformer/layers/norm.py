@@ -1,0 +1,54 @@
+"""Normalisation: fused kernels with equal results."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.layers.parallel_module import ParallelModule
+
+
+class FusedLayerNorm(ParallelModule):
+    """Layer norm over the last dim: apex's kernel on a GPU where apex is installed, else torch's (fused already)."""
+
+    needs_axis = False
+
+    def __init__(self, native: nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias = native.weight, native.bias
+        self.normalized_shape, self.eps = native.normalized_shape, native.eps
+        self.kernel = F.layer_norm
+        if importlib.util.find_spec("apex") and native.weight.is_cuda and native.bias is not None:
+            from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+            self.kernel = lambda x, shape, weight, bias, eps: fused_layer_norm_affine(x, weight, bias, shape, eps)
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup) -> FusedLayerNorm:
+        """Take over the parameters of an `nn.LayerNorm`, which stay whole on every rank."""
+        return FusedLayerNorm(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class FusedRMSNorm(ParallelModule):
+    """RMS norm over the last dim (arXiv 1910.07467) in one kernel instead of six."""
+
+    needs_axis = False
+
+    def __init__(self, native: nn.Module) -> None:
+        super().__init__()
+        self.weight = native.weight
+        self.variance_epsilon = native.variance_epsilon
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup) -> FusedRMSNorm:
+        """Take over the weight of a Llama-style RMS norm, which stays whole on every rank."""
+        return FusedRMSNorm(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)

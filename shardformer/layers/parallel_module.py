@@ -1,0 +1,33 @@
+"""ParallelModule: a layer that holds one rank's share of a native layer's weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+
+class ParallelModule(nn.Module, ABC):
+    """Base class of the layers that replace native ones. Parameters are local tensors that carry a `ShardSpec`.
+
+    Attributes:
+        needs_axis: whether the replacement only makes sense where a tensor-parallel axis has several ranks.
+    """
+
+    needs_axis = True
+
+    @staticmethod
+    @abstractmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> ParallelModule:
+        """Build the local share of `module` for this rank of `process_group`.
+
+        Args:
+            module: the native layer, whole, on this rank.
+            process_group: the tensor-parallel group.
+            kwargs: options of the layer class.
+
+        Raises:
+            TypeError: `module` is not of a kind that this class can share out.
+        """

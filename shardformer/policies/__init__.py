@@ -1,0 +1,1 @@
+"""How families are sharded: one short table a family. Nothing here imports transformers."""

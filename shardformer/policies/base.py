@@ -1,0 +1,125 @@
+"""Policy: the description of how a family is sharded. `ModelSharder` does what it says."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardformer.layers.parallel_module import ParallelModule
+from shardformer.shard_config import ShardConfig
+from shardformer.stage import StageLayout
+
+
+@dataclass
+class SubModuleReplacementDescription:
+    """One sub-module to replace.
+
+    Attributes:
+        suffix: path of the sub-module below the module that the description is for.
+        target_module: the class whose `from_native_module` makes the replacement; None declares the sub-module
+            replicated: it stays, and every rank computes the same with it.
+        kwargs: further arguments of `from_native_module`.
+        ignore_if_not_exist: whether the sub-module may be missing (a cross-attention, a gate).
+        reads: name of the input; column-parallel sub-modules that read the same one share an all-reduce.
+        partial_gradient: the parameters stay whole but see a part of the tokens or heads of each rank, so their
+            gradients are summed over the axis.
+    """
+
+    suffix: str
+    target_module: type[ParallelModule] | None
+    kwargs: dict[str, Any] | None = None
+    ignore_if_not_exist: bool = False
+    reads: str | None = None
+    partial_gradient: bool = False
+
+
+@dataclass
+class ModulePolicyDescription:
+    """What changes in each module of one class.
+
+    Attributes:
+        attribute_replacement: attribute name -> value on this rank.
+        param_replacement: functions that change the module's own parameters in place.
+        sub_module_replacement: the sub-modules to replace.
+        method_replacement: method name -> function, bound to the module.
+        gathers_sequence: under sequence parallelism the module's input is gathered: it starts a tensor-parallel region.
+    """
+
+    attribute_replacement: dict[str, Any] = field(default_factory=dict)
+    param_replacement: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    sub_module_replacement: list[SubModuleReplacementDescription] = field(default_factory=list)
+    method_replacement: dict[str, Callable] = field(default_factory=dict)
+    gathers_sequence: bool = False
+
+
+class Policy(ABC):
+    """How one family is sharded.
+
+    A subclass gives `module_policy` (keys are class names or classes of the model's modules) and, for pipelines,
+    `stages`. `set_model` and `set_shard_config` are called first, so that a table can read sizes.
+    """
+
+    stages: StageLayout | None = None
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self.shard_config = ShardConfig()
+
+    def set_model(self, model: nn.Module) -> None:
+        """Let the policy read the model's attributes."""
+        self.model = model
+
+    def set_shard_config(self, shard_config: ShardConfig) -> None:
+        """Let the policy read what is asked for."""
+        self.shard_config = shard_config
+
+    @property
+    def tp_size(self) -> int:
+        return self.shard_config.tensor_parallel_size
+
+    @property
+    def base_path(self) -> str:
+        """Path of the base model (the one with the layers) inside the model; "" when the model is it."""
+        prefix = getattr(self.model, "base_model_prefix", "")
+        return prefix if prefix and hasattr(self.model, prefix) else ""
+
+    def head_counts(self) -> Mapping[str, int]:
+        """Config attribute -> number of heads that the axis has to divide, `num_attention_heads` first."""
+        config = self.model.config
+        return {"num_attention_heads": config.num_attention_heads}
+
+    def check(self) -> list[str]:
+        """Sentences on what keeps this model from being sharded as asked; empty when nothing does."""
+        problems = []
+        if self.shard_config.sequence is not None and getattr(self.model.config, "add_cross_attention", False):
+            problems.append(
+                "enable_sequence_parallelism=True does not support add_cross_attention=True; "
+                "use enable_sequence_parallelism=False"
+            )
+        return problems + [
+            f"tp_size={self.tp_size} does not divide {name}={count}; use {divisors_phrase(count)}"
+            for name, count in self.head_counts().items()
+            if count % self.tp_size
+        ]
+
+    def preprocess(self) -> nn.Module:
+        """Work on the model before anything is replaced; returns the model."""
+        return self.model
+
+    @abstractmethod
+    def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """The table: class of module -> what changes in it."""
+
+    def postprocess(self) -> nn.Module:
+        """Work on the model after everything is replaced; returns the model."""
+        return self.model
+
+
+def divisors_phrase(count: int) -> str:
+    """The divisors of `count` as a phrase: "1, 2 or 4"."""
+    divisors = [str(size) for size in range(1, count + 1) if count % size == 0]
+    return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

@@ -1,0 +1,47 @@
+"""Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription, Policy, divisors_phrase
+from shardformer.policies.shorthand import Shorthand
+from shardformer.stage import Received, StageLayout
+
+
+class LlamaPolicy(Policy):
+    """Llama with any of its heads; key/value heads fewer than the ranks are copied."""
+
+    stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
+
+    def check(self) -> list[str]:
+        kv_heads = self.model.config.num_key_value_heads
+        if kv_heads % self.tp_size and self.tp_size % kv_heads:
+            clash = f"tp_size={self.tp_size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"
+            return [*super().check(), f"{clash}; use {divisors_phrase(kv_heads)}"]
+        return super().check()
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        local_groups = (heads // self.tp_size) // max(1, kv_heads // self.tp_size)
+        attention = [
+            *cut.column("q_proj", num_heads=heads, reads="hidden_states"),
+            *cut.column("k_proj", "v_proj", num_heads=kv_heads, reads="hidden_states"),
+            *cut.row("o_proj", num_heads=heads),
+        ]
+        return {
+            "LlamaModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            "LlamaAttention": ModulePolicyDescription(
+                {"num_key_value_groups": local_groups}, [], attention, gathers_sequence=True
+            ),
+            "LlamaMLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("gate_proj", "up_proj"), *cut.row("down_proj")],
+                gathers_sequence=True,
+            ),
+            "LlamaDecoderLayer": ModulePolicyDescription(
+                sub_module_replacement=cut.rms_norm("input_layernorm", "post_attention_layernorm")
+            ),
+            "LlamaForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }

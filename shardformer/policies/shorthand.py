@@ -1,0 +1,71 @@
+"""One-line constructors of the descriptions, so that a family reads as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardformer.layers import (
+    ColumnParallelLinear,
+    FusedLayerNorm,
+    FusedRMSNorm,
+    ParallelDropout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLMHead,
+)
+from shardformer.policies.base import SubModuleReplacementDescription as Replacement
+from shardformer.shard_config import ShardConfig
+
+
+class Shorthand:
+    """The vocabulary of a table for one `ShardConfig`; each method returns descriptions of sub-modules.
+
+    A suffix that ends in "?" may be missing.
+    """
+
+    def __init__(self, shard_config: ShardConfig) -> None:
+        self.config = shard_config
+
+    def column(
+        self, *suffixes: str, num_heads: int | None = None, part_size: int | None = None, reads: str | None = None
+    ) -> list[Replacement]:
+        """Column-parallel linears that read the same input (`reads` names it, to join several calls).
+
+        A fused projection consists of parts of `part_size` features, each with `num_heads` heads.
+        """
+        kwargs = {"num_heads": num_heads, "part_size": part_size, "input_is_gathered": self.config.sequence is not None}
+        return [_replace(suffix, ColumnParallelLinear, kwargs, reads=reads or suffixes[0]) for suffix in suffixes]
+
+    def row(self, suffix: str, num_heads: int | None = None) -> list[Replacement]:
+        """A row-parallel linear that ends a tensor-parallel region."""
+        return [_replace(suffix, RowParallelLinear, {"num_heads": num_heads, "sequence": self.config.sequence})]
+
+    def vocab(self, suffix: str) -> list[Replacement]:
+        """A token embedding, cut over the vocabulary."""
+        return [_replace(suffix, VocabParallelEmbedding, self.config.vocab_options)]
+
+    def head(self, suffix: str) -> list[Replacement]:
+        """A language-model head, cut over the vocabulary."""
+        return [_replace(suffix, VocabParallelLMHead, self.config.vocab_options)]
+
+    def layer_norm(self, *suffixes: str) -> list[Replacement]:
+        """Layer norms inside the stack of layers."""
+        return self._norm(FusedLayerNorm, suffixes)
+
+    def rms_norm(self, *suffixes: str) -> list[Replacement]:
+        """RMS norms inside the stack of layers."""
+        return self._norm(FusedRMSNorm, suffixes)
+
+    def residual_dropout(self, *suffixes: str) -> list[Replacement]:
+        """Dropout between tensor-parallel regions: the same on every rank unless each has tokens of its own."""
+        target = ParallelDropout if self.config.sequence is not None else None
+        return [_replace(suffix, target, {}) for suffix in suffixes]
+
+    def _norm(self, fused: type, suffixes: tuple[str, ...]) -> list[Replacement]:
+        target = fused if self.config.enable_fused_normalization else None
+        partial = self.config.sequence is not None
+        return [_replace(suffix, target, {}, partial_gradient=partial) for suffix in suffixes]
+
+
+def _replace(suffix: str, target: type | None, kwargs: dict[str, Any], **options: Any) -> Replacement:
+    return Replacement(suffix.rstrip("?"), target, dict(kwargs), ignore_if_not_exist=suffix.endswith("?"), **options)

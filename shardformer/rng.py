@@ -1,0 +1,92 @@
+"""Random streams that follow the mesh.
+
+Replicated regions (dropout after a row-parallel linear) must draw the same numbers on every tensor-parallel rank, or
+replicated activations drift apart; sharded regions (dropout inside attention heads) must draw different ones. The
+default generator is the shared stream during a forward pass. A sharded region seeds a generator of its own from the
+next number of the shared stream and the rank. Whatever restores the default generator (activation checkpointing, a
+checkpoint) therefore restores the sharded regions too; there is no second state to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_SEED_LIMIT = 2**62
+
+
+@contextmanager
+def parallel_region(rank: int) -> Iterator[None]:
+    """Draw random numbers that differ from rank to rank; afterwards the shared stream goes on as if not interrupted.
+
+    Args:
+        rank: position on the tensor-parallel axis.
+    """
+    # Drawn on the CPU even for a GPU region: no synchronisation with the device.
+    seed = int(torch.randint(_SEED_LIMIT, (), device="cpu"))
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    _seed_default_generators(seed ^ (0x9E3779B97F4A7C15 * (rank + 1) % _SEED_LIMIT))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+
+class SharedStream:
+    """The stream that replicated regions of one model draw from, kept apart from the user's own random numbers.
+
+    Args:
+        seed: the same on all ranks of a tensor-parallel group, different on others.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._states = self._states_after_seeding(seed)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self._states)
+
+    def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
+        self._states = dict(states)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the default generator; the user's states come back afterwards."""
+        outer = _default_states()
+        _set_default_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = _default_states()
+            _set_default_states(outer)
+
+    @staticmethod
+    def _states_after_seeding(seed: int) -> dict[str, torch.Tensor]:
+        outer = _default_states()
+        _seed_default_generators(seed)
+        states = _default_states()
+        _set_default_states(outer)
+        return states
+
+
+def _seed_default_generators(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def _default_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_default_states(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

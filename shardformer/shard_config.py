@@ -1,0 +1,94 @@
+"""ShardConfig: how a model is to be sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardformer.sequence import SequenceParallel
+from shardformer.stage import PipelineStageManager
+
+SequenceMode = Literal["split_gather", "all_to_all", "ring_attn"]
+
+
+@dataclass
+class ShardConfig:
+    """What `ShardFormer` is to do.
+
+    Attributes:
+        tensor_parallel_process_group: the tensor-parallel ranks; None for the default group.
+        pipeline_stage_manager: which pipeline stage this is; None for no pipeline.
+        enable_tensor_parallelism: whether weights are cut over the group.
+        enable_fused_normalization: use fused kernels for layer and RMS norms.
+        enable_flash_attention, enable_jit_fused, enable_sequence_overlap: not available yet; refused when set.
+        enable_sequence_parallelism: cut activations between tensor-parallel regions along the sequence.
+        enable_all_optimization: switch on every optimisation that is available.
+        inference_only: only forward passes will run.
+        sequence_parallelism_mode: how the sequence is cut; `split_gather` is available.
+        make_vocab_size_divisible_by: a vocabulary is padded to a multiple of this times the ranks.
+
+    Raises:
+        ValueError: an option that is not available, or options that exclude each other.
+    """
+
+    tensor_parallel_process_group: ProcessGroup | None = None
+    pipeline_stage_manager: PipelineStageManager | None = None
+    enable_tensor_parallelism: bool = True
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    enable_sequence_overlap: bool = False
+    enable_all_optimization: bool = False
+    inference_only: bool = False
+    sequence_parallelism_mode: SequenceMode = "split_gather"
+    make_vocab_size_divisible_by: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("enable_flash_attention", "enable_jit_fused", "enable_sequence_overlap"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True is not available in this version; use {name}=False")
+        if self.enable_sequence_parallelism and self.sequence_parallelism_mode != "split_gather":
+            raise ValueError(
+                f"sequence_parallelism_mode='{self.sequence_parallelism_mode}' is not available in this version; "
+                "use 'split_gather'"
+            )
+        if self.make_vocab_size_divisible_by < 1:
+            raise ValueError(
+                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be positive; use 64"
+            )
+        if self.enable_all_optimization:
+            self.enable_fused_normalization = True
+            self.enable_sequence_parallelism = self.tensor_parallel_size > 1
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share each weight."""
+        if not self.enable_tensor_parallelism or not dist.is_initialized():
+            return 1
+        return dist.get_world_size(self.tensor_parallel_process_group)
+
+    @property
+    def stage_manager(self) -> PipelineStageManager:
+        return self.pipeline_stage_manager or PipelineStageManager()
+
+    @cached_property
+    def group(self) -> ProcessGroup:
+        """The tensor-parallel group, the default group made explicit."""
+        return self.tensor_parallel_process_group or dist.group.WORLD
+
+    @cached_property
+    def sequence(self) -> SequenceParallel | None:
+        """The sequence-parallel region, or None when it is off or there is nothing to cut."""
+        if not self.enable_sequence_parallelism or self.tensor_parallel_size == 1:
+            return None
+        return SequenceParallel(self.group)
+
+    @property
+    def vocab_options(self) -> dict[str, Any]:
+        """Options that an embedding and its head share, so that tied weights are cut alike."""
+        return {"divisible_by": self.make_vocab_size_divisible_by}

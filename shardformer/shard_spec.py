@@ -1,0 +1,140 @@
+"""ShardSpec: how the full tensor of a parameter is cut over one mesh axis.
+
+Every parameter of a sharded model is a plain local tensor that carries its spec. Checkpoints, ZeRO, the gradient
+norm and the tests read the spec and nothing else; none of them asks what kind of layer a parameter belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a fused tensor (the query part of a fused QKV weight), cut on its own.
+
+    Attributes:
+        size: rows of the part in the full tensor, padding not counted.
+        unit: rows that must stay together, `head_dim` for a projection to attention heads.
+        padded_size: rows after padding, divisible by the number of shards; None for no padding.
+    """
+
+    size: int
+    unit: int = 1
+    padded_size: int | None = None
+
+    def piece(self, index: int, num_pieces: int) -> tuple[int, int, int]:
+        """(start, stop, rows of padding) of piece `index`; start and stop count from the start of the part."""
+        if self.padded_size is not None:
+            block = self.padded_size // num_pieces
+            start, stop = (min(index * block, self.size), min((index + 1) * block, self.size))
+            return start, stop, block - (stop - start)
+        units = self.size // self.unit
+        return (units * index // num_pieces * self.unit, units * (index + 1) // num_pieces * self.unit, 0)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a full tensor is cut over `world_size` ranks, and which piece is here.
+
+    Attributes:
+        full_shape: shape of the full tensor, as transformers has it (no padding).
+        dim: the tensor dim that is cut; None when the tensor is replicated.
+        parts: the parts along `dim`, each cut on its own; a plain weight has one.
+        rank, world_size: position on the mesh axis.
+        copies: ranks that hold the same piece (key/value heads fewer than ranks).
+    """
+
+    full_shape: tuple[int, ...]
+    dim: int | None = None
+    parts: tuple[Part, ...] = ()
+    rank: int = 0
+    world_size: int = 1
+    copies: int = 1
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank is the one that counts this piece (in a norm, a parameter count or a file)."""
+        return self.rank == 0 if self.dim is None else self.rank % self.copies == 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.full_shape
+        shape = list(self.full_shape)
+        shape[self.dim] = sum(stop - start + padding for start, stop, padding in self.pieces())
+        return tuple(shape)
+
+    def on_rank(self, rank: int) -> ShardSpec:
+        """The spec of another rank's piece of the same tensor."""
+        return replace(self, rank=rank)
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(start, stop, padding) of each part's piece on this rank; start and stop count in the full tensor."""
+        pieces, offset = [], 0
+        for part in self.parts:
+            start, stop, padding = part.piece(self.rank // self.copies, self.world_size // self.copies)
+            pieces.append((offset + start, offset + stop, padding))
+            offset += part.size
+        return pieces
+
+    def shard(self, full: Tensor) -> Tensor:
+        """This rank's piece of `full`, a new contiguous tensor; padding is zero."""
+        if self.dim is None:
+            return full.detach().clone()
+        out = full.new_zeros(self.local_shape)
+        position = 0
+        for start, stop, padding in self.pieces():
+            out.narrow(self.dim, position, stop - start).copy_(full.narrow(self.dim, start, stop - start))
+            position += stop - start + padding
+        return out
+
+    def assemble(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full tensor, from the pieces of all ranks in rank order."""
+        if self.dim is None:
+            return shards[0]
+        full = shards[0].new_empty(self.full_shape)
+        for rank, shard in enumerate(shards):
+            position = 0
+            for start, stop, padding in self.on_rank(rank).pieces():
+                full.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, position, stop - start))
+                position += stop - start + padding
+        return full
+
+
+def annotate(parameter: nn.Parameter, spec: ShardSpec, grad_group: ProcessGroup | None = None) -> nn.Parameter:
+    """Attach `spec`; `grad_group` is the group over which the parameter's local gradients are partial sums."""
+    parameter.shard_spec = spec
+    parameter.grad_group = grad_group
+    return parameter
+
+
+def spec_of(tensor: Tensor) -> ShardSpec:
+    """The spec of a parameter or buffer; one without a spec is whole on its rank."""
+    return getattr(tensor, "shard_spec", None) or ShardSpec(tuple(tensor.shape))
+
+
+def grad_group_of(parameter: Tensor) -> ProcessGroup | None:
+    """The group over which the parameter's gradient has to be summed, or None when it is complete."""
+    return getattr(parameter, "grad_group", None)
+
+
+def shard_parameter(parameter: nn.Parameter, spec: ShardSpec, grad_group: ProcessGroup | None = None) -> nn.Parameter:
+    """A new parameter that holds this rank's piece of `parameter`."""
+    local = nn.Parameter(spec.shard(parameter.data), requires_grad=parameter.requires_grad)
+    return annotate(local, spec, grad_group)
+
+
+def pad_to_multiple(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+def empty_like_spec(spec: ShardSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised local piece."""
+    return torch.empty(spec.local_shape, dtype=dtype, device=device)

@@ -1,0 +1,251 @@
+"""ModelSharder: applies a policy to a model, and refuses to do it by halves."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardformer.attention import use_sharded_attention
+from shardformer.layers import SharedInput
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.registry import policy_for
+from shardformer.sequence import gather_on_entry, wrap_layers
+from shardformer.shard_config import ShardConfig
+from shardformer.shard_spec import ShardSpec, annotate
+from shardformer.stage import (
+    Boundary,
+    Elsewhere,
+    Skipped,
+    cut_stage,
+    has_module,
+    last_modules,
+    replace_module,
+    unassigned_modules,
+)
+
+SharedParameters = list[dict[int, Tensor]]
+
+
+class ModelSharder:
+    """Shards one model in place.
+
+    Args:
+        model: the whole model, the same on every rank.
+        shard_config: what is asked for.
+        policy: how the family is sharded; None to look it up by the model's class.
+
+    Raises:
+        ValueError: no policy is known.
+    """
+
+    def __init__(self, model: nn.Module, shard_config: ShardConfig, policy: Policy | None = None) -> None:
+        self.model = model
+        self.config = shard_config
+        self.policy = policy or policy_for(model)
+        self.policy.set_model(model)
+        self.policy.set_shard_config(shard_config)
+
+    def shard(self) -> SharedParameters:
+        """Shard the model.
+
+        Returns:
+            The parameters that several pipeline stages hold, on every rank in the same order: stage -> parameter.
+            Those of other stages are meta tensors.
+
+        Raises:
+            ValueError: the model cannot be sharded as asked, with all reasons in one message.
+        """
+        self.policy.preprocess()
+        self.check()
+        tied = tied_names(self.model)
+        stages_of_tied = [sorted({self._stage_of(name) for name in names}) for names in tied]
+        if self.config.stage_manager.num_stages > 1:
+            cut_stage(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
+        self.replace_module()
+        retie(self.model, tied)
+        self._annotate_the_rest()
+        self.policy.postprocess()
+        return self._shared_parameters(tied, stages_of_tied)
+
+    def check(self) -> None:
+        """Compare the policy with the whole model before anything is changed."""
+        problems = self.policy.check()
+        if self.config.stage_manager.num_stages > 1:
+            problems += self._check_stages()
+        if self.config.tensor_parallel_size > 1:
+            problems += self._check_table()
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def replace_module(self) -> None:
+        """Replace sub-modules and attributes as the policy's table says."""
+        for _, module, description in self._described():
+            self._apply(module, description)
+        if self.config.tensor_parallel_size > 1:
+            use_sharded_attention(self.model, dist.get_rank(self.config.group))
+        if self.config.sequence is not None:
+            wrap_layers(self._held_layers(), self.config.sequence)
+
+    @cached_property
+    def _table(self) -> Mapping[str, ModulePolicyDescription]:
+        table = self.policy.module_policy()
+        return {key if isinstance(key, str) else key.__name__: description for key, description in table.items()}
+
+    def _described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
+        """The modules that the table is about: path, module, description."""
+        for path, module in list(self.model.named_modules()):
+            names = (cls.__name__ for cls in type(module).__mro__)
+            description = next((self._table[name] for name in names if name in self._table), None)
+            if description is not None:
+                yield path, module, description
+
+    def _apply(self, module: nn.Module, description: ModulePolicyDescription) -> None:
+        if self.config.tensor_parallel_size > 1:
+            for name, value in description.attribute_replacement.items():
+                setattr(module, name, value)
+        for change in description.param_replacement:
+            change(module)
+        for name, function in description.method_replacement.items():
+            setattr(module, name, function.__get__(module))
+        readers: dict[str, list[nn.Module]] = {}
+        for replacement in description.sub_module_replacement:
+            if has_module(module, replacement.suffix):
+                new = self._replace(module, replacement)
+                if replacement.reads is not None and new is not None:
+                    readers.setdefault(replacement.reads, []).append(new)
+        for layers in readers.values():
+            if len(layers) > 1:
+                SharedInput(layers)
+        if self.config.sequence is not None and description.gathers_sequence:
+            gather_on_entry(module, self.config.sequence)
+
+    def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
+        native = module.get_submodule(replacement.suffix)
+        target, new = replacement.target_module, None
+        if target is not None and (self.config.tensor_parallel_size > 1 or not target.needs_axis):
+            new = target.from_native_module(native, self.config.group, **(replacement.kwargs or {}))
+            new.train(native.training)
+            replace_module(module, replacement.suffix, new)
+        if replacement.partial_gradient:
+            for parameter in (new or native).parameters():
+                annotate(parameter, self._replicated_spec(parameter), self.config.group)
+        return new
+
+    def _replicated_spec(self, parameter: Tensor) -> ShardSpec:
+        size = self.config.tensor_parallel_size
+        rank = dist.get_rank(self.config.group) if size > 1 else 0
+        return ShardSpec(tuple(parameter.shape), rank=rank, world_size=size)
+
+    def _annotate_the_rest(self) -> None:
+        for parameter in self.model.parameters():
+            if getattr(parameter, "shard_spec", None) is None:
+                annotate(parameter, self._replicated_spec(parameter))
+
+    # ----- checks -----
+
+    def _check_stages(self) -> list[str]:
+        layout = self.policy.stages
+        if layout is None:
+            return [f"{type(self.policy).__name__} does not say where stages may be cut; use pp_size=1"]
+        base = self.model.get_submodule(self.policy.base_path)
+        try:
+            self.config.stage_manager.split(len(base.get_submodule(layout.layers)))
+        except ValueError as error:
+            return [str(error)]
+        missing = unassigned_modules(base, layout)
+        return (
+            [f"modules {missing} are neither first, last nor on every stage in the family's StageLayout"]
+            if missing
+            else []
+        )
+
+    def _check_table(self) -> list[str]:
+        problems, claimed = [], set()
+        for path, module, description in self._described():
+            for replacement in description.sub_module_replacement:
+                claimed.add(f"{path}.{replacement.suffix}".lstrip("."))
+                if not replacement.ignore_if_not_exist and not has_module(module, replacement.suffix):
+                    names = [name for name, _ in module.named_modules() if name]
+                    near = difflib.get_close_matches(replacement.suffix, names, n=3) or names[:5]
+                    problems.append(
+                        f"{type(module).__name__} has no sub-module '{replacement.suffix}'; the nearest are {near}"
+                    )
+        unclaimed = [path for path in self._layer_modules_with_parameters() if path not in claimed]
+        if unclaimed:
+            problems.append(
+                f"{type(self.policy).__name__} says nothing about {unclaimed}; claim each or declare it replicated"
+            )
+        return problems
+
+    def _layer_modules_with_parameters(self) -> list[str]:
+        """Paths of the modules with own parameters in the first layer (all layers of a family are alike)."""
+        if self.policy.stages is None:
+            return []
+        prefix = ".".join(filter(None, (self.policy.base_path, self.policy.stages.layers)))
+        layers = self.model.get_submodule(prefix)
+        return [
+            f"{prefix}.{index}.{path}"
+            for index, layer in enumerate(layers)
+            for path, module in layer.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+
+    # ----- stages and tied parameters -----
+
+    def _held_layers(self) -> list[nn.Module]:
+        base = self.model.get_submodule(self.policy.base_path)
+        layers = base.get_submodule(self.policy.stages.layers)
+        return [layer for layer in layers if not isinstance(layer, Skipped | Boundary | Elsewhere)]
+
+    def _stage_of(self, name: str) -> int:
+        """The stage that holds the parameter `name`; asked before the model is cut."""
+        manager, layout = self.config.stage_manager, self.policy.stages
+        if manager.num_stages == 1:
+            return 0
+        prefix = f"{self.policy.base_path}." if self.policy.base_path else ""
+        if any(name.startswith(f"{path}.") for path in last_modules(self.model, self.policy.base_path, layout)):
+            return manager.num_stages - 1
+        layers = f"{prefix}{layout.layers}."
+        if not name.startswith(layers):
+            return 0
+        index = int(name[len(layers) :].split(".")[0])
+        ranges = manager.split(len(self.model.get_submodule(layers[:-1])))
+        return next(stage for stage, held in enumerate(ranges) if index in held)
+
+    def _shared_parameters(self, tied: list[list[str]], stages: list[list[int]]) -> SharedParameters:
+        here = self.config.stage_manager.stage
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        shared = []
+        for names, holders in zip(tied, stages, strict=True):
+            if len(holders) < 2:
+                continue
+            local = next((parameters[name] for name in names if name in parameters), None)
+            shared.append({stage: local if stage == here else torch.empty(0, device="meta") for stage in holders})
+        return shared
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of names that are one parameter, in the model's order."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def retie(model: nn.Module, tied: list[list[str]]) -> None:
+    """Make the names of each group one parameter again after replacements: the sharded one, where one was sharded."""
+    for names in tied:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        held = [name for name in names if name in parameters]
+        if not held:
+            continue
+        sharded = [name for name in held if getattr(parameters[name], "shard_spec", None) is not None]
+        keep = parameters[(sharded or held)[0]]
+        for name in held:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, keep)
