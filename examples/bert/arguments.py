@@ -1,0 +1,41 @@
+"""Command lines of scripts that run on many ranks: a message is printed once, not once a rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import IO, Any, NoReturn
+
+
+class RankParser(argparse.ArgumentParser):
+    """An argument parser that speaks on rank 0 only, and in one sentence."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options)
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if int(os.environ.get("RANK", "0")) == 0:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1, for `type=`."""
+    return _checked(text, int, "an integer of at least 1", lambda value: value >= 1)
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0, for `type=`."""
+    return _checked(text, float, "a number above 0", lambda value: 0 < value < float("inf"))
+
+
+def _checked(text: str, kind: Any, rule: str, holds: Any) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {rule}") from None
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"{text} is not {rule}")
+    return value

@@ -1,0 +1,129 @@
+"""Convergence benchmark: the same fine-tuning unsharded and under four layouts, as a table and a plot.
+
+    python examples/bert/convergence.py --data-dir DIR --output outputs/convergence
+
+Every run sees the same global batches of 16 pairs in the same order from the same weights, without dropout. In exact
+arithmetic all loss curves were one; the table says how far each is from the unsharded one over the first 100 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arguments import RankParser
+from convergence_run import parser as run_parser
+from convergence_run import settings_of
+from layouts import LAYOUTS, REFERENCE, Layout
+from report import plot_losses, prepare_directory, print_table
+from tasks import load_pairs
+
+from booster.errors import ConfigurationError
+
+_COMPARED_STEPS = 100
+_COLUMNS = ("layout", "ranks", "sharded", "accuracy", "F1", "loss", f"max rel. loss diff., {_COMPARED_STEPS} steps")
+_RUN_SCRIPT = Path(__file__).with_name("convergence_run.py")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for, compare, report; the exit code."""
+    options = parse_arguments(arguments)
+    try:
+        prepare_directory(options.output, "--output")
+        load_pairs(options.task, options.data_dir, options.seed)  # refuses bad data before anything runs
+        results = {name: result_of(LAYOUTS[name], options) for name in options.layouts}
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"error: a run ended with exit code {error.returncode}; what it said stands above\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; finished runs are kept, --reuse takes them up again\n")
+        return 130
+    report(results, options.output)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a run, and which runs."""
+    parser = RankParser(description="Compare the loss curves and results of layouts on MRPC.", parents=[run_parser()])
+    parser.add_argument(
+        "--layouts",
+        type=_layout_names,
+        default=",".join(LAYOUTS),
+        metavar="A,B",
+        help="which to run, separated by commas",
+    )
+    parser.add_argument("--reuse", action="store_true", help="take finished runs of the same settings from --output")
+    return parser.parse_args(arguments)
+
+
+def _layout_names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in LAYOUTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not a layout; use {', '.join(LAYOUTS)}")
+    return names
+
+
+def result_of(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
+    """Losses and metrics of one layout, from an earlier run if `--reuse` finds one."""
+    path = options.output / f"{layout.name}.json"
+    if options.reuse and path.is_file():
+        result = json.loads(path.read_text())
+        if result["settings"] == settings_of(options):
+            return result
+    subprocess.run(command(layout, options), check=True, env=_environment(layout))
+    return json.loads(path.read_text())
+
+
+def command(layout: Layout, options: argparse.Namespace) -> list[str]:
+    """How to start one run: plain Python for the reference, torchrun for a layout."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.num_ranks)]
+    given = {**settings_of(options), "layout": layout.name, "data_dir": options.data_dir, "output": options.output}
+    flags = [
+        part
+        for name, value in given.items()
+        if value is not None
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    return [sys.executable, *(launcher if layout.is_sharded else []), str(_RUN_SCRIPT), *flags]
+
+
+def _environment(layout: Layout) -> dict[str, str]:
+    """Ranks share the cores: one thread each, unless the caller says otherwise."""
+    return {**({"OMP_NUM_THREADS": "1"} if layout.is_sharded else {}), **os.environ}
+
+
+def report(results: dict[str, dict[str, Any]], output: Path) -> None:
+    """The table on the terminal and in `table.md`, the curves in `curves.png`."""
+    rows = [_row(LAYOUTS[name], result, results.get(REFERENCE)) for name, result in results.items()]
+    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *rows]
+    (output / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    plot_losses(output / "curves.png", {name: result["losses"] for name, result in results.items()})
+    print_table("convergence", _COLUMNS, rows)
+
+
+def _row(layout: Layout, result: dict[str, Any], reference: dict[str, Any] | None) -> tuple[str, ...]:
+    metrics = [f"{result[name]:.4f}" if name in result else "-" for name in ("accuracy", "f1", "loss")]
+    difference = "-"
+    if reference is not None and layout.name != REFERENCE:
+        difference = f"{largest_relative_difference(result['losses'], reference['losses']):.1e}"
+    return layout.name, str(layout.num_ranks), "yes" if layout.is_sharded else "no", *metrics, difference
+
+
+def largest_relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Over the first 100 steps that both have."""
+    compared = list(zip(losses, reference, strict=False))[:_COMPARED_STEPS]
+    return max(abs(loss - expected) / abs(expected) for loss, expected in compared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

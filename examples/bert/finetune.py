@@ -1,0 +1,206 @@
+"""Fine-tune a BERT on sentence pairs with tensor, pipeline and data parallelism.
+
+    booster run --nproc-per-node 4 examples/bert/finetune.py --tp 2 --pp 2
+
+Data-parallel ranks are what is left of the world. The result is a Hugging Face directory in `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from arguments import RankParser, positive_float, positive_int
+from data import PairDataset, eval_loader, steps_per_epoch, train_loader
+from metrics import Counts, Metrics
+from model import MINILM, load_model
+from report import peak_memory_of_ranks, plot_losses, prepare_directory, print_table, write_json
+from tasks import TASKS, load_pairs, shorten
+from tqdm import tqdm
+
+from booster import Booster, ConfigurationError, launch_from_torch
+from plugins.hybrid_parallel import HybridParallelPlugin
+
+_WARMUP_FRACTION = 0.1
+_MAX_NORM = 1.0
+_CHECKPOINT = "checkpoint"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, evaluate, save, report."""
+    options = parse_arguments(arguments)
+    launch_from_torch(seed=options.seed)
+    plugin = HybridParallelPlugin(
+        tp_size=options.tp,
+        pp_size=options.pp,
+        zero_stage=options.zero,
+        precision=options.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
+        num_microbatches=options.microbatches,
+        max_norm=_MAX_NORM,
+    )
+    prepare_directory(options.output, "--output")
+    if options.plot:
+        prepare_directory(options.plot.parent, "--plot")
+    FineTuning(options, plugin).run()
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, with their defaults."""
+    parser = RankParser(description="Fine-tune a BERT on sentence pairs with hybrid parallelism.")
+    add = parser.add_argument
+    add("--task", choices=TASKS, default="topics", help="what to learn")
+    add("--data-dir", type=Path, help="where msr_paraphrase_{train,test}.txt lie (default: GLUE/MRPC from the hub)")
+    add("--model", default=MINILM, metavar="NAME_OR_PATH", help="minilm, a directory, or a name on the hub")
+    add("--tp", type=positive_int, default=1, help="tensor-parallel ranks")
+    add("--pp", type=positive_int, default=1, help="pipeline stages")
+    add("--zero", type=int, choices=(0, 1), default=1, help="ZeRO stage")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on GPUs, fp32 on CPUs")
+    add("--microbatches", type=positive_int, help="micro-batches a batch is cut into (default: one a stage)")
+    add("--epochs", type=positive_int, default=1, help="passes over the training pairs")
+    add("--lr", type=positive_float, default=2e-4, help="peak learning rate")
+    add("--batch-size", type=positive_int, default=32, help="pairs a step of one data-parallel replica")
+    add("--max-length", type=positive_int, default=48, help="longer pairs are cut to this many tokens")
+    add("--limit", type=positive_int, help="use only so many training pairs")
+    add("--eval-limit", type=positive_int, help="use only so many evaluation pairs")
+    add("--seed", type=int, default=42, help="of data, new weights and dropout")
+    add("--output", type=Path, default=Path("outputs/bert"), help="directory of the result")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the loss curve")
+    add("--resume", action="store_true", help="go on from the last epoch that was finished in --output")
+    return parser.parse_args(arguments)
+
+
+class FineTuning:
+    """One run on this rank.
+
+    Args:
+        options: of the command line.
+        plugin: the layout.
+    """
+
+    def __init__(self, options: argparse.Namespace, plugin: HybridParallelPlugin) -> None:
+        self.options, self.plugin = options, plugin
+        self.booster = Booster(plugin=plugin)
+        self.checkpoint = options.output / _CHECKPOINT
+        if options.resume and not self.checkpoint.is_dir():
+            raise ConfigurationError(
+                f"--resume finds no checkpoint in {self.checkpoint}; "
+                "give the --output of an earlier run or leave it away"
+            )
+        self.losses: list[float] = []
+        self.seconds, self.samples = 0.0, 0
+        self._load()
+
+    def run(self) -> None:
+        """Train what is left to train, evaluate, save and report."""
+        for epoch in range(self._resume(), self.options.epochs):
+            self._train(epoch)
+            self._save_checkpoint(epoch + 1)
+        metrics = self.evaluate()
+        self.booster.save_model(self.model, str(self.options.output))
+        self._report(metrics, peak_memory_of_ranks(self.counting_device))
+
+    def evaluate(self) -> Metrics:
+        """The metrics over all evaluation pairs, each counted once; the same on every rank."""
+        self.model.eval()
+        counts = Counts(self.counting_device)
+        for batch in self._progress(self.evaluation, "evaluate"):
+            # tp and pp ranks of a replica all get its logits; replicas hold different samples.
+            result = self.booster.execute_pipeline(iter([batch]), self.model, return_loss=False, return_outputs=True)
+            counts.add(result.outputs.logits, batch["labels"])
+        dist.all_reduce(counts.values, group=self.plugin.mesh["dp"].get_group())
+        self.model.train()
+        return counts.metrics()
+
+    @property
+    def counting_device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def _load(self) -> None:
+        """Data, model and optimizer as in any script, and then `boost`."""
+        from transformers import get_linear_schedule_with_warmup
+
+        options = self.options
+        train_pairs, eval_pairs = load_pairs(options.task, options.data_dir, options.seed)
+        model, self.tokenizer = load_model(options.model, options.seed)
+        train = PairDataset(shorten(train_pairs, options.limit), self.tokenizer, options.max_length)
+        evaluation = PairDataset(shorten(eval_pairs, options.eval_limit), self.tokenizer, options.max_length)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+        steps = options.epochs * steps_per_epoch(len(train), options.batch_size * self.plugin.dp_size)
+        schedule = get_linear_schedule_with_warmup(optimizer, int(_WARMUP_FRACTION * steps), steps)
+        self.model, self.optimizer, self.schedule, self.training, self.evaluation = self.booster.boost(
+            model,
+            optimizer,
+            schedule,
+            train_loader(train, self.tokenizer, options.batch_size, options.seed),
+            eval_loader(evaluation, self.tokenizer, options.batch_size),
+        )
+
+    def _train(self, epoch: int) -> None:
+        self.training.set_epoch(epoch)
+        batches, started = iter(self.training), time.perf_counter()
+        progress = self._progress(range(len(self.training)), f"epoch {epoch + 1}/{self.options.epochs}")
+        for _ in progress:
+            result = self.booster.execute_pipeline(batches, self.model, optimizer=self.optimizer)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.losses.append(result.loss.item())
+            progress.set_postfix(loss=f"{self.losses[-1]:.3f}", refresh=False)
+        self.seconds += time.perf_counter() - started
+        self.samples += len(self.training.dataset)
+
+    def _resume(self) -> int:
+        """Epochs that are finished already."""
+        if not self.options.resume:
+            return 0
+        extra = self.booster.load_checkpoint(str(self.checkpoint), **self._state())
+        self.losses = list(extra["losses"])
+        return int(extra["epoch"])
+
+    def _save_checkpoint(self, epoch: int) -> None:
+        self.booster.save_checkpoint(str(self.checkpoint), **self._state(), epoch=epoch, losses=self.losses)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.schedule,
+            "dataloader": self.training,
+        }
+
+    def _progress(self, steps: Any, name: str) -> tqdm:
+        """A live progress bar, on rank 0 only."""
+        return tqdm(steps, desc=name, disable=dist.get_rank() != 0, dynamic_ncols=True)
+
+    def _report(self, metrics: Metrics, peak_mib: list[float]) -> None:
+        """The closing table and the files beside the model, by rank 0."""
+        if dist.get_rank() != 0:
+            return
+        options, plugin = self.options, self.plugin
+        speed = self.samples / self.seconds if self.seconds else 0.0
+        layout = {"tp": plugin.tp_size, "pp": plugin.pp_size, "dp": plugin.dp_size, "zero": options.zero}
+        self.tokenizer.save_pretrained(options.output)
+        figures = {**metrics.as_dict(), "samples_per_s": speed, "peak_mib": peak_mib, "layout": layout}
+        write_json(options.output / "metrics.json", {**figures, "train_losses": self.losses})
+        if options.plot:
+            plot_losses(options.plot, {options.task: self.losses})
+        rows = [
+            ("accuracy", f"{metrics.accuracy:.4f}"),
+            ("F1", f"{metrics.f1:.4f}"),
+            ("loss", f"{metrics.loss:.4f}"),
+            ("evaluated on", f"{metrics.samples} pairs"),
+            ("training speed", f"{speed:.1f} samples/s"),
+            *((f"peak memory, rank {rank}", f"{peak:.0f} MiB") for rank, peak in enumerate(peak_mib)),
+            ("saved in", str(options.output)),
+        ]
+        print_table(" ".join(f"{name}={size}" for name, size in layout.items()), (options.task, "result"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The layouts that the convergence benchmark compares, and what they have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GLOBAL_BATCH_SIZE = 16
+MICROBATCH_SIZE = 2
+WARMUP_FRACTION = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the mesh axes; one rank without the booster is the reference."""
+
+    name: str
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    zero_stage: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes to start."""
+        return self.tp_size * self.pp_size * self.dp_size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is cut over ranks."""
+        return self.num_ranks > 1
+
+
+REFERENCE = "unsharded"
+_ALL = (
+    Layout(name=REFERENCE),
+    Layout(name="tp2", tp_size=2),
+    Layout(name="pp2-zero1", pp_size=2, zero_stage=1),
+    Layout(name="tp2-pp2", tp_size=2, pp_size=2),
+    Layout(name="pp2-dp2-zero1", pp_size=2, dp_size=2, zero_stage=1),
+)
+LAYOUTS = {layout.name: layout for layout in _ALL}
