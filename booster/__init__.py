@@ -1,0 +1,31 @@
+"""Booster: hybrid-parallel training of Hugging Face models behind one call."""
+
+from booster.booster import Booster
+from booster.errors import ConfigurationError
+from booster.launch import launch, launch_from_torch
+from booster.plugin import (
+    CheckpointIO,
+    PipelineResult,
+    Plugin,
+    TrainingObjects,
+    available_plugins,
+    load_plugin,
+)
+from booster.wrappers import ModelWrapper, OptimizerWrapper
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Booster",
+    "CheckpointIO",
+    "ConfigurationError",
+    "ModelWrapper",
+    "OptimizerWrapper",
+    "PipelineResult",
+    "Plugin",
+    "TrainingObjects",
+    "available_plugins",
+    "launch",
+    "launch_from_torch",
+    "load_plugin",
+]

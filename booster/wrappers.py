@@ -1,0 +1,87 @@
+"""What `boost` returns in the place of a model and an optimizer: wrappers that read like what they wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ModelWrapper(nn.Module):
+    """A boosted model. Attributes that it does not have are looked up in the model inside.
+
+    Args:
+        module: the model inside.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def unwrap(self) -> nn.Module:
+        """The model inside."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """A boosted optimizer. Groups, state and defaults are those of the optimizer inside, the very same objects.
+
+    Args:
+        optim: the user's optimizer.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:  # no super().__init__: the inner one holds the state
+        self.optim = optim
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optim.defaults
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """The user's optimizer."""
+        return self.optim
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients of `loss`."""
+        loss.backward()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optim.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError("parameter groups cannot be added after boost(); add them to the optimizer before it")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"

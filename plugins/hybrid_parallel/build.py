@@ -1,0 +1,178 @@
+"""The steps of `configure`: from a user's model and optimizers to sharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.loss_scale import DynamicLossScale, LossScale
+from plugins.hybrid_parallel.mesh import HybridMesh, tied_group
+from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.zero.bucket import BucketOptions
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.parameters import (
+    TiedParameter,
+    build_buckets,
+    carry_state,
+    check_optimizer,
+    is_elementwise,
+)
+from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from shardformer import PipelineStageManager, ShardConfig, ShardFormer
+from shardformer.rng import SharedStream
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class BuiltModel:
+    """The sharded model, and what its optimizers have to know.
+
+    Attributes:
+        tied: the parameters that other stages hold too.
+        masters: full-precision values of the parameters that were cast down.
+    """
+
+    model: HybridParallelModel
+    tied: dict[nn.Parameter, TiedParameter]
+    masters: dict[nn.Parameter, Tensor]
+
+
+def check_options_against_model(
+    config: HybridParallelConfig,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, Sequence[str]],
+) -> None:
+    """Refuse what does not fit this model, before anything is changed.
+
+    Raises:
+        ConfigurationError: see the message.
+    """
+    for optim in optimizers:
+        check_optimizer(optim, names, config.tp_size)
+    if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+        raise ConfigurationError(
+            f"gradient_checkpointing='{config.gradient_checkpointing}' needs a transformers model, not a "
+            f"{type(model).__name__}; use gradient_checkpointing=None"
+        )
+
+
+def build_model(
+    model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int
+) -> BuiltModel:
+    """Shard, move and cast the model, in place.
+
+    Raises:
+        ConfigurationError: the model's family cannot be sharded as asked, with all reasons.
+    """
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    origin = WholeModel.of(model)
+    shared = _shard(model, config, mesh)
+    model.to(mesh.device)
+    masters = _cast(model, _DTYPES.get(config.precision), config.master_weights)
+    tied = {}
+    for order, stages in enumerate(shared):
+        group = tied_group(mesh, tuple(sorted(stages)))  # on all ranks, also those without the parameter
+        if group is not None:
+            tied[stages[mesh.rank("pp")]] = TiedParameter(order, group, counted=mesh.rank("pp") == min(stages))
+    elsewhere = [param for param, tie in tied.items() if not tie.counted]
+    wrapped = HybridParallelModel(model, mesh, _stream(mesh, seed), origin, elsewhere)
+    return BuiltModel(wrapped, tied, masters)
+
+
+def build_optimizer(
+    optim: torch.optim.Optimizer,
+    groups: Sequence[Sequence[nn.Parameter]],
+    names: Mapping[int, Sequence[str]],
+    built: BuiltModel,
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+) -> HybridParallelOptimizer:
+    """Re-point an optimizer at the shards of its parameters, by name.
+
+    Args:
+        groups: the parameters that its groups held before the model was sharded.
+        names: id of each of those -> its names, several where it is tied.
+    """
+    parameters = dict(built.model.unwrap().named_parameters(remove_duplicate=False))
+    local, old = [], {}
+    for group in groups:
+        held = [(parameters[name], param) for param in group if (name := _held_name(names[id(param)], parameters))]
+        old.update(held)
+        local.append([param for param, _ in held])
+    options = BucketOptions(
+        dp_group=mesh.group("dp"),
+        zero_stage=config.zero_stage,
+        master_weights=config.master_weights,
+        whole_parameters=not is_elementwise(optim),
+        bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
+    )
+    counts_replicas = config.zero_stage == 1 or mesh.rank("dp") == 0
+    buckets = build_buckets(local, options, built.tied, built.masters, counts_replicas)
+    carry_state(optim, old, buckets)
+    reducer = GradientReducer(buckets, mesh.group("dp"), config.overlap_communication)
+    scale: LossScale = LossScale()
+    if config.precision == "fp16":
+        scale = DynamicLossScale(config.initial_scale, config.growth_interval)
+    first_names = {param: name for name, param in reversed(list(parameters.items()))}
+    wrapped = HybridParallelOptimizer(
+        optim, buckets, first_names, mesh.group("tp"), reducer, scale, config.max_norm, config.overlap_allgather
+    )
+    wrapped.aliases = built.model.origin.aliases
+    return wrapped
+
+
+def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """The first of a parameter's names that this stage has."""
+    return next((name for name in names if name in parameters), None)
+
+
+def _shard(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
+    """Shard in place; returns the parameters that several stages hold."""
+    if config.tp_size == 1 and config.pp_size == 1 and config.custom_policy is None:
+        if not (config.enable_fused_normalization or config.enable_all_optimization):
+            return []  # nothing to cut: a model of any kind will do
+    stage = mesh.rank("pp")
+    split = None if config.layers_per_stage is None else tuple(config.layers_per_stage)
+    try:
+        shard_config = ShardConfig(
+            tensor_parallel_process_group=mesh.group("tp"),
+            pipeline_stage_manager=PipelineStageManager(stage, config.pp_size, split),
+            enable_fused_normalization=config.enable_fused_normalization,
+            enable_sequence_parallelism=config.enable_sequence_parallelism,
+            enable_all_optimization=config.enable_all_optimization,
+            make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+        )
+        return ShardFormer(shard_config).optimize(model, config.custom_policy)[1]
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> dict[nn.Parameter, Tensor]:
+    """Cast parameters (buffers keep their precision: rotary tables need it); returns their values before."""
+    masters: dict[nn.Parameter, Tensor] = {}
+    if dtype is None:
+        return masters
+    for param in model.parameters():
+        if param.is_floating_point() and param.dtype != dtype:
+            if keeps_masters and param.requires_grad:
+                masters[param] = param.data
+            param.data = param.data.to(dtype)
+    return masters
+
+
+def _stream(mesh: HybridMesh, seed: int) -> SharedStream | None:
+    """Shared over tp, different on every stage and data-parallel rank; a single rank keeps torch's own stream."""
+    coordinates = [mesh.rank(axis) for axis in ("pp", "dp", "cp")]
+    sizes = [mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")]
+    if max(sizes) == 1:
+        return None
+    position = (coordinates[0] * sizes[1] + coordinates[1]) * sizes[2] + coordinates[2]
+    return SharedStream(seed + 1_000_003 * (position + 1))

@@ -1,0 +1,1 @@
+"""Saving and loading: Hugging Face directories for models, logical per-parameter tensors for training state."""

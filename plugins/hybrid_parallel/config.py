@@ -1,0 +1,174 @@
+"""The options of `HybridParallelPlugin`, checked together before any process group exists."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from booster.errors import ConfigurationError
+from shardformer import Policy
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SCHEDULES = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridParallelConfig:
+    """The options, with their defaults (here and nowhere else).
+
+    Attributes:
+        tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is what is left of the
+            world; `sp_size` is that of `tp_size` under split-gather.
+        zero_stage: 0 keeps optimizer states on every data-parallel rank, 1 cuts them over the ranks.
+        precision: of parameters and activations; "fp32" leaves the model's own dtype alone.
+        initial_scale, growth_interval: fp16 loss scale at the start; steps without overflow before it doubles.
+        max_norm: clip the global gradient norm to this; None for no clipping.
+        num_microbatches, microbatch_size: how a batch is cut; one of the two. Default: one a pipeline stage.
+        pp_style: the pipeline schedule.
+        num_model_chunks: stages a rank holds, for interleaved schedules.
+        layers_per_stage: an explicit split of the layers.
+        enable_*: optimisations of the sharded model, see `ShardConfig`.
+        gradient_checkpointing: "full" recomputes every layer in the backward pass; None keeps activations.
+        custom_policy: how to shard a family that has no policy.
+        make_vocab_size_divisible_by: vocabularies are padded to a multiple of this times `tp_size`.
+        zero_bucket_size_in_mb: gradients are reduced in buckets of this size.
+        overlap_communication: reduce gradients while the backward pass runs.
+        overlap_allgather: gather updated parameters until the next forward pass needs them.
+        master_weights: keep fp32 copies of 16-bit parameters for the optimizer.
+        seed: of the random streams; None for the seed that `launch` set.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    sp_size: int | None = None
+    cp_size: int = 1
+    ep_size: int = 1
+    dp_size: int | None = None
+    zero_stage: int = 1
+    precision: str = "fp32"
+    initial_scale: float = 2.0**16
+    growth_interval: int = 1000
+    max_norm: float | None = None
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    pp_style: str = "1f1b"
+    num_model_chunks: int = 1
+    layers_per_stage: Sequence[int] | None = None
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str = "split_gather"
+    enable_sequence_overlap: bool = False
+    enable_all_optimization: bool = False
+    gradient_checkpointing: str | None = None
+    custom_policy: Policy | None = None
+    tp_info: Any = None
+    make_vocab_size_divisible_by: int = 64
+    zero_bucket_size_in_mb: float = 12
+    overlap_communication: bool = True
+    overlap_allgather: bool = False
+    master_weights: bool = True
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [*self._check_sizes(), *self._check_choices(), *self._check_numbers(), *self._check_availability()]
+        if problems:
+            raise ConfigurationError("; ".join(problems))
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> HybridParallelConfig:
+        """The configuration of keyword options.
+
+        Raises:
+            ConfigurationError: an option that does not exist, with the nearest one that does.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise ConfigurationError(f"HybridParallelPlugin has no option '{name}'; use {near}")
+        return cls(**options)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Data-parallel ranks in a world.
+
+        Raises:
+            ConfigurationError: the sizes do not fit the world.
+        """
+        block = self.tp_size * self.pp_size * self.cp_size
+        if world_size % block:
+            raise ConfigurationError(
+                f"world size {world_size} is not a multiple of tp_size*pp_size={self.tp_size}*{self.pp_size}={block}; "
+                f"start {-(-world_size // block) * block} ranks or choose sizes whose product divides {world_size}"
+            )
+        dp_size = world_size // block
+        if self.dp_size is not None and self.dp_size != dp_size:
+            raise ConfigurationError(
+                f"dp_size={self.dp_size} does not fit world size {world_size} with tp_size={self.tp_size} and "
+                f"pp_size={self.pp_size}; use dp_size={dp_size}"
+            )
+        return dp_size
+
+    def microbatches_of(self, num_rows: int) -> int:
+        """Into how many micro-batches a batch of `num_rows` samples is cut."""
+        if self.microbatch_size is not None:
+            return -(-num_rows // self.microbatch_size)
+        return min(self.num_microbatches or self.pp_size, num_rows)
+
+    @property
+    def least_batch_size(self) -> int:
+        """The smallest batch that fills the micro-batches asked for."""
+        return self.num_microbatches or 1
+
+    def _check_sizes(self) -> list[str]:
+        problems = []
+        for name in ("tp_size", "pp_size", "sp_size", "cp_size", "ep_size", "dp_size", "num_model_chunks"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                problems.append(f"{name}={value!r} is not a positive integer; use 1 or more")
+        if self.sp_size is not None and self.sp_size not in (1, self.tp_size):
+            problems.append(f"sp_size={self.sp_size} differs from tp_size={self.tp_size}; use sp_size={self.tp_size}")
+        for name in ("cp_size", "ep_size", "num_model_chunks"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value > 1:
+                problems.append(f"{name}={value} is not available in this version; use {name}=1")
+        return problems
+
+    def _check_choices(self) -> list[str]:
+        choices: dict[str, tuple[Any, ...]] = {
+            "zero_stage": (0, 1),
+            "precision": PRECISIONS,
+            "pp_style": SCHEDULES,
+            "sequence_parallelism_mode": ("split_gather",),
+            "gradient_checkpointing": (None, "full"),
+        }
+        return [
+            f"{name}={getattr(self, name)!r} is not available; use {' or '.join(repr(choice) for choice in allowed)}"
+            for name, allowed in choices.items()
+            if getattr(self, name) not in allowed
+        ]
+
+    def _check_numbers(self) -> list[str]:
+        problems = []
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            problems.append("num_microbatches and microbatch_size are both given; use one of them")
+        positive = ("num_microbatches", "microbatch_size", "initial_scale", "growth_interval", "max_norm")
+        for name in (*positive, "zero_bucket_size_in_mb", "make_vocab_size_divisible_by"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                problems.append(f"{name}={value} is not positive; use a value above 0")
+        return problems
+
+    def _check_availability(self) -> list[str]:
+        problems = []
+        for name in ("enable_flash_attention", "enable_jit_fused", "enable_sequence_overlap"):
+            if getattr(self, name):
+                problems.append(f"{name}=True is not available in this version; use {name}=False")
+        if self.tp_info is not None:
+            problems.append("tp_info is not available in this version; use custom_policy")
+        if self.enable_sequence_parallelism and self.tp_size == 1:
+            problems.append("enable_sequence_parallelism=True needs tp_size > 1; use tp_size=2 or switch it off")
+        return problems

@@ -1,0 +1,52 @@
+"""The fp16 loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2)."""
+
+from __future__ import annotations
+
+import math
+
+
+class LossScale:
+    """No scaling: fp32 and bf16."""
+
+    value = 1.0
+    watches_overflow = False
+
+    def update(self, overflowed: bool) -> None:
+        """Take note of a step."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over a saved scale."""
+
+
+class DynamicLossScale(LossScale):
+    """Halves on an overflow, doubles after `growth_interval` steps without one.
+
+    Args:
+        initial_scale: the scale of the first step.
+        growth_interval: steps without overflow before the scale doubles.
+    """
+
+    watches_overflow = True
+
+    def __init__(self, initial_scale: float, growth_interval: int) -> None:
+        self.value, self.growth_interval = float(initial_scale), growth_interval
+        self.good_steps = 0
+
+    def update(self, overflowed: bool) -> None:
+        if overflowed:
+            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            doubled = self.value * 2
+            self.value, self.good_steps = (doubled if math.isfinite(doubled) else self.value), 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if state:
+            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

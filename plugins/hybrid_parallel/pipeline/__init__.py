@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, one runtime, point-to-point communication."""

@@ -1,0 +1,150 @@
+"""One step of `execute_pipeline`: cut the batch, run the schedule, finish gradients, loss and outputs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from booster.errors import ConfigurationError
+from booster.plugin import PipelineResult
+from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.model import HybridParallelModel
+from plugins.hybrid_parallel.pipeline.microbatch import as_batch, merge_outputs, num_rows, split_batch, to_device
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, forward_only
+from plugins.hybrid_parallel.step_loss import StepLoss
+from shardformer.layers.head import parallel_logits
+
+
+class PipelineStep:
+    """One step.
+
+    Args:
+        model: the boosted model.
+        mesh: the grid of ranks.
+        config: the plugin's options.
+        criterion: the user's loss, or None for the model's own.
+        trains: whether to run backward.
+    """
+
+    def __init__(
+        self,
+        model: HybridParallelModel,
+        mesh: HybridMesh,
+        config: HybridParallelConfig,
+        criterion: Callable[[Any, Any], Any] | None,
+        trains: bool,
+    ) -> None:
+        self.model, self.mesh, self.config, self.criterion, self.trains = model, mesh, config, criterion, trains
+
+    def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
+        """Run one batch; see `Booster.execute_pipeline`."""
+        batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype)
+        microbatches = split_batch(batch, self._num_microbatches(batch))
+        loss = self.model.step_loss(microbatches, self.criterion)
+        outputs: list[Any] = []
+        self._run_schedule(microbatches, loss, outputs if return_outputs else None)
+        value, factor = loss.finish(return_loss)
+        if self.trains:
+            for optimizer in self.model.optimizers:
+                optimizer.reducer.finish(factor)
+        if value is not None:
+            value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
+        return PipelineResult(value, self._share_outputs(outputs, bool(microbatches)) if return_outputs else None)
+
+    def _num_microbatches(self, batch: Mapping[str, Any]) -> int:
+        rows, least = num_rows(batch), self.config.least_batch_size
+        if rows >= least:
+            self.model.has_seen_full_batch = True
+        elif self.trains and not self.model.has_seen_full_batch:
+            # A short batch may end an epoch, but one that starts it will never fill the pipeline.
+            raise ConfigurationError(
+                f"the batch has {rows} samples, fewer than num_microbatches={least}; "
+                f"use batches of {least} or more, or num_microbatches={max(rows, 1)}"
+            )
+        return self.config.microbatches_of(rows) if rows else 0
+
+    def _run_schedule(self, microbatches: list[dict[str, Any]], loss: StepLoss, keep: list[Any] | None) -> None:
+        schedule = SCHEDULES[self.config.pp_style] if self.trains else forward_only
+        actions = list(schedule(self.mesh.rank("pp"), self.mesh.size("pp"), len(microbatches)))
+        inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
+
+        def finish_forward(outputs: Any, index: int) -> Tensor | None:
+            share = loss.share(outputs, index)
+            if keep is not None:
+                keep.append(_detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))
+            return share
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.trains))
+            stack.enter_context(self.model.running())
+            stack.enter_context(parallel_logits(self.model) if loss.reads_parallel_logits else nullcontext())
+            for optimizer in self.model.optimizers if self.trains else ():
+                stack.enter_context(optimizer.accepting_gradients())
+            scale = self.model.optimizers[0].loss_scale.value if self.trains else 1.0
+            self.model.runtime.run(actions, inputs, finish_forward, scale, self._begin_final_backward)
+
+    def _begin_final_backward(self) -> None:
+        for optimizer in self.model.optimizers:
+            optimizer.reducer.begin_final_backward()
+
+    def _share_outputs(self, outputs: list[Any], ran: bool) -> Any:
+        """The merged outputs, on every stage; None where this replica's share of the batch was empty."""
+        if not ran:
+            return None
+        is_last = self.model.runtime.is_last
+        merged = merge_outputs(outputs) if is_last else None
+        return merged if self.mesh.size("pp") == 1 else broadcast_outputs(merged, self.mesh)
+
+
+def _detached(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    return type(outputs)(**{k: v.detach() for k, v in outputs.items() if isinstance(v, Tensor)})
+
+
+def broadcast_outputs(outputs: Any, mesh: HybridMesh) -> Any:
+    """Send the last stage's outputs to all stages: a JSON header, then each tensor. No pickle."""
+    group, source = mesh.group("pp"), mesh.stage_ranks[-1]
+    bare = isinstance(outputs, Tensor)
+    header = None
+    if outputs is not None:
+        items = {"": outputs} if bare else dict(outputs)
+        header = {
+            "class": None if bare else [type(outputs).__module__, type(outputs).__qualname__],
+            "tensors": {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in items.items()},
+        }
+    header = _broadcast_json(header, group, source)
+    received = {}
+    for key, (dtype, shape) in header["tensors"].items():
+        mine = None if outputs is None else items[key].contiguous()
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device) if mine is None else mine
+        dist.broadcast(tensor, source, group=group)
+        received[key] = tensor
+    if header["class"] is None:
+        return received[""]
+    return _output_class(*header["class"])(**received)
+
+
+def _broadcast_json(value: Any, group: dist.ProcessGroup, source: int) -> Any:
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    is_source = dist.get_rank() == source
+    length = torch.tensor(len(payload) if is_source else 0)
+    dist.broadcast(length, source, group=group)
+    payload = payload if is_source else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(payload, source, group=group)
+    return json.loads(bytes(payload.tolist()))
+
+
+def _output_class(module: str, name: str) -> type:
+    """transformers' own output class of that name; any other becomes a plain dict."""
+    if not module.startswith("transformers."):
+        return dict
+    return getattr(importlib.import_module(module), name)

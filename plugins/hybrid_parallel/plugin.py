@@ -1,0 +1,219 @@
+"""HybridParallelPlugin: composes tensor, sequence, pipeline and data parallelism. It holds no algorithm of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset
+
+from booster import failure
+from booster.errors import ConfigurationError
+from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
+from plugins.hybrid_parallel.build import build_model, build_optimizer, check_options_against_model
+from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
+from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.dataloader import shard_dataloader
+from plugins.hybrid_parallel.mesh import HybridMesh, build_mesh
+from plugins.hybrid_parallel.model import HybridParallelModel
+from plugins.hybrid_parallel.pipeline.step import PipelineStep
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+
+
+class HybridParallelPlugin(Plugin):
+    """Trains with tensor, sequence, pipeline and data parallelism, ZeRO-1 and mixed precision.
+
+    Example:
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, precision="bf16")
+
+    Args:
+        options: the fields of `HybridParallelConfig`, by keyword.
+
+    Raises:
+        ConfigurationError: options that do not exist, do not fit each other or do not fit the world, all in one
+            sentence each.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.config = HybridParallelConfig.from_options(options)
+        if dist.is_initialized():
+            self.config.data_parallel_size(dist.get_world_size())
+        self._synchronises = True
+
+    @classmethod
+    def from_config(cls, path_or_dict: str | Path | dict[str, Any], **overrides: Any) -> HybridParallelPlugin:
+        """Make a plugin from a JSON file, or a dict, of options.
+
+        Raises:
+            ConfigurationError: the file does not exist or is not a JSON object.
+        """
+        options = path_or_dict
+        if not isinstance(options, dict):
+            path = Path(options)
+            if not path.is_file():
+                raise ConfigurationError(f"{path} does not exist; give a JSON file of HybridParallelPlugin options")
+            try:
+                options = json.loads(path.read_text())
+            except json.JSONDecodeError as error:
+                raise ConfigurationError(f"{path} is not valid JSON ({error}); give a JSON object of options") from None
+            if not isinstance(options, dict):
+                raise ConfigurationError(f"{path} holds a {type(options).__name__}; give a JSON object of options")
+        return cls(**{**options, **overrides})
+
+    # ----- where this rank is -----
+
+    @cached_property
+    def grid(self) -> HybridMesh:
+        """The grid of ranks, with its process groups."""
+        if not dist.is_initialized():
+            raise ConfigurationError("no process group is initialised; call launch_from_torch() first")
+        config = self.config
+        dp_size = config.data_parallel_size(dist.get_world_size())
+        return build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """torch's mesh with the axes `pp`, `dp`, `cp`, `tp`."""
+        return self.grid.device_mesh
+
+    @property
+    def tp_size(self) -> int:
+        return self.config.tp_size
+
+    @property
+    def pp_size(self) -> int:
+        return self.config.pp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.grid.size("dp")
+
+    @property
+    def dp_rank(self) -> int:
+        return self.grid.rank("dp")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.grid.rank("tp")
+
+    @property
+    def stage_index(self) -> int:
+        return self.grid.rank("pp")
+
+    # ----- the interface of Plugin -----
+
+    def configure(self, objects: TrainingObjects) -> TrainingObjects:
+        """Shard the model, re-point the optimizers at its shards and share out the loaders."""
+        for dataloader in objects.dataloaders:
+            self._check_batch_size(dataloader)
+        model, optimizers = self._configure_model(objects)
+        return TrainingObjects(
+            model=model,
+            optimizers=optimizers,
+            lr_schedulers=objects.lr_schedulers,
+            dataloaders=[self._shard_dataloader(dataloader) for dataloader in objects.dataloaders],
+            criterion=objects.criterion,
+        )
+
+    @failure.guard("booster.backward")
+    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Compute and, outside `no_sync`, reduce the gradients of `loss`, which is a mean over this rank's samples."""
+        if self.pp_size > 1:
+            raise RuntimeError("booster.backward cannot run a pipeline; call booster.execute_pipeline with the optimizer")
+        _check_boosted(optimizer)
+        with optimizer.accepting_gradients():
+            if self._synchronises:
+                optimizer.reducer.begin_final_backward()
+            (loss * (optimizer.loss_scale.value / self.dp_size)).backward()
+            if self._synchronises:
+                optimizer.reducer.finish()
+
+    @failure.guard("booster.execute_pipeline")
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> PipelineResult:
+        """Run one batch through the pipeline."""
+        if optimizer is not None:
+            _check_boosted(optimizer)
+        step = PipelineStep(model, self.grid, self.config, criterion, trains=optimizer is not None)
+        return step.run(next(data_iter), return_loss, return_outputs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """`backward` only accumulates in here; the first one outside reduces everything."""
+        self._synchronises = False
+        try:
+            yield
+        finally:
+            self._synchronises = True
+
+    def prepare_dataloader(
+        self, dataset: Dataset, batch_size: int, shuffle: bool = False, drop_last: bool = False, **kwargs: Any
+    ) -> DataLoader:
+        """A loader of this rank's share of `dataset`; `batch_size` is that of one data-parallel replica."""
+        loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, **kwargs)
+        self._check_batch_size(loader)
+        return self._shard_dataloader(loader)
+
+    @cached_property
+    def checkpoint_io(self) -> CheckpointIO:
+        return HybridParallelCheckpointIO(self.grid)
+
+    # ----- steps of configure -----
+
+    @property
+    def seed(self) -> int:
+        """Of all random streams: the option, or what `launch` seeded torch with."""
+        return self.config.seed if self.config.seed is not None else torch.initial_seed() % 2**31
+
+    def _configure_model(
+        self, objects: TrainingObjects
+    ) -> tuple[HybridParallelModel | None, list[HybridParallelOptimizer]]:
+        if objects.model is None:
+            if objects.optimizers:
+                raise ConfigurationError("boost() got an optimizer without its model; give both in one call")
+            return None, []
+        names: dict[int, list[str]] = {}
+        for name, param in objects.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        check_options_against_model(self.config, objects.model, objects.optimizers, names)
+        original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
+        built = build_model(objects.model, self.config, self.grid, self.seed)
+        optimizers = [
+            build_optimizer(optim, groups, names, built, self.config, self.grid)
+            for optim, groups in zip(objects.optimizers, original, strict=True)
+        ]
+        built.model.optimizers = optimizers
+        return built.model, optimizers
+
+    def _shard_dataloader(self, dataloader: DataLoader) -> DataLoader:
+        return shard_dataloader(dataloader, self.dp_rank, self.dp_size, self.grid.device, self.seed)
+
+    def _check_batch_size(self, dataloader: DataLoader) -> None:
+        least = self.config.least_batch_size
+        if dataloader.batch_size is not None and dataloader.batch_size < least:
+            raise ConfigurationError(
+                f"batch_size={dataloader.batch_size} has fewer samples than num_microbatches={least}; "
+                f"use batch_size={least} or more, or num_microbatches={dataloader.batch_size}"
+            )
+
+
+def _check_boosted(optimizer: Any) -> None:
+    if not isinstance(optimizer, HybridParallelOptimizer):
+        raise ConfigurationError(
+            f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned"
+        )

@@ -1,0 +1,170 @@
+"""HybridParallelOptimizer: the user's optimizer over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.wrappers import OptimizerWrapper
+from plugins.hybrid_parallel.loss_scale import LossScale
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from shardformer.shard_spec import spec_of
+
+
+class HybridParallelOptimizer(OptimizerWrapper):
+    """The user's optimizer, its parameter groups and schedulers untouched, over this rank's shard of the state.
+
+    Args:
+        optim: the user's optimizer; its groups now hold pieces of parameters.
+        buckets: where the parameters live.
+        names: local parameter -> its Hugging Face name.
+        tp_group: the tensor-parallel ranks, to assemble full gradients.
+        reducer: brings gradients to the shards.
+        loss_scale: the fp16 loss scale, or none.
+        max_norm: clip the global gradient norm to this.
+        overlap_allgather: leave the gathering of parameters running until the next forward pass.
+
+    Attributes:
+        aliases: name -> the other names of the same (tied) parameter.
+        step_was_skipped: whether the last step overflowed and was left out, on all ranks.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        names: Mapping[nn.Parameter, str],
+        tp_group: dist.ProcessGroup,
+        reducer: GradientReducer,
+        loss_scale: LossScale,
+        max_norm: float | None,
+        overlap_allgather: bool,
+    ) -> None:
+        super().__init__(optim)
+        self.buckets, self.names, self.tp_group = list(buckets), dict(names), tp_group
+        self.reducer, self.loss_scale, self.max_norm = reducer, loss_scale, max_norm
+        self.overlap_allgather = overlap_allgather
+        self.aliases: Mapping[str, tuple[str, ...]] = {}
+        self._norm: Tensor | None = None
+        self.step_was_skipped = False
+        self._gathers: list[Any] = []
+        for index, group in enumerate(optim.param_groups):
+            mine = (bucket for bucket in self.buckets if bucket.group_index == index)
+            group["params"] = [piece.parameter for bucket in mine for piece in bucket.pieces]
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the last step, before clipping; None where none was computed."""
+        return None if self._norm is None else float(self._norm)
+
+    # ----- gradients -----
+
+    @contextmanager
+    def accepting_gradients(self) -> Iterator[None]:
+        """Gradients of backward passes in this context are taken."""
+        self.reducer.accepting = True
+        try:
+            yield
+        finally:
+            self.reducer.accepting = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; there is nothing to fill with zeros, so `set_to_none` changes nothing."""
+        for bucket in self.buckets:
+            bucket.clear_grads()
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The whole, unscaled gradient of every parameter of this stage that has one, by Hugging Face name.
+
+        To be called on all ranks, after the backward pass and before `step`.
+        """
+        full: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            values = {piece.index: piece.view(bucket.shard_grads) for piece in bucket.pieces if bucket.used}
+            for index, local in bucket.gather_pieces(values, bucket.grad_dtype).items():
+                if index in bucket.used:
+                    param = bucket.params[index]
+                    full[self.names[param]] = assemble(param, local / self.loss_scale.value, self.tp_group)
+        return full
+
+    # ----- the step -----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Unscale, clip, update this rank's shard and gather the parameters.
+
+        Raises:
+            RuntimeError: a closure was given, which would have to run the model by itself.
+        """
+        if closure is not None:
+            raise RuntimeError("step(closure) is not supported; run the model before step()")
+        if self.reducer.pending:
+            self.reducer.finish()
+        factor = self._gradient_factor()
+        if self.step_was_skipped:
+            return
+        for bucket in self.buckets:
+            bucket.assign_grads(factor)
+        self.optim.step()
+        self._gathers = [gather for gather in self._publish() if gather is not None]
+        if not self.overlap_allgather:
+            self.wait_for_parameters()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until the parameters of the last step are here."""
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers = []
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' present values as the optimizer's (after weights were loaded)."""
+        for bucket in self.buckets:
+            bucket.refresh_masters()
+
+    def _publish(self) -> list[Any]:
+        return [bucket.publish(async_op=True) for bucket in self.buckets]
+
+    def _gradient_factor(self) -> Tensor | float | None:
+        """What gradients are multiplied by before the update: unscaling and clipping in one. Votes on overflow."""
+        scale = self.loss_scale.value
+        unscale = None if scale == 1.0 else 1.0 / scale
+        if self.max_norm is None and not self.loss_scale.watches_overflow:
+            return unscale
+        norm = self._norm = self.global_norm() / scale
+        if self.loss_scale.watches_overflow:
+            self.step_was_skipped = not torch.isfinite(norm).item()
+            self.loss_scale.update(self.step_was_skipped)
+        if self.max_norm is None:
+            return unscale
+        clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return clip if unscale is None else clip * unscale
+
+    def global_norm(self) -> Tensor:
+        """Norm of all gradients, each parameter counted once over all axes (0-d, float64, scaled by the loss scale)."""
+        counted = [bucket.squared_norm() for bucket in self.buckets if bucket.counted]
+        device = self.buckets[0].flat.device if self.buckets else "cpu"
+        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+
+def assemble(param: nn.Parameter, local: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """The full tensor of which `local` is this rank's piece, cut like `param`; on every rank of the axis."""
+    spec = spec_of(param)
+    if spec.dim is None:
+        return local.clone()
+    shapes = [spec.on_rank(rank).local_shape for rank in range(spec.world_size)]
+    shards = [local.new_empty(shape) for shape in shapes]
+    # Pieces may differ in size: one broadcast each.
+    for rank, shard in enumerate(shards):
+        if rank == spec.rank:
+            shard.copy_(local)
+        dist.broadcast(shard, group=tp_group, group_src=rank)
+    return spec.assemble(shards)

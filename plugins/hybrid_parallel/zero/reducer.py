@@ -1,0 +1,91 @@
+"""GradientReducer: takes gradients from the backward pass and brings them to their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from plugins.hybrid_parallel.zero.bucket import Bucket
+
+
+class GradientReducer:
+    """Accumulates gradients in buckets and reduces a bucket as soon as all of its gradients are complete.
+
+    Buckets are reduced in their order, which is the same on all data-parallel ranks; one that waits for an unused
+    parameter is reduced at the end of the step.
+
+    Args:
+        buckets: in the order in which the backward pass completes them.
+        dp_group: the data-parallel ranks.
+        overlap: whether to reduce while the backward pass runs.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], dp_group: ProcessGroup, overlap: bool) -> None:
+        self.buckets, self.dp_group, self.overlap = list(buckets), dp_group, overlap
+        self.accepting = False  # inside a backward pass that the library runs
+        self._final = False  # inside the backward pass that completes the gradients
+        self._complete: list[set[int]] = [set() for _ in self.buckets]
+        self._next = 0
+        for number, bucket in enumerate(self.buckets):
+            for index, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(self._hook(number, index))
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are local gradients that are not reduced yet."""
+        return any(bucket.written for bucket in self.buckets)
+
+    def begin_final_backward(self) -> None:
+        """The next backward pass completes the gradients."""
+        self._final = True
+        self._complete = [set() for _ in self.buckets]
+
+    def finish(self, factor: Tensor | None = None) -> None:
+        """Reduce what is left and wait for everything.
+
+        Args:
+            factor: what the gradients since the last `finish` are multiplied by, 0-d; None for nothing.
+        """
+        self._final = False
+        used = self._agree_on_used()
+        while self._next < len(self.buckets):
+            self.buckets[self._next].launch()
+            self._next += 1
+        self._next = 0
+        for bucket, indices in zip(self.buckets, used, strict=True):
+            bucket.finish(indices, factor)
+
+    def _hook(self, number: int, index: int) -> object:
+        def take_gradient(param: nn.Parameter) -> None:
+            if not self.accepting:
+                raise RuntimeError("call booster.backward(loss, optimizer) in the place of loss.backward()")
+            self.buckets[number].accumulate(index, param.grad)
+            param.grad = None
+            if self._final and self.overlap:
+                self._complete[number].add(index)
+                self._launch_complete()
+
+        return take_gradient
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self.buckets):
+            if len(self._complete[self._next]) < len(self.buckets[self._next].params):
+                return
+            self.buckets[self._next].launch()
+            self._next += 1
+
+    def _agree_on_used(self) -> list[set[int]]:
+        """Which parameters have a gradient on any data-parallel rank; the others keep None, as in plain torch."""
+        if dist.get_world_size(self.dp_group) == 1:
+            return [set(bucket.written) for bucket in self.buckets]
+        flags = [torch.zeros(len(bucket.params), dtype=torch.int32) for bucket in self.buckets]
+        for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
+            bucket_flags[list(bucket.written)] = 1
+        # On the CPU also where gradients are on a GPU: reading the answer must not wait for the device.
+        together = torch.cat(flags) if flags else torch.zeros(0, dtype=torch.int32)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.dp_group)
+        return [set(part.nonzero().flatten().tolist()) for part in together.split([len(part) for part in flags])]
