@@ -85,9 +85,7 @@ class Booster:
             data_iter, model, criterion or self._criterion, optimizer, return_loss, return_outputs
         )
 
-    def no_sync(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
         """A context in which `backward` accumulates gradients without communication."""
         return self.plugin.no_sync(model, optimizer)
 
@@ -144,7 +142,13 @@ class Booster:
 
     def _configure(self, given: list[Any]) -> dict[int, Any]:
         """Boost the objects together; id of each given object -> the boosted one."""
-        kinds: dict[str, list[Any]] = {"model": [], "optimizer": [], "lr_scheduler": [], "dataloader": [], "criterion": []}
+        kinds: dict[str, list[Any]] = {
+            "model": [],
+            "optimizer": [],
+            "lr_scheduler": [],
+            "dataloader": [],
+            "criterion": [],
+        }
         for value in given:
             kinds[_kind(value)].append(value)
         for kind in ("model", "criterion"):
@@ -153,9 +157,7 @@ class Booster:
         model = kinds["model"][0] if kinds["model"] else None
         self._criterion = kinds["criterion"][0] if kinds["criterion"] else self._criterion
         boosted = self.plugin.configure(
-            TrainingObjects(
-                model, kinds["optimizer"], kinds["lr_scheduler"], kinds["dataloader"], self._criterion
-            )
+            TrainingObjects(model, kinds["optimizer"], kinds["lr_scheduler"], kinds["dataloader"], self._criterion)
         )
         after = [boosted.model, *boosted.optimizers, *boosted.lr_schedulers, *boosted.dataloaders]
         before = [model, *kinds["optimizer"], *kinds["lr_scheduler"], *kinds["dataloader"]]
@@ -176,5 +178,6 @@ def _kind(value: Any) -> str:
     if callable(value):
         return "criterion"
     raise ConfigurationError(
-        f"boost() cannot take a {type(value).__name__}; give a module, optimizers, schedulers, dataloaders or a criterion"
+        f"boost() cannot take a {type(value).__name__}; "
+        "give a module, optimizers, learning-rate schedulers, dataloaders or a criterion"
     )

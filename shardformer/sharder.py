@@ -18,9 +18,7 @@ from shardformer.sequence import gather_on_entry, wrap_layers
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
 from shardformer.stage import (
-    Boundary,
-    Elsewhere,
-    Skipped,
+    StandIn,
     cut_stage,
     has_module,
     last_modules,
@@ -114,7 +112,7 @@ class ModelSharder:
             setattr(module, name, function.__get__(module))
         readers: dict[str, list[nn.Module]] = {}
         for replacement in description.sub_module_replacement:
-            if has_module(module, replacement.suffix):
+            if has_module(module, replacement.suffix) and not _is_elsewhere(module, replacement.suffix):
                 new = self._replace(module, replacement)
                 if replacement.reads is not None and new is not None:
                     readers.setdefault(replacement.reads, []).append(new)
@@ -200,7 +198,7 @@ class ModelSharder:
     def _held_layers(self) -> list[nn.Module]:
         base = self.model.get_submodule(self.policy.base_path)
         layers = base.get_submodule(self.policy.stages.layers)
-        return [layer for layer in layers if not isinstance(layer, Skipped | Boundary | Elsewhere)]
+        return [layer for layer in layers if not isinstance(layer, StandIn)]
 
     def _stage_of(self, name: str) -> int:
         """The stage that holds the parameter `name`; asked before the model is cut."""
@@ -227,6 +225,11 @@ class ModelSharder:
             local = next((parameters[name] for name in names if name in parameters), None)
             shared.append({stage: local if stage == here else torch.empty(0, device="meta") for stage in holders})
         return shared
+
+
+def _is_elsewhere(module: nn.Module, path: str) -> bool:
+    """Whether the sub-module at `path` lives on another stage."""
+    return isinstance(module.get_submodule(path), StandIn)
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

@@ -94,7 +94,11 @@ class StageBoundary(Exception):
         self.hidden_states = hidden_states
 
 
-class Received(nn.Module):
+class StandIn(nn.Module):
+    """Stands for a module that lives on another stage."""
+
+
+class Received(StandIn):
     """Stands for the embedding on a later stage: the first call of a pass returns what arrived, others add nothing."""
 
     def __init__(self) -> None:
@@ -106,21 +110,21 @@ class Received(nn.Module):
         return activation if activation is not None else torch.zeros(())
 
 
-class AddsNothing(nn.Module):
+class AddsNothing(StandIn):
     """Stands for an embedding that is added to another: its share is already in what arrived."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())
 
 
-class PassedThrough(nn.Module):
+class PassedThrough(StandIn):
     """Stands for a module that the first stage has already applied (an embedding's norm or dropout)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x
 
 
-class Skipped(nn.Module):
+class Skipped(StandIn):
     """Stands for a layer of an earlier stage."""
 
     def __init__(self, tuple_output: bool) -> None:
@@ -132,14 +136,14 @@ class Skipped(nn.Module):
         return (hidden_states,) if self.tuple_output else hidden_states
 
 
-class Boundary(nn.Module):
+class Boundary(StandIn):
     """Stands for the first layer of the next stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StageBoundary(_hidden_states(args, kwargs))
 
 
-class Elsewhere(nn.Module):
+class Elsewhere(StandIn):
     """Stands for a module of another stage that this stage's pass never reaches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -63,9 +63,7 @@ def check_options_against_model(
         )
 
 
-def build_model(
-    model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int
-) -> BuiltModel:
+def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int) -> BuiltModel:
     """Shard, move and cast the model, in place.
 
     Raises:
@@ -136,9 +134,9 @@ def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> 
 
 def _shard(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
     """Shard in place; returns the parameters that several stages hold."""
-    if config.tp_size == 1 and config.pp_size == 1 and config.custom_policy is None:
-        if not (config.enable_fused_normalization or config.enable_all_optimization):
-            return []  # nothing to cut: a model of any kind will do
+    wants_fusion = config.enable_fused_normalization or config.enable_all_optimization
+    if config.tp_size == 1 and config.pp_size == 1 and config.custom_policy is None and not wants_fusion:
+        return []  # nothing to cut: a model of any kind will do
     stage = mesh.rank("pp")
     split = None if config.layers_per_stage is None else tuple(config.layers_per_stage)
     try:

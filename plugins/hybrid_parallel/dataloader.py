@@ -142,7 +142,9 @@ def shard_dataloader(
     }
     if isinstance(dataloader.dataset, IterableDataset):
         if dataloader.batch_size is None:
-            raise ConfigurationError("an iterable dataset needs a batch_size to be shared out; use batch_size=1 or more")
+            raise ConfigurationError(
+                "an iterable dataset needs a batch_size to be shared out; use batch_size=1 or more"
+            )
         dataset = DataParallelIterable(
             dataloader.dataset, dataloader.batch_size, dataloader.drop_last, rank, world_size
         )

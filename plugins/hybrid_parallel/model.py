@@ -123,7 +123,9 @@ class HybridParallelModel(ModelWrapper):
         # An empty share has the keys of the others' batches but none of their rows; it asks like they do.
         if self.head_loss is not None:
             has_labels = all(self.head_loss.applies_to(microbatch) for microbatch in microbatches)
-            return HeadStepLoss(microbatches, self.mesh, self.head_loss) if has_labels else NoLoss(microbatches, self.mesh)
+            return (
+                HeadStepLoss(microbatches, self.mesh, self.head_loss) if has_labels else NoLoss(microbatches, self.mesh)
+            )
         return ModelStepLoss(microbatches, self.mesh)
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:

@@ -127,7 +127,9 @@ class HybridParallelPlugin(Plugin):
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Compute and, outside `no_sync`, reduce the gradients of `loss`, which is a mean over this rank's samples."""
         if self.pp_size > 1:
-            raise RuntimeError("booster.backward cannot run a pipeline; call booster.execute_pipeline with the optimizer")
+            raise RuntimeError(
+                "booster.backward cannot run a pipeline; call booster.execute_pipeline with the optimizer"
+            )
         _check_boosted(optimizer)
         with optimizer.accepting_gradients():
             if self._synchronises:

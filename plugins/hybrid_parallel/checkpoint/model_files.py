@@ -104,7 +104,9 @@ def weight_files(directory: Path) -> dict[str, Path]:
         raise ConfigurationError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}; give a directory of save_model")
     for file in set(names.values()):
         if Path(file).name != file:
-            raise ConfigurationError(f"{directory / _INDEX} names the file '{file}' outside the directory; do not load it")
+            raise ConfigurationError(
+                f"{directory / _INDEX} names the file '{file}' outside the directory; do not load it"
+            )
         if not (directory / file).is_file():
             raise ConfigurationError(f"{directory / file} is missing; save the model again")
     return {name: directory / file for name, file in names.items()}
@@ -143,7 +145,10 @@ def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[li
             groups.setdefault(id(tensor), ([], tensor))[0].append(name)
     for names, tensor in groups.values():
         if not unique or tensor not in model.saved_elsewhere:
-            yield names + [alias for name in names for alias in model.origin.aliases.get(name, ()) if alias not in names], tensor
+            yield (
+                names + [alias for name in names for alias in model.origin.aliases.get(name, ()) if alias not in names],
+                tensor,
+            )
 
 
 def _full_tensors(

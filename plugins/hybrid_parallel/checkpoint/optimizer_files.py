@@ -74,9 +74,7 @@ def load_optimizer_files(optimizer: HybridParallelOptimizer, directory: Path) ->
     together(lambda: _load(optimizer, directory))
 
 
-def _gather_states(
-    optimizer: HybridParallelOptimizer, bucket: Bucket, mesh: HybridMesh
-) -> dict[int, dict[str, Any]]:
+def _gather_states(optimizer: HybridParallelOptimizer, bucket: Bucket, mesh: HybridMesh) -> dict[int, dict[str, Any]]:
     """Whole states of a bucket's parameters: position in the bucket -> key -> tensor, or [kind, number]."""
     mine = {piece.index: _states_of(optimizer, bucket, piece) for piece in bucket.pieces}
     described = all_gather_json({str(i): _describe(states) for i, states in mine.items()}, mesh.group("dp"))

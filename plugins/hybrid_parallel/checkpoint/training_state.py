@@ -59,4 +59,6 @@ def describe(mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, Any]) -
     try:
         return json.dumps(state)
     except TypeError as error:
-        raise ConfigurationError(f"save_checkpoint cannot write its extras as JSON ({error}); give plain values") from None
+        raise ConfigurationError(
+            f"save_checkpoint cannot write its extras as JSON ({error}); give plain values"
+        ) from None

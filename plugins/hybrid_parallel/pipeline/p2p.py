@@ -90,7 +90,9 @@ class Channel:
         if spec is None:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
             work = dist.irecv(header, self.peer, group=self.group)
-            spec = self._known[key] = TensorSpec.from_header(PendingReceive(header, work, f"the shape of {what}").wait())
+            spec = self._known[key] = TensorSpec.from_header(
+                PendingReceive(header, work, f"the shape of {what}").wait()
+            )
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         return PendingReceive(tensor, dist.irecv(tensor, self.peer, group=self.group), what)
 

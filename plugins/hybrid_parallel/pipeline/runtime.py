@@ -85,7 +85,11 @@ class _Step:
     """The state of one run: what is on its way, and what waits for its backward pass."""
 
     def __init__(
-        self, runtime: PipelineRuntime, microbatches: Sequence[dict[str, Any]], loss_function: LossFunction, scale: float
+        self,
+        runtime: PipelineRuntime,
+        microbatches: Sequence[dict[str, Any]],
+        loss_function: LossFunction,
+        scale: float,
     ) -> None:
         self.runtime, self.microbatches = runtime, microbatches
         self.loss_function, self.scale = loss_function, scale

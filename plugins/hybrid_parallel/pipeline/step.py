@@ -119,7 +119,9 @@ def broadcast_outputs(outputs: Any, mesh: HybridMesh) -> Any:
         items = {"": outputs} if bare else dict(outputs)
         header = {
             "class": None if bare else [type(outputs).__module__, type(outputs).__qualname__],
-            "tensors": {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in items.items()},
+            "tensors": {
+                key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in items.items()
+            },
         }
     header = _broadcast_json(header, group, source)
     received = {}

@@ -37,9 +37,7 @@ class TiedParameter:
 
 def is_elementwise(optim: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's class, or one that it derives from, updates each element by itself."""
-    return any(
-        cls.__name__ in ELEMENTWISE and cls.__module__.startswith("torch.optim") for cls in type(optim).__mro__
-    )
+    return any(cls.__name__ in ELEMENTWISE and cls.__module__.startswith("torch.optim") for cls in type(optim).__mro__)
 
 
 def build_buckets(
@@ -91,7 +89,9 @@ def _chunks(params: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Para
         yield chunk
 
 
-def carry_state(optim: torch.optim.Optimizer, old: Mapping[nn.Parameter, nn.Parameter], buckets: Sequence[Bucket]) -> None:
+def carry_state(
+    optim: torch.optim.Optimizer, old: Mapping[nn.Parameter, nn.Parameter], buckets: Sequence[Bucket]
+) -> None:
     """Move the state that the optimizer already has to the pieces of its parameters (Adagrad starts with some).
 
     Args:
