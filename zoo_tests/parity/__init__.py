@@ -1,0 +1,1 @@
+"""Sharded training against plain single-process training."""

@@ -1,0 +1,248 @@
+"""Persistent pools of ranks, which all tests share.
+
+Importing torch and transformers costs seconds a process, so that starting processes for every test would eat the
+whole budget. A fork server imports them once; a pool of ranks forks from it in a fraction of a second, runs test after
+test, and is thrown away (and started again when needed) as soon as one rank fails: a pool whose ranks disagree about
+what comes next is of no use to anybody.
+
+A test runs on ranks by `@distributed(world_size)`; code that chooses the number by itself calls `run_on_ranks`. The
+function travels by name, its arguments by pickle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import functools
+import gc
+import importlib
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+_GROUP_TIMEOUT = timedelta(seconds=30)
+_GRACE_S = 1.0  # for the other ranks to fail too, once one has
+_STACK_DUMP_S = 0.3
+
+
+class RankError(AssertionError):
+    """One rank or more failed, or did not answer; the message has the traceback or the stack of each."""
+
+
+def distributed(world_size: int, timeout_s: float = 60.0) -> Callable[[Callable], Callable]:
+    """Run the body of a test on `world_size` ranks, each with a gloo process group.
+
+    Args:
+        world_size: number of ranks.
+        timeout_s: seconds until ranks that have not answered count as hanging.
+    """
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def on_ranks(*args: Any, **kwargs: Any) -> None:
+            _pool(world_size).run(test, args, kwargs, timeout_s)
+
+        on_ranks.runs_on_ranks = True
+        return on_ranks
+
+    return decorate
+
+
+def run_on_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+    """Run a module-level function on all ranks of a pool.
+
+    Returns:
+        What it returned, in the order of ranks.
+
+    Raises:
+        RankError: it failed on some rank, or some rank did not answer in time.
+    """
+    return _pool(world_size).run(function, args, kwargs, timeout_s)
+
+
+class RankPool:
+    """Processes that run one function after the other, all the same.
+
+    Args:
+        world_size: number of ranks.
+        mutant: the library fault to start the ranks with, see `zoo_tests.mutants`; None for the library as it is.
+    """
+
+    def __init__(self, world_size: int, mutant: str | None = None) -> None:
+        self.world_size, self.mutant = world_size, mutant
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(_PRELOAD))
+        self._processes: list[Any] = []
+        self._task_numbers = itertools.count()
+
+    def run(self, function: Callable, args: tuple, kwargs: dict[str, Any], timeout_s: float) -> list[Any]:
+        """Run `function` on all ranks; see `run_on_ranks`."""
+        if not self._processes:
+            self._start()
+        number = next(self._task_numbers)
+        for tasks in self._tasks:
+            tasks.put((number, function.__module__, function.__qualname__, args, kwargs))
+        answers = self._collect(number, timeout_s)
+        errors = {rank: error for rank, (error, _) in answers.items() if error is not None}
+        if errors or len(answers) < self.world_size:
+            raise RankError(self._give_up(errors, answers))
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """Kill all ranks; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        if self._processes:
+            self._directory.cleanup()
+        self._processes = []
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._results = self._context.Queue()
+        self._tasks = [self._context.Queue() for _ in range(self.world_size)]
+        self._processes = [
+            self._context.Process(
+                target=_serve,
+                args=(rank, self.world_size, self._directory.name, self._tasks[rank], self._results, self.mutant),
+                daemon=True,
+            )
+            for rank in range(self.world_size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def _collect(self, number: int, timeout_s: float) -> dict[int, tuple[str | None, Any]]:
+        """Rank -> (error, result) of those that answered before the deadline, which the first error brings near."""
+        answers: dict[int, tuple[str | None, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < self.world_size and time.monotonic() < deadline:
+            try:
+                answered, rank, error, result = self._results.get(timeout=0.2)
+            except queue.Empty:
+                if any(not process.is_alive() for process in self._processes):
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                continue
+            if answered != number:
+                continue
+            answers[rank] = (error, result)
+            if error is not None:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return answers
+
+    def _give_up(self, errors: dict[int, str], answers: dict[int, Any]) -> str:
+        """Kill the pool; what there is to say about each rank that is not well."""
+        silent = [rank for rank in range(self.world_size) if rank not in answers]
+        stacks = self._stacks(silent)
+        self.stop()
+        lines = [f"failed ranks {sorted(errors)}, unresponsive ranks {silent}, of {self.world_size}"]
+        lines += [f"----- rank {rank} failed\n{error}" for rank, error in sorted(errors.items())]
+        lines += [f"----- rank {rank} did not answer\n{stack}" for rank, stack in stacks.items()]
+        return "\n".join(lines)
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Where each of `ranks` is right now."""
+        alive = [rank for rank in ranks if self._processes[rank].is_alive()]
+        for rank in alive:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(_STACK_DUMP_S if alive else 0)
+        stacks = {}
+        for rank in ranks:
+            dump = _stack_file(self._directory.name, rank)
+            died = f"the process died, exit code {self._processes[rank].exitcode}"
+            stacks[rank] = died if rank not in alive else dump.read_text() if dump.exists() else "no stack"
+        return stacks
+
+
+_POOLS: dict[int, RankPool] = {}
+_mutant: str | None = None
+
+
+def use_mutant(name: str | None) -> None:
+    """Start all ranks from now on with a fault in the library (None: with the library as it is)."""
+    global _mutant
+    stop_pools()
+    _mutant = name
+
+
+def stop_pools() -> None:
+    """Kill the ranks of all pools."""
+    for pool in _POOLS.values():
+        pool.stop()
+    _POOLS.clear()
+
+
+def _pool(world_size: int) -> RankPool:
+    if not _POOLS:
+        atexit.register(stop_pools)
+    if world_size not in _POOLS:
+        _POOLS[world_size] = RankPool(world_size, _mutant)
+    return _POOLS[world_size]
+
+
+# ----- what runs in a rank -----
+
+
+def _serve(rank: int, world_size: int, directory: str, tasks: Any, results: Any, mutant: str | None) -> None:
+    """Run tasks until killed."""
+    import torch
+    import torch.distributed as dist
+
+    # Dumped by the C library's signal handler: it works while Python is blocked in a collective.
+    with _stack_file(directory, rank).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(Path(directory) / "store"), world_size)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_GROUP_TIMEOUT)
+        if mutant is not None:
+            importlib.import_module("zoo_tests.mutants").apply(mutant)
+        while True:
+            number, *task = tasks.get()
+            error, result = _run_task(*task)
+            results.put((number, rank, error, result))
+
+
+def _run_task(module: str, qualname: str, args: tuple, kwargs: dict[str, Any]) -> tuple[str | None, Any]:
+    """Run one function from a clean state; (traceback, None) or (None, what it returned)."""
+    import torch
+
+    gc.collect()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    try:
+        return None, _resolve(module, qualname)(*args, **kwargs)
+    except BaseException as error:
+        # The first entry is this function: of no interest.
+        lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
+        sys.stdout.flush()
+        return "".join(lines), None
+
+
+def _resolve(module: str, qualname: str) -> Callable:
+    """The function of that name; of a test that runs on ranks, its body."""
+    function = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+    return function.__wrapped__ if getattr(function, "runs_on_ranks", False) else function
+
+
+def _stack_file(directory: str, rank: int) -> Path:
+    return Path(directory) / f"stack-{rank}"

@@ -1,0 +1,100 @@
+"""What a family of the zoo is: a small awkward configuration, its head classes, and ragged batches for them.
+
+The sizes are meant to be awkward: a vocabulary that nothing divides, layers that no number of stages divides, key and
+value heads fewer than ranks, intermediate sizes that leave uneven parts. The batches are, too: left and right padding
+side by side, other content in every sample, other counts of ignored labels, other lengths at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB_SIZE = 1021  # a prime
+NUM_CLASSES = 5
+PAD_TOKEN = 0
+LENGTHS = (13, 10, 17, 7)  # of the sequences at step 0, 1, 2, ...
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head class of a family.
+
+    Attributes:
+        model_class: name in transformers.
+        labels: (batch without labels, generator) -> the labels.
+        config: what this head needs beside the family's configuration.
+        criterion: the user's loss that it is trained with; None for the head's own.
+        reference_loss: (outputs, labels) -> the head's loss where transformers computes it in fp32 whatever the
+            model's dtype, so that it is no reference for fp64. Also checked against transformers' own.
+        num_choices: sequences a sample, for multiple choice; 0 for the usual [batch, seq].
+    """
+
+    model_class: str
+    labels: Callable[[Batch, torch.Generator], Batch]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    criterion: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    reference_loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
+    num_choices: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        config_class: name in transformers.
+        config: the small awkward configuration, dropout 0.
+        heads: name in tests -> head.
+        token_types: whether its batches have `token_type_ids`.
+    """
+
+    config_class: str
+    config: Mapping[str, Any]
+    heads: Mapping[str, Head]
+    token_types: bool = False
+
+    def build(self, head: str, dtype: torch.dtype = torch.float64, **config: Any) -> nn.Module:
+        """A model with weights that depend on nothing but the arguments, in training mode."""
+        import transformers
+
+        chosen = self.heads[head]
+        values = {**self.config, **chosen.config, **config}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(20)
+            model = getattr(transformers, chosen.model_class)(getattr(transformers, self.config_class)(**values))
+            with torch.no_grad():
+                # Biases start at 0 and norms at 1: noise lets mistakes in them show.
+                for param in model.parameters():
+                    param.add_(torch.randn_like(param), alpha=0.05)
+        return model.to(dtype).train()
+
+    def batch(self, head: str, step: int, rows: int, dtype: torch.dtype = torch.float64) -> Batch:
+        """The global batch of one step; floating-point labels get `dtype`."""
+        chosen = self.heads[head]
+        generator = torch.Generator().manual_seed(1000 + step)
+        shape = (rows, chosen.num_choices) if chosen.num_choices else (rows,)
+        batch = _ragged_tokens(shape, LENGTHS[step % len(LENGTHS)], generator)
+        if self.token_types:
+            batch["token_type_ids"] = torch.randint(0, 2, batch["input_ids"].shape, generator=generator)
+        batch |= chosen.labels(batch, generator)
+        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def _ragged_tokens(shape: tuple[int, ...], length: int, generator: torch.Generator) -> Batch:
+    """[*shape, length] tokens; every other sequence is padded on the left, the others on the right."""
+    tokens = torch.randint(PAD_TOKEN + 1, VOCAB_SIZE, (*shape, length), generator=generator).flatten(0, -2)
+    kept = torch.randint(length // 2, length + 1, (len(tokens),), generator=generator)
+    kept[0] = length
+    position = torch.arange(length)
+    mask = torch.stack(
+        [position >= length - count if row % 2 else position < count for row, count in enumerate(kept.tolist())]
+    ).long()
+    tokens = tokens.masked_fill(mask == 0, PAD_TOKEN)
+    return {"input_ids": tokens.view(*shape, length), "attention_mask": mask.view(*shape, length)}
