@@ -1,0 +1,46 @@
+"""Run the benchmarks and write their tables: `python -m benchmarks [--quick] [--only NAME] [--output FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks import bare_loop, host_time, optimizer_memory, pipeline, tensor_parallel
+
+BENCHMARKS = {
+    "tensor_parallel": tensor_parallel,
+    "pipeline": pipeline,
+    "host_time": host_time,
+    "bare_loop": bare_loop,
+    "optimizer_memory": optimizer_memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, and write tables of ratios.")
+    parser.add_argument("--quick", action="store_true", help="few repeats and short sequences, to see that it runs")
+    parser.add_argument("--only", choices=BENCHMARKS, action="append", help="one of the benchmarks; may be repeated")
+    parser.add_argument("--output", type=Path, help="write the tables to this Markdown file")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    transformers.logging.set_verbosity_error()
+    sections = [
+        "# Measured performance\n\nWritten by `python -m benchmarks --output docs/results/performance.md`. "
+        f"Ratios of medians within one run, one thread a rank, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {os.cpu_count()} cores.\n"
+    ]
+    for name in options.only or BENCHMARKS:
+        section = BENCHMARKS[name].report(options.quick)
+        print(section, flush=True)
+        sections.append(section)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text("\n".join(sections))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Timing several ways of doing the same work in turn (A B A B ...), on ranks of one thread."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def medians(ways: Mapping[str, Callable[[], None]], repeats: int, warm_up: int = 1) -> dict[str, float]:
+    """Median seconds of each way; the ways take turns, so that a drift of the machine meets all alike.
+
+    With several ranks all of them enter a way together, and its time is that of the slowest.
+    """
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(warm_up + repeats):
+        for name, work in ways.items():
+            _barrier()
+            start = time.perf_counter()
+            work()
+            _barrier()
+            if turn >= warm_up:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
+    """Run `function(*arguments)` on every rank of a new gloo group; returns rank 0's result."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(_rank, args=(world_size, port, function, arguments, results), nprocs=world_size)
+    return results.get()
+
+
+def table(title: str, columns: list[str], rows: list[list[Any]], note: str = "") -> str:
+    """A Markdown section with one table."""
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    lines += [" | ".join(_cell(value) for value in row) for row in rows]
+    body = "\n".join(f"| {line} |" for line in lines)
+    return f"## {title}\n\n{body}\n" + (f"\n{note}\n" if note else "")
+
+
+def _rank(rank: int, world_size: int, port: int, function: Callable[..., Any], arguments: tuple, results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = function(*arguments)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

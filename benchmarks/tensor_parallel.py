@@ -1,0 +1,77 @@
+"""Step time of tp2 against the unsharded model on one thread, and against DTensor's `parallelize_module`.
+
+LlamaForSequenceClassification, 4 layers, hidden 512, 8 heads of 64, batch 4, forward and backward, one thread a rank.
+The limit is 2.0. The unsharded model runs on rank 0 while rank 1 waits.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from benchmarks.harness import medians, run_ranks, table
+from shardformer import ShardConfig, ShardFormer
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+# Measured elsewhere in this set-up, as quoted in the project's issue: ColossalAI 0.5.0 and DTensor.
+QUOTED = {256: (1.42, 1.29), 512: (1.54, 1.51), 1024: (1.55, 1.50), 2048: (1.78, 1.69)}
+
+
+def config() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=2048,
+        max_position_embeddings=4096,
+        num_labels=2,
+        pad_token_id=0,
+    )
+
+
+def with_dtensor(model: nn.Module) -> nn.Module:
+    """The same layers, cut by torch's own tensor parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    column, row = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+    plan = {f"model.layers.*.self_attn.{name}": ColwiseParallel() for name in column}
+    plan |= {f"model.layers.*.self_attn.{name}": RowwiseParallel() for name in row}
+    plan |= {f"model.layers.*.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+    plan |= {"model.layers.*.mlp.down_proj": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def measure(lengths: tuple[int, ...], repeats: int) -> list[list[object]]:
+    torch.manual_seed(0)
+    whole = LlamaForSequenceClassification(config())
+    ours, _ = ShardFormer(ShardConfig()).optimize(copy.deepcopy(whole))
+    theirs = with_dtensor(copy.deepcopy(whole))
+    rows: list[list[object]] = []
+    for length in lengths:
+        ids, labels = torch.randint(1, 32000, (4, length)), torch.randint(0, 2, (4,))
+
+        def step(model: nn.Module) -> None:
+            model(input_ids=ids, labels=labels).loss.backward()  # noqa: B023
+            model.zero_grad()
+
+        def alone() -> None:
+            if dist.get_rank() == 0:
+                step(whole)  # noqa: B023
+
+        found = medians({"whole": alone, "ours": lambda: step(ours), "dtensor": lambda: step(theirs)}, repeats)  # noqa: B023
+        quoted = QUOTED.get(length, ("-", "-"))
+        rows.append([length, found["whole"] / found["ours"], found["whole"] / found["dtensor"], *quoted])
+    return rows
+
+
+def report(quick: bool) -> str:
+    lengths, repeats = ((256, 512), 3) if quick else (LENGTHS, 5)
+    rows = run_ranks(measure, 2, lengths, repeats)
+    columns = ["N_CTX", "tp2", "DTensor, same run", "ColossalAI 0.5.0, quoted", "DTensor, quoted"]
+    return table("Tensor parallelism: times as fast as the unsharded model (tp2, limit 2.0)", columns, rows)
