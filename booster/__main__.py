@@ -1,0 +1,8 @@
+"""`python -m booster`: the `booster` command."""
+
+from __future__ import annotations
+
+from booster.cli import main
+
+if __name__ == "__main__":
+    main()

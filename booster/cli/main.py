@@ -1,0 +1,64 @@
+"""Which command was asked for, and how a command ends: a number, and one sentence where the user made a mistake."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from booster.errors import ConfigurationError
+
+_INTERRUPTED = 130
+_USAGE_ERROR = 2
+# Command -> module with `main(arguments) -> exit code`, and its line of help. Imported only when asked for.
+_COMMANDS = {
+    "run": ("booster.cli.run", "start a script on several ranks of this machine, or of several"),
+    "doctor": ("booster.cli.doctor", "show versions, devices, backends and optional packages"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the command's code."""
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = _USAGE_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        code = _INTERRUPTED
+    except BrokenPipeError:  # `booster doctor | head`
+        sys.stderr.close()
+        code = 0
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments[:1])
+    command: Callable[[list[str]], int] = import_module(_COMMANDS[options.command][0]).main
+    return command(arguments[1:])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="booster", description="Hybrid-parallel training of Hugging Face models.")
+    parser.add_argument("--version", action="version", version=f"booster {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (_, line) in _COMMANDS.items():
+        commands.add_parser(name, help=line, add_help=False)
+    return parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence."""
+
+    def error(self, message: str) -> None:
+        raise ConfigurationError(f"{message}; `{self.prog} --help` lists what there is")
+
+
+def _version() -> str:
+    try:
+        return version("hybrid-booster")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,151 @@
+"""`booster run`: torchrun with its options, less the noise.
+
+It is torchrun underneath (elastic agent, rendezvous, restarts). What differs: the arguments are checked before anything
+starts, the agent adds no report of its own to what a failing rank has said, and Ctrl-C ends all ranks in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from booster.errors import ConfigurationError
+
+_PROG = "booster run"
+_EXAMPLE = "`booster run --nproc-per-node 4 script.py`"
+_INTERRUPTED = 130
+_SIGNAL_CODE = 128
+# After this many seconds a rank that ignores the closing signal is killed; torchrun's own default is 30.
+_SHUTDOWN_S = 5
+_TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_OWN_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"
+_NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks and wait for them.
+
+    Returns:
+        The exit code of the first rank that failed, else 0; 130 after Ctrl-C.
+    Raises:
+        ConfigurationError: an unknown option, a bad value, no script or one that does not exist.
+    """
+    options = _parse(arguments)
+    _check(options)
+    _prepare(options)
+    return _run(options)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = _PROG
+    parser.description = (
+        "Start a script on several ranks. All options of torchrun are understood. "
+        "Ctrl-C ends the ranks with SIGTERM, and after a few seconds with SIGKILL."
+    )
+    parser.error = _refuse
+    parser.set_defaults(shutdown_timeout=_SHUTDOWN_S)
+    return parser.parse_args(arguments)
+
+
+def _refuse(message: str) -> NoReturn:
+    """Stands in for the parser's own `error`, which prints the whole usage."""
+    if "training_script" in message:
+        raise ConfigurationError(f"no script was given; use {_EXAMPLE}")
+    raise ConfigurationError(f"{message}; `{_PROG} --help` lists what there is")
+
+
+def _check(options: argparse.Namespace) -> None:
+    _check_nproc(options.nproc_per_node)
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", options.nnodes):
+        raise ConfigurationError(
+            f"--nnodes={options.nnodes} is not a number of machines; use N or MIN:MAX, as 1 or 1:4"
+        )
+    script = options.training_script
+    is_file = not (options.module or options.no_python)
+    if is_file and not Path(script).is_file():
+        raise ConfigurationError(f"script '{script}' is not a file; use one that exists, as in {_EXAMPLE}")
+    if options.module and options.no_python:
+        raise ConfigurationError("--module and --no-python exclude one another; use one of them")
+
+
+def _check_nproc(value: str) -> None:
+    if value in _NPROC_WORDS or (value.isdecimal() and int(value) >= 1):
+        return
+    raise ConfigurationError(
+        f"--nproc-per-node={value} is not a number of ranks; use 1 or more, or one of {', '.join(_NPROC_WORDS)}"
+    )
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    """Set what torchrun would warn about, and silence what it says about ranks that have spoken for themselves."""
+    if options.nproc_per_node != "1":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    if options.signals_to_handle == _TORCHRUN_SIGNALS:
+        # torchrun would pass SIGINT on, and each rank would print a traceback wherever it happens to be.
+        options.signals_to_handle = _OWN_SIGNALS
+        signal.signal(signal.SIGINT, _on_interrupt)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Make the agent close its ranks as on SIGTERM; a second Ctrl-C must not cut that short."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise _interruption()
+
+
+def _interruption() -> Exception:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    error = SignalException("interrupted", sigval=signal.SIGTERM)
+    error.by_user = True
+    return error
+
+
+def _run(options: argparse.Namespace) -> int:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import run
+
+    try:
+        run(options)
+    except ChildFailedError as error:
+        return _code_of(error.failures)
+    except SignalException as error:
+        return _ended(error)
+    except (ValueError, AssertionError, RendezvousError, DistError) as error:  # how torchrun refuses an option
+        _refuse(" ".join(str(error).split()))
+    return 0
+
+
+def _code_of(failures: dict[int, Any]) -> int:
+    """The code of the rank at fault: one ended by a signal that is not the agent's own, else the first to fail."""
+    by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    for rank, failure in by_time:
+        number = -failure.exitcode
+        if number > 0 and number != signal.SIGTERM:
+            # This rank could not say anything itself.
+            why = "; the system may have run out of memory" if number == signal.SIGKILL else ""
+            sys.stderr.write(f"error: rank {rank} was ended by {signal.Signals(number).name}{why}\n")
+            return _SIGNAL_CODE + number
+    codes = [failure.exitcode for _, failure in by_time]
+    return next((code for code in codes if code > 0), _SIGNAL_CODE + signal.SIGTERM)
+
+
+def _ended(error: Any) -> int:
+    if getattr(error, "by_user", False):
+        sys.stderr.write("interrupted\n")
+        return _INTERRUPTED
+    return _SIGNAL_CODE + int(error.sigval)

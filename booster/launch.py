@@ -1,0 +1,162 @@
+"""Joining the job: process group, device, seeds, and the watch for failures of other ranks.
+
+The only place that reads torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from booster import failure
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+
+_logger = get_logger(__name__)
+_MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_GPU_BACKEND = "cpu:gloo,cuda:nccl"
+_CPU_BACKEND = "gloo"
+_TIMEOUT_S = 1800.0
+_HOW_TO_START = "start the script with `booster run --nproc-per-node N` or torchrun"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This process among all of the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def launch_from_torch(seed: int | None = 42, backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
+    """Join the job that torchrun (or `booster run`) started; without either, be a job of one process.
+
+    Calling it again, or where a process group exists already, only seeds.
+
+    Args:
+        seed: of `random`, numpy and torch, alike on all ranks; None leaves them alone.
+        backend: of the process group; by default NCCL for tensors on GPUs where there are any, and gloo for the CPU's.
+        timeout_s: seconds after which a collective that nobody answers is an error.
+    Raises:
+        ConfigurationError: torchrun's environment is set only in part, or makes no sense.
+    """
+    failure.report_uncaught()
+    if not dist.is_initialized():
+        _join(_place_from_environment(), "env://", backend, timeout_s)
+    _seed_all(seed)
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str = "localhost",
+    port: int = 29500,
+    *,
+    local_rank: int | None = None,
+    seed: int | None = 42,
+    backend: str | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> None:
+    """Join a job whose ranks were started by other means; all call it with the host and port of rank 0.
+
+    Args:
+        local_rank: place among the ranks of this machine, which chooses the GPU (default: `rank` modulo its GPUs).
+        seed, backend, timeout_s: see `launch_from_torch`.
+    Raises:
+        ConfigurationError: `rank` is not below `world_size`, or its GPU does not exist.
+    """
+    failure.report_uncaught()
+    if not dist.is_initialized():
+        place = _checked(_Place(rank, world_size, _default_local_rank(rank) if local_rank is None else local_rank))
+        _join(place, f"tcp://{host}:{port}", backend, timeout_s)
+    _seed_all(seed)
+
+
+def _place_from_environment() -> _Place:
+    if not any(name in os.environ for name in _MARKS):
+        return _Place(rank=0, world_size=1, local_rank=0)
+    missing = [name for name in _REQUIRED if name not in os.environ]
+    if missing:
+        given = [name for name in (*_MARKS, *_REQUIRED[2:]) if name in os.environ]
+        verb = "is" if len(given) == 1 else "are"
+        raise ConfigurationError(f"{_listed(given)} {verb} set but not {_listed(missing)}; set all, or {_HOW_TO_START}")
+    rank = _integer("RANK")
+    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else _default_local_rank(rank)
+    return _checked(_Place(rank, _integer("WORLD_SIZE"), local_rank))
+
+
+def _integer(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigurationError(f"{name}='{os.environ[name]}' is not a whole number; {_HOW_TO_START}") from None
+
+
+def _default_local_rank(rank: int) -> int:
+    return rank % max(1, torch.cuda.device_count())
+
+
+def _checked(place: _Place) -> _Place:
+    if place.world_size < 1:
+        raise ConfigurationError(f"world_size={place.world_size} is below 1; use the number of ranks of the job")
+    if not 0 <= place.rank < place.world_size:
+        raise ConfigurationError(
+            f"rank={place.rank} is not one of the world_size={place.world_size} ranks; use 0 to {place.world_size - 1}"
+        )
+    return place
+
+
+def _join(place: _Place, rendezvous_url: str, backend: str | None, timeout_s: float) -> None:
+    backend = backend or (_GPU_BACKEND if torch.cuda.is_available() else _CPU_BACKEND)
+    if "nccl" in backend:
+        _choose_gpu(place.local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    store = _store(place, rendezvous_url, timeout)
+    with failure.staying_outermost():
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    if place.world_size > 1:
+        failure.install(store, place.rank)
+    _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
+
+
+def _store(place: _Place, rendezvous_url: str, timeout: timedelta) -> dist.Store:
+    if place.world_size == 1 and rendezvous_url == "env://":
+        return dist.HashStore()  # nobody to meet: no port to find
+    store, _, _ = next(dist.rendezvous(rendezvous_url, place.rank, place.world_size, timeout=timeout))
+    return store
+
+
+def _choose_gpu(local_rank: int) -> None:
+    num_gpus = torch.cuda.device_count()
+    if not 0 <= local_rank < num_gpus:
+        raise ConfigurationError(
+            f"local_rank={local_rank} has no GPU: this machine has {num_gpus} and each rank needs its own; "
+            f"use --nproc-per-node {num_gpus}"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def _seed_all(seed: int | None) -> None:
+    if seed is None:
+        return
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
