@@ -1,0 +1,59 @@
+# Everything that a fresh machine with Python 3.11 or newer needs: each goal does its own set-up.
+# Options of the script behind a goal go into ARGS: make bert ARGS="--epochs 2"
+
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+NPROC ?= 4
+ARGS ?=
+
+.PHONY: help setup bert convergence test test-fast lint format bench wheel clean
+
+help:
+	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
+	@echo "make test         the whole test suite; make test-fast leaves out the long tail"
+	@echo "make convergence  the loss curves of five layouts against the unsharded one"
+	@echo "make bench        the figures of the README, as ratios"
+	@echo "make lint | format | wheel | setup | clean"
+
+setup: $(READY)
+
+# torch comes first: what is installed after it then finds the pinned one, and asks for no other.
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer was found; name one with make PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples,test]'
+	@touch $@
+
+bert: setup
+	$(BIN)/booster run --nproc-per-node $(NPROC) examples/bert/finetune.py --tp 2 --pp 2 $(ARGS)
+
+convergence: setup
+	$(BIN)/python examples/bert/convergence.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest zoo_tests $(ARGS)
+
+test-fast: setup
+	$(BIN)/python -m pytest zoo_tests -m "not slow" $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
+
+wheel: setup
+	rm -rf build dist
+	$(BIN)/python -m build --quiet --wheel
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
