@@ -1,1 +1,1 @@
-"""Tests of the whole house. `ranks` runs them on several processes, `compare` holds sharded training to plain training."""
+"""Tests of the whole house: `ranks` runs them on processes, `compare` holds sharded training to plain training."""

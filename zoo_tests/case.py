@@ -6,7 +6,7 @@ Plain training and sharded training both build everything from here, on any proc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,17 +121,20 @@ class Case:
         zero_stage: 0 or 1.
         sequence_parallel: split-gather.
         options: (name, value) pairs of further options of the plugin.
+        ordinary_loop: `model(**batch).loss` and `booster.backward` in the place of `execute_pipeline`.
     """
 
     recipe: Recipe
     layout: str
     zero_stage: int = 1
     sequence_parallel: bool = False
-    options: tuple[tuple[str, Any], ...] = field(default=())
+    options: tuple[tuple[str, Any], ...] = ()
+    ordinary_loop: bool = False
 
     def __str__(self) -> str:
         parts = [self.recipe.family, self.recipe.head, self.layout, f"zero{self.zero_stage}"]
         parts += ["sp"] if self.sequence_parallel else []
+        parts += ["ordinary"] if self.ordinary_loop else []
         parts += [] if self.recipe.optimizer == "sgd" else [self.recipe.optimizer]
         parts += [] if self.recipe.precision == "fp64" else [self.recipe.precision]
         parts += [] if self.recipe.max_norm is None else ["clip"]

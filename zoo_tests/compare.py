@@ -17,31 +17,49 @@ from zoo_tests.ranks import run_on_ranks
 from zoo_tests.sharded import RankReport, train_sharded
 
 _SHOWN = 6  # offenders in a message
-_FLOOR = 1e-3  # tensors with nothing above this are compared to this
+_FLOOR = 1e-3  # of norms: what is smaller is compared to this
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest differences, relative to the loss or to the largest element of a tensor."""
+    """Largest differences.
+
+    Attributes:
+        loss: relative.
+        gradient, weight: relative to the norm of the gradient, and of what the weight has moved by.
+        order: of that norm, `inf` for the largest element. In 16 bit single elements jump by a rounding step.
+    """
 
     loss: float
     gradient: float
     weight: float
+    order: float = float("inf")
+
+    def relative(self, found: Tensor, expected: Tensor, origin: Tensor | float = 0.0) -> float:
+        """Norm of the difference relative to the norm of `expected - origin`, or to rounding where that is larger."""
+        rounding = 2 * torch.finfo(found.dtype).eps * self._norm(expected.double())
+        scale = self._norm(expected.double() - origin)
+        return self._norm(found.double() - expected.double()) / max(scale, rounding, _FLOOR)
+
+    def _norm(self, tensor: Tensor) -> float:
+        return torch.linalg.vector_norm(tensor, self.order).item() if tensor.numel() else 0.0
 
 
 TOLERANCES = {
     "fp64": Tolerance(loss=1e-9, gradient=1e-9, weight=1e-9),
     "fp32": Tolerance(loss=1e-5, gradient=1e-4, weight=1e-4),
-    "bf16": Tolerance(loss=1e-2, gradient=1e-1, weight=1e-2),
-    "fp16": Tolerance(loss=2e-3, gradient=2e-2, weight=2e-3),
+    "bf16": Tolerance(loss=1e-3, gradient=1e-1, weight=2e-1, order=2.0),
+    "fp16": Tolerance(loss=1e-4, gradient=2e-2, weight=5e-2, order=2.0),
 }
 
 
-def check_case(case: Case, directory: Path) -> None:
+def check_case(case: Case, directory: Path, weights: bool = True) -> None:
     """Train both ways and compare everything.
 
     Args:
         directory: an empty directory for the files of this case.
+        weights: False where weights cannot be compared: Adam blows up the rounding of gradients that are zero in
+            exact arithmetic (key biases) to whole steps.
 
     Raises:
         AssertionError: they differ; the message names the first tensors that do.
@@ -53,13 +71,13 @@ def check_case(case: Case, directory: Path) -> None:
     check_losses(reports[0].losses, plain.losses, tolerance.loss)
     if case.recipe.max_norm is not None:
         check_losses(reports[0].grad_norms, plain.grad_norms, tolerance.gradient, "gradient norms")
-    check_gradients(_load_gradients(case, directory), plain, tolerance.gradient)
-    check_weights(_load_weights(case, directory / "model"), plain, tolerance.weight)
+    check_gradients(_load_gradients(case, directory), plain, tolerance)
+    found = _load_weights(case, directory / "model")
+    if weights:
+        check_weights(found, plain, tolerance)
 
 
-def check_losses(
-    found: Sequence[float], expected: Sequence[float], tolerance: float, what: str = "losses"
-) -> None:
+def check_losses(found: Sequence[float], expected: Sequence[float], tolerance: float, what: str = "losses") -> None:
     """Compare numbers of every step."""
     assert len(found) == len(expected), f"{len(found)} {what}, expected {len(expected)}"
     wrong = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)]
@@ -70,50 +88,32 @@ def check_losses(
     )
 
 
-def check_gradients(found: Mapping[str, Tensor], plain: Trace, tolerance: float) -> None:
+def check_gradients(found: Mapping[str, Tensor], plain: Trace, tolerance: Tolerance) -> None:
     """Compare gradients by name; every parameter that has one in plain training must be there."""
     unknown = sorted(set(found) - set(plain.gradients))
     assert not unknown, f"gradients of parameters that have none in plain training: {unknown[:_SHOWN]}"
     lost = [sorted(names) for names in plain.aliases if names & set(plain.gradients) and not names & set(found)]
     assert not lost, f"{len(lost)} parameters have no gradient: {lost[:_SHOWN]}"
-    check_tensors(found, plain.gradients, tolerance, "gradients")
+    wrong = {name: tolerance.relative(gradient, plain.gradients[name]) for name, gradient in found.items()}
+    _check_all(wrong, tolerance.gradient, "gradients")
 
 
-def check_weights(found: Mapping[str, Tensor], plain: Trace, tolerance: float) -> None:
-    """Compare weights by name. Plain training must have moved them, or agreement would mean nothing."""
+def check_weights(found: Mapping[str, Tensor], plain: Trace, tolerance: Tolerance) -> None:
+    """Compare weights by name. Relative to how far training has moved them: no training at all is no agreement."""
     assert set(found) == set(plain.weights), f"names differ: {sorted(set(found) ^ set(plain.weights))[:_SHOWN]}"
-    still = [name for name, gradient in plain.gradients.items() if _is_still(name, gradient, plain, 10 * tolerance)]
-    assert not still, f"plain training moved these too little to prove anything: {still[:_SHOWN]}"
-    check_tensors(found, plain.weights, tolerance, "weights")
+    wrong = {}
+    for name, weight in found.items():
+        expected, first = plain.weights[name].to(weight.dtype), plain.first_weights[name].double()
+        wrong[name] = tolerance.relative(weight, expected, first)
+    _check_all(wrong, tolerance.weight, "weights")
 
 
-def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, what: str) -> None:
-    """Compare tensors by name, each relative to its largest element."""
-    wrong = []
-    for name, value in found.items():
-        want = expected[name]
-        if value.shape != want.shape:
-            wrong.append((float("inf"), f"{name}: shape {tuple(value.shape)}, expected {tuple(want.shape)}"))
-            continue
-        difference = _largest(value.double() - want.double())
-        relative = difference / max(_largest(want.double()), _FLOOR)
-        if not relative < tolerance:
-            wrong.append((relative, f"{name}: differs by {difference:.3e}, {relative:.3e} of its largest element"))
-    wrong.sort(key=lambda item: -item[0])
-    lines = "\n  ".join(line for _, line in wrong[:_SHOWN])
-    assert not wrong, f"{len(wrong)} of {len(found)} {what} differ (allowed {tolerance:.0e}), worst first:\n  {lines}"
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-def _is_still(name: str, gradient: Tensor, plain: Trace, least: float) -> bool:
-    """Whether a weight with a gradient to speak of has moved by less than `least` of its largest element."""
-    if _largest(gradient) < _FLOOR:
-        return False
-    moved = _largest(plain.weights[name].double() - plain.first_weights[name].double())
-    return moved < least * _largest(plain.weights[name])
+def _check_all(differences: Mapping[str, float], allowed: float, what: str) -> None:
+    # `not <` and not `>=`: a NaN must fail.
+    wrong = {name: value for name, value in differences.items() if not value < allowed}
+    worst = sorted(wrong.items(), key=lambda item: -item[1])[:_SHOWN]
+    lines = "".join(f"\n  {name}: {value:.3e}" for name, value in worst)
+    assert not wrong, f"{len(wrong)} of {len(differences)} {what} differ (relative, allowed {allowed:.0e}):{lines}"
 
 
 def _check_ranks_agree(reports: Sequence[RankReport], exact: bool) -> None:
@@ -133,8 +133,9 @@ def _load_gradients(case: Case, directory: Path) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     for stage in range(case.sizes.pp_size):
         of_stage = load_file(directory / f"gradients-{stage}.safetensors")
-        both = {name: value for name, value in of_stage.items() if name in gradients}
-        check_tensors(both, gradients, TOLERANCES[case.recipe.precision].gradient, f"gradients of stage {stage}")
+        tolerance = TOLERANCES[case.recipe.precision]
+        both = {name: tolerance.relative(of_stage[name], gradients[name]) for name in set(of_stage) & set(gradients)}
+        _check_all(both, tolerance.gradient, f"gradients that stage {stage} shares with another")
         gradients |= of_stage
     return gradients
 

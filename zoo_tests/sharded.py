@@ -46,6 +46,21 @@ class Boosted:
         """This rank's share of a global batch."""
         return share_of(batch, self.plugin.dp_rank, self.plugin.dp_size)
 
+    def pipeline_backward(self, share: dict[str, Tensor]) -> Tensor:
+        """The loss of a global batch; its gradients are left for the optimizer."""
+        return self.booster.execute_pipeline(iter([share]), self.model, optimizer=self.optimizer).loss
+
+    def ordinary_backward(self, share: dict[str, Tensor]) -> Tensor:
+        """The same without `execute_pipeline`."""
+        loss = self.model(**share).loss
+        self.booster.backward(loss, self.optimizer)
+        return loss.detach()
+
+    def finish_step(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
 
 def boost(case: Case) -> Boosted:
     """Build and boost what the case trains."""
@@ -66,13 +81,11 @@ def train_sharded(case: Case, directory: Path) -> RankReport:
     report = RankReport(boosted.plugin.stage_index, [], [], {})
     for step in range(case.recipe.steps):
         batch = boosted.share(case.recipe.batch(step))
-        result = boosted.booster.execute_pipeline(iter([batch]), boosted.model, optimizer=boosted.optimizer)
-        report.losses.append(result.loss.item())
+        backward = boosted.ordinary_backward if case.ordinary_loop else boosted.pipeline_backward
+        report.losses.append(backward(batch).item())
         if step == 0:
             report.checksums = _leave_gradients(boosted, directory)
-        boosted.optimizer.step()
-        boosted.scheduler.step()
-        boosted.optimizer.zero_grad()
+        boosted.finish_step()
         if case.recipe.max_norm is not None:
             report.grad_norms.append(boosted.optimizer.grad_norm)
     boosted.booster.save_model(boosted.model, directory / "model")

@@ -15,6 +15,7 @@ from zoo_tests.zoo.labels import (
     of_tokens,
     real_numbers,
     several_of,
+    token_loss,
 )
 
 
@@ -56,7 +57,7 @@ BERT = Family(
         "pad_token_id": PAD_TOKEN,
     },
     heads={
-        "masked_lm": Head("BertForMaskedLM", of_tokens()),
+        "masked_lm": Head("BertForMaskedLM", of_tokens(), reference_loss=token_loss),
         "pretraining": Head("BertForPreTraining", _pretraining_labels),
         "lm_head": Head("BertLMHeadModel", of_tokens(), {"is_decoder": True}, reference_loss=causal_loss),
         "next_sentence": Head("BertForNextSentencePrediction", of_samples(2)),

@@ -55,9 +55,7 @@ GPT2 = Family(
     },
     heads={
         "lm_head": Head("GPT2LMHeadModel", of_tokens(), reference_loss=causal_loss),
-        "double_heads": Head(
-            "GPT2DoubleHeadsModel", _double_heads_labels, {"num_labels": 1}, num_choices=NUM_CHOICES
-        ),
+        "double_heads": Head("GPT2DoubleHeadsModel", _double_heads_labels, {"num_labels": 1}, num_choices=NUM_CHOICES),
         "double_heads_criterion": Head(
             "GPT2DoubleHeadsModel", _both_labels, {"num_labels": 1}, criterion=both_heads, num_choices=NUM_CHOICES
         ),

@@ -23,7 +23,12 @@ LLAMA = Family(
     heads={
         "causal_lm": Head("LlamaForCausalLM", of_tokens(), reference_loss=causal_loss),
         "sequence": Head("LlamaForSequenceClassification", of_samples(), _CLASSES),
-        "token": Head("LlamaForTokenClassification", of_tokens(NUM_CLASSES), _CLASSES, reference_loss=token_loss),
+        "token": Head(
+            "LlamaForTokenClassification",
+            of_tokens(NUM_CLASSES),
+            {**_CLASSES, "classifier_dropout": 0.0},
+            reference_loss=token_loss,
+        ),
         "question_answering": Head("LlamaForQuestionAnswering", answer_spans),
     },
 )

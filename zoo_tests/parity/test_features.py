@@ -1,0 +1,85 @@
+"""Options that meet: optimizers, clipping, tied weights, ZeRO, sequence parallelism, schedules, uneven micro-batches.
+
+The full product would take hours. Each line below is one combination, chosen so that every pair of options that share
+code meets once; all of them are fp64 and as exact as the matrix of `test_parity.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo_tests.case import Case, Recipe
+from zoo_tests.compare import check_case
+
+_HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
+_CLIP = 0.05  # far below the norms of these models: it bites at every step
+
+
+def _case(family: str, layout: str, *, zero: int = 1, sp: bool = False, **recipe: Any) -> Case:
+    options = tuple(recipe.pop("options", {}).items())
+    recipe = {"head": _HEADS[family], **recipe, "config": tuple(recipe.get("config", {}).items())}
+    return Case(
+        recipe=Recipe(family=family, **recipe), layout=layout, zero_stage=zero, sequence_parallel=sp, options=options
+    )
+
+
+_UNTIED, _TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+
+FAST = [
+    # Clipping counts replicated, tied, sequence-parallel and copied parameters once.
+    _case("llama", "tp4", sp=True, optimizer="momentum", max_norm=_CLIP, config=_TIED),
+    _case("gpt2", "tp2pp2", sp=True, optimizer="adamw", max_norm=_CLIP),
+    _case("bert", "pp2dp2", zero=0, optimizer="momentum", max_norm=_CLIP),
+    # Micro-batches that differ in size, and schedules.
+    _case("bert", "pp2", rows=5, optimizer="adamw", options={"num_microbatches": 3}),
+    _case("llama", "pp2", rows=7, config=_TIED, options={"pp_style": "gpipe", "num_microbatches": 2}),
+    # Parameters that are not trained or not used.
+    _case("bert", "dp2", frozen=("bert.embeddings", "bert.encoder.layer.1"), optimizer="adamw"),
+    _case("gpt2", "pp2dp2", head="double_heads", frozen=("transformer.h.0",)),
+    _case("bert", "tp2pp2", options={"gradient_checkpointing": "full"}),
+]
+
+SLOW = [
+    _case("llama", "tp2pp2", zero=0, optimizer="adamw", max_norm=_CLIP, config=_TIED),
+    _case("llama", "pp4", optimizer="momentum", max_norm=_CLIP, config=_TIED),
+    _case("llama", "tp2dp2", sp=True, optimizer="adamw", config=_TIED),
+    _case("llama", "dp4", zero=0, optimizer="momentum", max_norm=_CLIP),
+    _case("llama", "tp4", optimizer="adamw", max_norm=_CLIP),
+    _case("llama", "tp4", sp=True, zero=0, config={"num_key_value_heads": 1}, max_norm=_CLIP),
+    _case("llama", "tp2", options={"gradient_checkpointing": "full"}, sp=True),
+    _case("llama", "tp2pp2", options={"gradient_checkpointing": "full"}, sp=True, config=_TIED),
+    _case("llama", "tp2", config={"attention_bias": True, "mlp_bias": True}, sp=True, max_norm=_CLIP),
+    _case("llama", "pp2dp2", options={"overlap_allgather": True}, optimizer="adamw"),
+    _case("bert", "tp2dp2", zero=0, optimizer="adamw", max_norm=_CLIP, config=_UNTIED),
+    _case("bert", "tp2pp2", optimizer="momentum", sp=True, config=_UNTIED),
+    _case("bert", "pp4", optimizer="adamw", max_norm=_CLIP),
+    _case("bert", "pp4", zero=0, optimizer="momentum", options={"layers_per_stage": (1, 1, 1, 2)}),
+    _case("bert", "dp4", optimizer="adamw", max_norm=_CLIP),
+    _case("bert", "dp2", options={"overlap_communication": False}, optimizer="momentum", max_norm=_CLIP),
+    _case("bert", "pp2dp2", rows=5, options={"microbatch_size": 2}, optimizer="momentum"),
+    _case("bert", "tp2", options={"make_vocab_size_divisible_by": 1}, max_norm=_CLIP),
+    _case("bert", "tp4", options={"make_vocab_size_divisible_by": 512}, sp=True),
+    _case("bert", "pp2", head="pretraining", optimizer="adamw", max_norm=_CLIP),
+    _case("gpt2", "pp2", optimizer="momentum", config=_UNTIED, max_norm=_CLIP),
+    _case("gpt2", "pp4", zero=0, options={"pp_style": "gpipe"}, optimizer="adamw"),
+    _case("gpt2", "tp2dp2", sp=True, optimizer="momentum", max_norm=_CLIP),
+    _case("gpt2", "tp4", sp=True, optimizer="adamw", config=_UNTIED),
+    _case("gpt2", "dp4", zero=0, optimizer="adamw"),
+    _case("gpt2", "dp2", head="double_heads", optimizer="momentum", max_norm=_CLIP),
+    _case("gpt2", "pp2dp2", rows=5, optimizer="adamw", max_norm=_CLIP, options={"num_microbatches": 2}),
+    _case("gpt2", "pp2", options={"layers_per_stage": (4, 1), "gradient_checkpointing": "full"}),
+    _case("gpt2", "tp2", config={"scale_attn_by_inverse_layer_idx": True}),
+]
+
+
+def _parameters() -> list:
+    fast = [pytest.param(case, id=str(case)) for case in FAST]
+    return fast + [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW]
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_options_together(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)

@@ -1,0 +1,57 @@
+"""fp32, bf16 and fp16, and curves of 20 steps.
+
+The reference of a 16-bit run is plain training in the same precision: parameters cast, fp32 originals for the
+optimizer, losses from fp32 logits. The same rounding falls differently when a sum is cut over ranks, so the limits
+are those of the number format; a forgotten unscaling, or a sum in 16 bit, exceeds them by far.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zoo_tests.case import Case, Recipe
+from zoo_tests.compare import check_case
+
+HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
+
+
+def _cases(precision: str, optimizer: str, layouts: tuple[str, ...], fast: str, steps: int = 3) -> list:
+    return [
+        pytest.param(case, id=str(case), marks=[] if layout == fast else [pytest.mark.slow])
+        for family, head in HEADS.items()
+        for layout in layouts
+        for case in [
+            Case(
+                recipe=Recipe(family=family, head=head, precision=precision, optimizer=optimizer, steps=steps),
+                layout=layout,
+            )
+        ]
+    ]
+
+
+@pytest.mark.parametrize("case", _cases("fp32", "adamw", ("tp4", "tp2pp2", "pp2dp2"), fast="tp2pp2"))
+def test_fp32_with_adamw(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path, weights=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    _cases("bf16", "momentum", ("tp2", "pp2dp2", "tp2pp2"), fast="pp2dp2")
+    + _cases("fp16", "momentum", ("tp2", "pp2dp2", "tp2pp2"), fast="tp2pp2"),
+)
+def test_16_bit(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param("bert", "tp2pp2"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("llama", "pp2dp2"), ("gpt2", "tp2dp2"))),
+    ],
+)
+def test_loss_curve_of_20_steps(family: str, layout: str, tmp_path: Path) -> None:
+    recipe = Recipe(family=family, head=HEADS[family], optimizer="adamw", precision="fp32", steps=20)
+    check_case(Case(recipe=recipe, layout=layout), tmp_path, weights=False)
