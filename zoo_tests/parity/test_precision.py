@@ -48,8 +48,9 @@ def test_16_bit(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param("bert", "tp2pp2"),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("llama", "pp2dp2"), ("gpt2", "tp2dp2"))),
+        ("bert", "tp2pp2"),
+        pytest.param("llama", "pp2dp2", marks=pytest.mark.slow),
+        pytest.param("gpt2", "tp2dp2", marks=pytest.mark.slow),
     ],
 )
 def test_loss_curve_of_20_steps(family: str, layout: str, tmp_path: Path) -> None:

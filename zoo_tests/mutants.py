@@ -1,0 +1,189 @@
+"""Faults that released systems really had, put into the library on purpose: the tests have to notice each of them.
+
+A mutant is a function that patches the library inside a rank that has just started. Nothing but a rank of the pool
+applies one; see `zoo_tests.mutations` for the script that runs the tests against each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardformer.shard_spec import spec_of
+
+PARITY = "zoo_tests/parity/test_parity.py::test_trains_like_plain_training"
+FEATURES = "zoo_tests/parity/test_features.py::test_options_together"
+PRECISION = "zoo_tests/parity/test_precision.py::test_16_bit"
+DROPOUT = "zoo_tests/parity/test_dropout.py"
+LOOPS = "zoo_tests/parity/test_loops.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        apply: puts it into the library.
+        tests: the tests that have to notice; each of them, not just one.
+    """
+
+    apply: Callable[[], None]
+    tests: tuple[str, ...]
+
+
+def apply(name: str) -> None:
+    """Put the fault of that name into this process's library."""
+    MUTANTS[name].apply()
+
+
+def _no_data_parallel_reduction() -> None:
+    from plugins.hybrid_parallel.zero import bucket
+
+    def keep_own(out: Tensor, full: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        out.copy_(full.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+    bucket.reduce_scatter_flat = keep_own
+
+
+def _mean_of_means() -> None:
+    from plugins.hybrid_parallel.step_loss import HeadStepLoss
+
+    def share(self: HeadStepLoss, outputs: Any, index: int) -> Tensor:
+        microbatch = self.microbatches[index]
+        means = len(self.microbatches) * self.mesh.size("dp")
+        return self.head_loss.weighted_sum(outputs, microbatch, self.head_loss.counts(microbatch) * means)
+
+    HeadStepLoss._share = share
+
+
+def _no_tied_weight_sync() -> None:
+    _patch_buckets(lambda bucket, tied: _forget_sums(bucket, lambda param: param in tied))
+
+
+def _no_optimizer_step() -> None:
+    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+
+    HybridParallelOptimizer.step = lambda self, closure=None: None
+
+
+def _own_dropout_mask_on_every_rank() -> None:
+    from plugins.hybrid_parallel import build
+
+    make_stream = build._stream
+    build._stream = lambda mesh, seed: make_stream(mesh, seed + mesh.rank("tp"))
+
+
+def _same_dropout_mask_in_all_heads() -> None:
+    from shardformer import rng
+
+    seed_generators = rng._seed_default_generators
+    rng._seed_default_generators = lambda seed: seed_generators(min(seed, 2**40))
+
+
+def _no_sum_over_copied_kv_heads() -> None:
+    _patch_buckets(lambda bucket, tied: _forget_sums(bucket, lambda param: spec_of(param).copies > 1))
+
+
+def _partial_gradients_of_sequence_regions() -> None:
+    _patch_buckets(
+        lambda bucket, tied: _forget_sums(bucket, lambda param: spec_of(param).dim is None and param not in tied)
+    )
+
+
+def _clipping_counts_every_copy() -> None:
+    def count(bucket: Any, _: Any) -> None:
+        bucket.counted = True
+
+    _patch_buckets(count)
+
+
+def _clipping_counts_one_stage() -> None:
+    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+
+    def norm(self: HybridParallelOptimizer) -> Tensor:
+        return torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum().sqrt()
+
+    HybridParallelOptimizer.global_norm = norm
+
+
+def _no_unscaling() -> None:
+    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+
+    HybridParallelOptimizer._gradient_factor = lambda self: None
+
+
+def _no_gathering_after_the_step() -> None:
+    from plugins.hybrid_parallel.zero import bucket
+
+    bucket.Bucket.publish = lambda self, async_op: None
+
+
+def _labels_not_shifted() -> None:
+    from shardformer import head_loss
+
+    head_loss._BY_SUFFIX["ForCausalLM"] = head_loss._masked_lm
+
+
+def _forget_sums(bucket: Any, chosen: Callable[[nn.Parameter], bool]) -> None:
+    """Leave the gradients of the chosen parameters unsummed over the ranks that hold parts of them."""
+    if any(chosen(param) for param in bucket.params):
+        bucket.sum_groups.clear()
+
+
+def _patch_buckets(change: Callable[[Any, Any], None]) -> None:
+    """Change every bucket after it was made; `change` gets the bucket and the tied parameters."""
+    from plugins.hybrid_parallel import build
+
+    build_buckets = build.build_buckets
+
+    def changed(groups: Any, options: Any, tied: Any, masters: Any, counts_replicas: bool) -> list[Any]:
+        buckets = build_buckets(groups, options, tied, masters, counts_replicas)
+        for bucket in buckets:
+            change(bucket, tied)
+        return buckets
+
+    build.build_buckets = changed
+
+
+MUTANTS: dict[str, Mutant] = {
+    "no data-parallel reduction": Mutant(
+        _no_data_parallel_reduction,
+        (f"{PARITY}[bert-masked_lm-dp2-zero1]", f"{PARITY}[llama-causal_lm-pp2dp2-zero1]"),
+    ),
+    "mean of means": Mutant(
+        _mean_of_means, (f"{PARITY}[bert-masked_lm-dp2-zero1]", f"{PARITY}[gpt2-lm_head-pp2-zero1]")
+    ),
+    "no tied-weight sync": Mutant(
+        _no_tied_weight_sync, (f"{PARITY}[gpt2-lm_head-pp2-zero1]", f"{PARITY}[bert-masked_lm-tp2pp2-zero1]")
+    ),
+    "no optimizer step": Mutant(
+        _no_optimizer_step,
+        (f"{PARITY}[bert-masked_lm-single-zero1]", f"{PRECISION}[bert-masked_lm-pp2dp2-zero1-momentum-bf16]"),
+    ),
+    "own dropout mask on every rank": Mutant(
+        _own_dropout_mask_on_every_rank,
+        (f"{DROPOUT}::test_replicated_activations_are_dropped_alike_on_all_ranks[bert-False]",),
+    ),
+    "same dropout mask in all heads": Mutant(
+        _same_dropout_mask_in_all_heads, (f"{DROPOUT}::test_heads_are_dropped_differently_on_every_rank",)
+    ),
+    "no sum over copied kv heads": Mutant(_no_sum_over_copied_kv_heads, (f"{PARITY}[llama-causal_lm-tp4-zero1]",)),
+    "partial gradients in sequence regions": Mutant(
+        _partial_gradients_of_sequence_regions,
+        (f"{PARITY}[bert-masked_lm-tp2-zero1-sp]", f"{PARITY}[gpt2-lm_head-tp2pp2-zero1-sp]"),
+    ),
+    "clipping counts every copy": Mutant(
+        _clipping_counts_every_copy, (f"{FEATURES}[gpt2-lm_head-tp2pp2-zero1-sp-adamw-clip]",)
+    ),
+    "clipping counts one stage": Mutant(
+        _clipping_counts_one_stage, (f"{FEATURES}[bert-masked_lm-pp2dp2-zero0-momentum-clip]",)
+    ),
+    "no unscaling": Mutant(_no_unscaling, (f"{PRECISION}[bert-masked_lm-tp2pp2-zero1-momentum-fp16]",)),
+    "no gathering after the step": Mutant(_no_gathering_after_the_step, (f"{PARITY}[llama-causal_lm-dp2-zero1]",)),
+    "labels not shifted": Mutant(_labels_not_shifted, (f"{PARITY}[llama-causal_lm-tp2-zero1]",)),
+}

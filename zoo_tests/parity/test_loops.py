@@ -1,0 +1,248 @@
+"""Loops as users write them: ordinary ones, accumulation, evaluation in between, short and empty batches.
+
+What breaks here first: anything that remembers something from one call to the next (shapes, reductions that are under
+way, counts of micro-batches).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zoo_tests.case import LAYOUTS, Case, Recipe, share_of
+from zoo_tests.compare import check_case
+from zoo_tests.oracle import inputs_of, loss_of
+from zoo_tests.ranks import distributed, run_on_ranks
+from zoo_tests.sharded import Boosted, boost
+from zoo_tests.zoo import Batch
+
+MAIN = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def _ordinary_cases() -> list:
+    cases = [
+        Case(
+            recipe=Recipe(family=family, head=head, optimizer="momentum", max_norm=0.1),
+            layout=layout,
+            ordinary_loop=True,
+        )
+        for family, head in MAIN.items()
+        for layout in ("single", "tp2", "dp2", "tp2dp2")
+    ]
+    return [
+        pytest.param(case, id=str(case), marks=[] if case.layout == "tp2dp2" else pytest.mark.slow) for case in cases
+    ]
+
+
+@pytest.mark.parametrize("case", _ordinary_cases())
+def test_ordinary_loop(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)
+
+
+# ----- accumulation -----
+
+
+def _accumulate(case: Case) -> None:
+    """Two batches of half a weight each, the first without communication; against the mean of both losses."""
+    boosted, plain = boost(case), case.recipe.model()
+    for step in range(2):
+        (loss_of(plain, case.recipe.zoo_head, case.recipe.batch(step)) / 2).backward()
+    shares = [boosted.share(case.recipe.batch(step)) for step in range(2)]
+    with boosted.booster.no_sync(boosted.model, boosted.optimizer):
+        boosted.booster.backward(boosted.model(**shares[0]).loss / 2, boosted.optimizer)
+    boosted.booster.backward(boosted.model(**shares[1]).loss / 2, boosted.optimizer)
+    _check_gradients(boosted, plain)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("layout", ["dp2", "tp2dp2"])
+def test_no_sync_accumulates(layout: str, zero_stage: int) -> None:
+    case = Case(recipe=Recipe(family="bert", head="masked_lm"), layout=layout, zero_stage=zero_stage)
+    run_on_ranks(LAYOUTS[layout].world_size, _accumulate, case)
+
+
+def _accumulate_in_pipeline(case: Case) -> None:
+    """Two calls before one step add up, like two backward passes in plain torch."""
+    boosted, plain = boost(case), case.recipe.model()
+    for step in range(2):
+        loss_of(plain, case.recipe.zoo_head, case.recipe.batch(step)).backward()
+        boosted.pipeline_backward(boosted.share(case.recipe.batch(step)))
+    _check_gradients(boosted, plain)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("layout", ["dp2", "pp2dp2"])
+def test_gradients_of_two_calls_add_up(layout: str, zero_stage: int) -> None:
+    case = Case(recipe=Recipe(family="gpt2", head="lm_head"), layout=layout, zero_stage=zero_stage)
+    run_on_ranks(LAYOUTS[layout].world_size, _accumulate_in_pipeline, case)
+
+
+# ----- training, evaluation on a short batch, training -----
+
+
+def _train_evaluate_train(case: Case, rows: int) -> None:
+    boosted, plain, head = boost(case), case.recipe.model(), case.recipe.zoo_head
+    optimizer, scheduler = case.recipe.training(plain)
+    for step in range(3):
+        batch = case.recipe.batch(step)
+        found = boosted.pipeline_backward(boosted.share(batch))
+        boosted.finish_step()
+        loss = loss_of(plain, head, batch)
+        loss.backward()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
+        torch.testing.assert_close(found, loss.detach(), **EXACT)
+        short = {key: value[:rows] for key, value in case.recipe.batch(step + 1).items()}
+        _check_evaluation(boosted, plain, case, short)
+
+
+def _check_evaluation(boosted: Boosted, plain: nn.Module, case: Case, batch: Batch) -> None:
+    """Loss and outputs of an evaluation, on every rank."""
+    boosted.model.eval()
+    plain.eval()
+    share = boosted.share(batch)
+    result = boosted.booster.execute_pipeline(iter([share]), boosted.model, return_outputs=True)
+    with torch.no_grad():
+        torch.testing.assert_close(result.loss, loss_of(plain, case.recipe.zoo_head, batch), **EXACT)
+        if len(share["input_ids"]) == 0:
+            assert result.outputs is None
+        else:
+            expected = plain(**inputs_of(case.recipe.zoo_head, batch)).logits
+            expected = share_of({"input_ids": batch["input_ids"], "logits": expected}, *_place(boosted))["logits"]
+            torch.testing.assert_close(result.outputs.logits, expected, **EXACT)
+            assert not result.outputs.logits.requires_grad
+    boosted.model.train()
+    plain.train()
+
+
+def _place(boosted: Boosted) -> tuple[int, int]:
+    return boosted.plugin.dp_rank, boosted.plugin.dp_size
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "head", "layout"),
+    [
+        ("bert", "masked_lm", "tp2pp2"),
+        ("gpt2", "sequence", "pp2dp2"),
+        ("llama", "causal_lm", "tp2dp2"),
+        ("bert", "sequence", "pp4"),
+    ],
+)
+def test_train_evaluate_train(family: str, head: str, layout: str, rows: int) -> None:
+    """One row over two data-parallel ranks leaves one of them without any."""
+    case = Case(recipe=Recipe(family=family, head=head, optimizer="momentum"), layout=layout)
+    run_on_ranks(LAYOUTS[layout].world_size, _train_evaluate_train, case, rows)
+
+
+# ----- batches that are unlike each other -----
+
+
+def _train_on(case: Case, batches: list[Batch]) -> None:
+    """Gradients of one step for each batch, against plain training, without an optimizer step in between."""
+    boosted, plain = boost(case), case.recipe.model()
+    for batch in batches:
+        plain.zero_grad()
+        loss = loss_of(plain, case.recipe.zoo_head, batch)
+        loss.backward()
+        torch.testing.assert_close(boosted.pipeline_backward(boosted.share(batch)), loss.detach(), **EXACT)
+        _check_gradients(boosted, plain)
+        boosted.optimizer.zero_grad()
+
+
+def _without_labels_in(batch: Batch, rows: slice) -> Batch:
+    labels = batch["labels"].clone()
+    labels[rows] = -100
+    return batch | {"labels": labels}
+
+
+@pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp2"])
+@pytest.mark.parametrize(("family", "head"), [("bert", "masked_lm"), ("llama", "sequence"), ("gpt2", "lm_head")])
+def test_ignored_labels_of_a_micro_batch_and_of_a_replica(family: str, head: str, layout: str) -> None:
+    case = Case(recipe=Recipe(family=family, head=head), layout=layout)
+    full = case.recipe.batch(0)
+    # The first micro-batch, the share of the second data-parallel rank, all but one sample.
+    batches = [_without_labels_in(full, rows) for rows in (slice(0, 3), slice(4, 9), slice(1, 9))]
+    run_on_ranks(LAYOUTS[layout].world_size, _train_on, case, batches)
+
+
+def _train_without_any_label(case: Case) -> None:
+    boosted = boost(case)
+    before = {name: param.detach().clone() for name, param in boosted.model.unwrap().named_parameters()}
+    batch = _without_labels_in(case.recipe.batch(0), slice(None))
+    loss = boosted.pipeline_backward(boosted.share(batch))
+    assert loss.item() == 0.0, "transformers says NaN here; the mean over nothing is taken as 0"
+    for name, gradient in boosted.optimizer.full_gradients().items():
+        assert torch.count_nonzero(gradient) == 0, f"{name} has a gradient without any label (or NaN)"
+    boosted.finish_step()
+    for name, param in boosted.model.unwrap().named_parameters():
+        assert torch.equal(param, before[name]), f"{name} moved without any label"
+    assert boosted.pipeline_backward(boosted.share(case.recipe.batch(1))).item() > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "layout", "max_norm"),
+    [
+        ("bert", "masked_lm", "tp2pp2", None),
+        ("llama", "causal_lm", "tp2dp2", 0.1),
+        ("gpt2", "sequence", "pp2dp2", 0.1),
+        ("bert", "token", "dp2", None),
+    ],
+)
+def test_no_label_at_all(family: str, head: str, layout: str, max_norm: float | None) -> None:
+    case = Case(recipe=Recipe(family=family, head=head, max_norm=max_norm), layout=layout)
+    run_on_ranks(LAYOUTS[layout].world_size, _train_without_any_label, case)
+
+
+def _train_on_shares_of_other_lengths(case: Case) -> None:
+    """Every data-parallel rank pads to its own longest sample."""
+    boosted, plain = boost(case), case.recipe.model()
+    for step in range(2):
+        batch = _padded_right(case.recipe.batch(step))
+        plain.zero_grad()
+        loss = loss_of(plain, case.recipe.zoo_head, batch)
+        loss.backward()
+        share = boosted.share(batch)
+        longest = int(share["attention_mask"].sum(-1).max())
+        share = {key: value[:, :longest] for key, value in share.items()}
+        torch.testing.assert_close(boosted.pipeline_backward(share), loss.detach(), **EXACT)
+        _check_gradients(boosted, plain)
+        boosted.optimizer.zero_grad()
+
+
+def _padded_right(batch: Batch) -> Batch:
+    """Samples that get shorter from first to last, all padded on the right."""
+    rows, length = batch["attention_mask"].shape
+    kept = torch.linspace(length, 3, rows).long()
+    mask = (torch.arange(length) < kept[:, None]).long()
+    return {
+        **batch,
+        "input_ids": batch["input_ids"].clamp(min=1) * mask,
+        "attention_mask": mask,
+        "labels": batch["labels"].masked_fill(mask == 0, -100),
+    }
+
+
+@pytest.mark.parametrize(("family", "layout"), [("bert", "pp2dp2"), ("llama", "tp2dp2"), ("gpt2", "dp4")])
+def test_replicas_with_other_sequence_lengths(family: str, layout: str) -> None:
+    case = Case(recipe=Recipe(family=family, head=MAIN[family]), layout=layout)
+    run_on_ranks(LAYOUTS[layout].world_size, _train_on_shares_of_other_lengths, case)
+
+
+@distributed(2)
+def test_model_call_of_a_stage_says_what_to_call() -> None:
+    case = Case(recipe=Recipe(family="bert", head="masked_lm"), layout="pp2")
+    boosted = boost(case)
+    with pytest.raises(RuntimeError, match="execute_pipeline"):
+        boosted.model(**case.recipe.batch(0))
+
+
+def _check_gradients(boosted: Boosted, plain: nn.Module) -> None:
+    expected = {name: param.grad for name, param in plain.named_parameters(remove_duplicate=False)}
+    found: dict[str, Tensor] = boosted.optimizer.full_gradients()
+    assert found
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
