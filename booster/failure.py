@@ -217,11 +217,11 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
         _Process.previous_hook(kind, error, traceback)
     elif monitor is None or monitor.may_speak():
         _say(first.line())
-    else:
-        # A launcher ends all ranks as soon as one has: the rank that has something to say goes first.
-        time.sleep(_GRACE_S)
     _Process.failed_with = first.exit_code
     if monitor is not None:
+        # A launcher ends all ranks as soon as one has, and the store may be this process's: the others get the time
+        # to say what they have to say, and to look into the store once more.
+        time.sleep(_GRACE_S)
         monitor.leave_soon(first.exit_code)
 
 

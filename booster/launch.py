@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,7 +29,7 @@ _HOW_TO_START = "start the script with `booster run --nproc-per-node N` or torch
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """This process among all of the job."""
 
     rank: int
@@ -50,7 +51,7 @@ def launch_from_torch(seed: int | None = 42, backend: str | None = None, timeout
     """
     failure.report_uncaught()
     if not dist.is_initialized():
-        _join(_place_from_environment(), "env://", backend, timeout_s)
+        _join(place_from_environment(os.environ), "env://", backend, timeout_s)
     _seed_all(seed)
 
 
@@ -75,36 +76,41 @@ def launch(
     """
     failure.report_uncaught()
     if not dist.is_initialized():
-        place = _checked(_Place(rank, world_size, _default_local_rank(rank) if local_rank is None else local_rank))
+        place = _checked(Place(rank, world_size, _default_local_rank(rank) if local_rank is None else local_rank))
         _join(place, f"tcp://{host}:{port}", backend, timeout_s)
     _seed_all(seed)
 
 
-def _place_from_environment() -> _Place:
-    if not any(name in os.environ for name in _MARKS):
-        return _Place(rank=0, world_size=1, local_rank=0)
-    missing = [name for name in _REQUIRED if name not in os.environ]
+def place_from_environment(environment: Mapping[str, str]) -> Place:
+    """What torchrun set; one process alone where it set nothing.
+
+    Raises:
+        ConfigurationError: it is set only in part, or makes no sense.
+    """
+    if not any(name in environment for name in _MARKS):
+        return Place(rank=0, world_size=1, local_rank=0)
+    missing = [name for name in _REQUIRED if name not in environment]
     if missing:
-        given = [name for name in (*_MARKS, *_REQUIRED[2:]) if name in os.environ]
+        given = [name for name in (*_MARKS, *_REQUIRED[2:]) if name in environment]
         verb = "is" if len(given) == 1 else "are"
         raise ConfigurationError(f"{_listed(given)} {verb} set but not {_listed(missing)}; set all, or {_HOW_TO_START}")
-    rank = _integer("RANK")
-    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else _default_local_rank(rank)
-    return _checked(_Place(rank, _integer("WORLD_SIZE"), local_rank))
+    rank = _integer(environment, "RANK")
+    local_rank = _integer(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else _default_local_rank(rank)
+    return _checked(Place(rank, _integer(environment, "WORLD_SIZE"), local_rank))
 
 
-def _integer(name: str) -> int:
+def _integer(environment: Mapping[str, str], name: str) -> int:
     try:
-        return int(os.environ[name])
+        return int(environment[name])
     except ValueError:
-        raise ConfigurationError(f"{name}='{os.environ[name]}' is not a whole number; {_HOW_TO_START}") from None
+        raise ConfigurationError(f"{name}='{environment[name]}' is not a whole number; {_HOW_TO_START}") from None
 
 
 def _default_local_rank(rank: int) -> int:
     return rank % max(1, torch.cuda.device_count())
 
 
-def _checked(place: _Place) -> _Place:
+def _checked(place: Place) -> Place:
     if place.world_size < 1:
         raise ConfigurationError(f"world_size={place.world_size} is below 1; use the number of ranks of the job")
     if not 0 <= place.rank < place.world_size:
@@ -114,7 +120,7 @@ def _checked(place: _Place) -> _Place:
     return place
 
 
-def _join(place: _Place, rendezvous_url: str, backend: str | None, timeout_s: float) -> None:
+def _join(place: Place, rendezvous_url: str, backend: str | None, timeout_s: float) -> None:
     backend = backend or (_GPU_BACKEND if torch.cuda.is_available() else _CPU_BACKEND)
     if "nccl" in backend:
         _choose_gpu(place.local_rank)
@@ -133,7 +139,7 @@ def _join(place: _Place, rendezvous_url: str, backend: str | None, timeout_s: fl
     _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
 
 
-def _store(place: _Place, rendezvous_url: str, timeout: timedelta) -> dist.Store:
+def _store(place: Place, rendezvous_url: str, timeout: timedelta) -> dist.Store:
     if place.world_size == 1 and rendezvous_url == "env://":
         return dist.HashStore()  # nobody to meet: no port to find
     store, _, _ = next(dist.rendezvous(rendezvous_url, place.rank, place.world_size, timeout=timeout))

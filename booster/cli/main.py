@@ -36,8 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments[:1])
-    command: Callable[[list[str]], int] = import_module(_COMMANDS[options.command][0]).main
+    name = arguments[0] if arguments else ""
+    if name.startswith("-"):
+        _parser().parse_args(arguments)
+    if name not in _COMMANDS:
+        problem = f"command '{name}' does not exist" if name else "no command was given"
+        raise ConfigurationError(f"{problem}; use one of {', '.join(_COMMANDS)}, as in `booster run --help`")
+    command: Callable[[list[str]], int] = import_module(_COMMANDS[name][0]).main
     return command(arguments[1:])
 
 

@@ -67,9 +67,7 @@ def _refuse(message: str) -> NoReturn:
 def _check(options: argparse.Namespace) -> None:
     _check_nproc(options.nproc_per_node)
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", options.nnodes):
-        raise ConfigurationError(
-            f"--nnodes={options.nnodes} is not a number of machines; use N or MIN:MAX, as in 1:4"
-        )
+        raise ConfigurationError(f"--nnodes={options.nnodes} is not a number of machines; use N or MIN:MAX, as in 1:4")
     script = options.training_script
     is_file = not (options.module or options.no_python)
     if is_file and not Path(script).is_file():

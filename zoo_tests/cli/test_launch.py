@@ -1,0 +1,55 @@
+"""What `launch` reads and refuses, and what a failure says; no processes here (see `test_run.py` for those)."""
+
+from __future__ import annotations
+
+import pytest
+
+from booster import failure
+from booster.errors import ConfigurationError
+from booster.launch import Place, place_from_environment
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def test_torchruns_environment() -> None:
+    assert place_from_environment(WHOLE) == Place(rank=1, world_size=4, local_rank=1)
+
+
+def test_no_environment_is_one_process() -> None:
+    assert place_from_environment({"MASTER_ADDR": "somewhere"}) == Place(rank=0, world_size=1, local_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"WORLD_SIZE": None}, "RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set but not WORLD_SIZE; set all, or"),
+        ({"RANK": "one"}, "RANK='one' is not a whole number; start the script with"),
+        ({"RANK": "4"}, "rank=4 is not one of the world_size=4 ranks; use 0 to 3"),
+        ({"RANK": "-1"}, "rank=-1 is not one of the world_size=4 ranks; use 0 to 3"),
+        ({"WORLD_SIZE": "0"}, "world_size=0 is below 1; use the number of ranks of the job"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(changes: dict[str, str | None], sentence: str) -> None:
+    environment = {name: value for name, value in (WHOLE | changes).items() if value is not None}
+    with pytest.raises(ConfigurationError) as refused:
+        place_from_environment(environment)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_a_failure_is_one_line() -> None:
+    failed = failure.Failure.of(KeyError("layers.0\nweight"), "booster.save_model", rank=3)
+    assert failed.line() == r"error on rank 3 in booster.save_model: KeyError: 'layers.0\nweight'"
+    assert failure.Failure.of(ConfigurationError("tp_size=3; use 2"), "x", 1).line() == "error: tp_size=3; use 2"
+    assert failure.Failure.of(KeyboardInterrupt(), "x", 1).line() == "interrupted"
+
+
+def test_guard_passes_errors_on_and_does_nothing_else_without_a_launch() -> None:
+    @failure.guard("work")
+    def work(value: int) -> float:
+        return 1 / value
+
+    assert work(2) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        work(0)
+    with pytest.raises(KeyboardInterrupt), failure.guard("work"):
+        raise KeyboardInterrupt
