@@ -10,9 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
+from zoo_tests.ranks import run_on_ranks
+from zoo_tests.sharded import Boosted, boost
 
 HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
 
@@ -56,3 +60,39 @@ def test_16_bit(case: Case, tmp_path: Path) -> None:
 def test_loss_curve_of_20_steps(family: str, layout: str, tmp_path: Path) -> None:
     recipe = Recipe(family=family, head=HEADS[family], optimizer="adamw", precision="fp32", steps=20)
     check_case(Case(recipe=recipe, layout=layout), tmp_path, weights=False)
+
+
+# ----- overflow in fp16 -----
+
+
+def _step_over_an_overflow(case: Case) -> None:
+    """The gradient of one parameter overflows on the last rank alone; the next step is sound again."""
+    boosted = boost(case)
+    before = _weights(boosted)
+    hook = None
+    if dist.get_rank() == dist.get_world_size() - 1:
+        param = next(param for param in boosted.model.unwrap().parameters() if param.requires_grad)
+        hook = param.register_hook(lambda gradient: gradient * float("inf"))
+    scale = boosted.optimizer.loss_scale.value
+    boosted.pipeline_backward(boosted.share(case.recipe.batch(0)))
+    boosted.finish_step()
+    assert boosted.optimizer.step_was_skipped
+    assert boosted.optimizer.loss_scale.value == scale / 2
+    assert all(torch.equal(value, before[name]) for name, value in _weights(boosted).items())
+    if hook is not None:
+        hook.remove()
+    loss = boosted.pipeline_backward(boosted.share(case.recipe.batch(1)))
+    boosted.finish_step()
+    assert torch.isfinite(loss) and not boosted.optimizer.step_was_skipped
+    assert any(not torch.equal(value, before[name]) for name, value in _weights(boosted).items())
+
+
+def _weights(boosted: Boosted) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in boosted.model.unwrap().named_parameters()}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp2"])
+def test_overflow_on_one_rank_skips_the_step_on_all(layout: str, zero_stage: int) -> None:
+    recipe = Recipe(family="bert", head="masked_lm", precision="fp16", optimizer="adamw")
+    run_on_ranks(4, _step_over_an_overflow, Case(recipe=recipe, layout=layout, zero_stage=zero_stage))
