@@ -1,0 +1,1 @@
+"""Tests without processes: specs, schedules, options, buckets, samplers, policies."""

@@ -1,0 +1,120 @@
+"""Where parameters lie in a bucket, and which optimizers may have them cut.
+
+What breaks here first: a parameter that straddles a shard's end, or a whole one that does. Look in
+`plugins/hybrid_parallel/zero/bucket.py` (`_offsets`) and `zero/parameters.py`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.zero.bucket import Bucket, BucketOptions, _offsets
+from plugins.hybrid_parallel.zero.parameters import check_optimizer, is_elementwise
+
+SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
+
+
+def _options(num_shards: int = 1, shard_index: int = 0, whole: bool = False) -> BucketOptions:
+    return SimpleNamespace(
+        num_shards=num_shards, shard_index=shard_index, whole_parameters=whole, master_weights=True, zero_stage=1
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 5), st.booleans())
+def test_parameters_do_not_overlap_and_shards_are_equal(sizes: list[int], num_shards: int, whole: bool) -> None:
+    offsets, total = _offsets(sizes, _options(num_shards, whole=whole))
+    taken = sorted((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    assert all(stop <= start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False))
+    assert taken[0][0] >= 0 and taken[-1][1] <= total and total % num_shards == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(2, 5))
+def test_whole_parameters_lie_in_one_shard(sizes: list[int], num_shards: int) -> None:
+    offsets, total = _offsets(sizes, _options(num_shards, whole=True))
+    shard_size = total // num_shards
+    for offset, size in zip(offsets, sizes, strict=True):
+        assert offset // shard_size == (offset + size - 1) // shard_size
+    # Greedy, largest first: no shard is fuller than an even share plus the largest parameter.
+    assert shard_size <= sum(sizes) / num_shards + max(sizes) + 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 5))
+def test_cut_parameters_waste_less_than_a_cache_line_a_shard(sizes: list[int], num_shards: int) -> None:
+    _, total = _offsets(sizes, _options(num_shards))
+    assert sum(sizes) <= total < sum(sizes) + 16 * num_shards
+
+
+@settings(max_examples=50, deadline=None)
+@given(SIZES, st.integers(1, 4), st.booleans())
+def test_pieces_of_all_ranks_are_every_element_once(sizes: list[int], num_shards: int, whole: bool) -> None:
+    values = [torch.rand(size) for size in sizes]
+    found = [torch.zeros(size) for size in sizes]
+    count = 0
+    for rank in range(num_shards):
+        params = [nn.Parameter(value.clone()) for value in values]
+        bucket = Bucket(params, _options(num_shards, rank, whole), 0, [], True, {})
+        assert all(torch.equal(param, value) for param, value in zip(params, values, strict=True))
+        for piece in bucket.pieces:
+            found[piece.index].view(-1)[piece.start : piece.stop] += piece.parameter.detach().view(-1)
+            count += piece.stop - piece.start
+    assert count == sum(sizes)
+    assert all(torch.equal(one, other) for one, other in zip(found, values, strict=True))
+
+
+def test_parameters_and_pieces_are_views_of_one_buffer() -> None:
+    param = nn.Parameter(torch.ones(3, 4))
+    bucket = Bucket([param], _options(), 0, [], True, {})
+    bucket.pieces[0].parameter.data.fill_(5.0)
+    assert torch.equal(param, torch.full((3, 4), 5.0)), "an update must reach the model without a copy"
+    assert bucket.pieces[0].parameter.shape == (3, 4), "a whole parameter keeps its shape"
+
+
+def test_masters_keep_the_values_before_the_cast() -> None:
+    precise = torch.full((5,), 1.0 + 2**-12)
+    param = nn.Parameter(precise.bfloat16())
+    bucket = Bucket([param], _options(), 0, [], True, {param: precise})
+    assert torch.equal(bucket.pieces[0].parameter, precise)
+    bucket.pieces[0].parameter.data.fill_(3.0)
+    bucket.publish(async_op=False)
+    assert torch.equal(param, torch.full((5,), 3.0, dtype=torch.bfloat16))
+
+
+def test_a_gradient_after_the_reduction_is_refused() -> None:
+    bucket = Bucket([nn.Parameter(torch.ones(2))], _options(), 0, [], True, {})
+    bucket._result = torch.zeros(16)
+    with pytest.raises(RuntimeError, match="run the backward pass once a step"):
+        bucket.accumulate(0, torch.ones(2))
+
+
+class _DerivedAdam(torch.optim.Adam):
+    """A user's own subclass."""
+
+
+def test_which_optimizers_may_have_parameters_cut() -> None:
+    params = [nn.Parameter(torch.ones(2, 2))]
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"):
+        assert is_elementwise(getattr(torch.optim, name)(params, lr=0.1)), name
+    assert is_elementwise(_DerivedAdam(params))
+    assert not is_elementwise(torch.optim.Adafactor(params))
+
+
+def test_optimizers_that_cannot_work_are_refused() -> None:
+    param = nn.Parameter(torch.ones(2, 2))
+    names = {id(param): ["weight"]}
+    check_optimizer(torch.optim.Adafactor([param]), names, tp_size=1)
+    with pytest.raises(ConfigurationError, match="Adafactor reads whole matrices, which tp_size=2 cuts; use tp_size=1"):
+        check_optimizer(torch.optim.Adafactor([param]), names, tp_size=2)
+    with pytest.raises(ConfigurationError, match="LBFGS needs a closure"):
+        check_optimizer(torch.optim.LBFGS([param]), names, tp_size=1)
+    with pytest.raises(ConfigurationError, match=r"SGD holds a parameter that is not in the model given to boost\(\)"):
+        check_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), names, tp_size=1)

@@ -1,0 +1,167 @@
+"""Shares of data loaders: together they are the global batches, and every sample comes once.
+
+What breaks here first: the last short batch, and the order of samples on other ranks. Look in
+`plugins/hybrid_parallel/dataloader.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.dataloader import DataParallelBatchSampler, ShardedDataLoader, shard_dataloader
+
+CPU = torch.device("cpu")
+
+
+def _collate(samples: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([sample[0] for sample in samples])}
+
+
+def _loaders(num_samples: int, world_size: int, seed: int = 3, **options: Any) -> list[ShardedDataLoader]:
+    """The loader of every rank."""
+    dataset = TensorDataset(torch.arange(num_samples))
+    return [
+        shard_dataloader(DataLoader(dataset, collate_fn=_collate, **options), rank, world_size, CPU, seed)
+        for rank in range(world_size)
+    ]
+
+
+def _epochs(loader: ShardedDataLoader, count: int = 1) -> list[list[list[int]]]:
+    return [[batch["x"].tolist() for batch in loader] for _ in range(count)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_shares_together_are_the_global_batches(samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:
+    loaders = _loaders(samples, ranks, batch_size=batch_size, drop_last=drop_last)
+    shares = [_epochs(loader)[0] for loader in loaders]
+    whole = batch_size * ranks
+    expected = [list(range(start, min(start + whole, samples))) for start in range(0, samples, whole)]
+    if drop_last:
+        # As the user's own loader does, which drops what does not fill a batch; then what does not fill all ranks.
+        expected = [batch for batch in expected if len(batch) == whole]
+    assert [len(loader) for loader in loaders] == [len(share) for share in shares] == [len(expected)] * ranks
+    for position, batch in enumerate(expected):
+        parts = [share[position] for share in shares]
+        assert [index for part in parts for index in part] == batch
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1, "a short batch is split as evenly as possible"
+
+
+def test_fewer_samples_than_ranks_leave_empty_shares_with_the_same_keys() -> None:
+    loaders = _loaders(2, 4, batch_size=3)
+    batches = [next(iter(loader)) for loader in loaders]
+    assert sorted(len(batch["x"]) for batch in batches) == [0, 0, 1, 1]
+    assert all(set(batch) == {"x"} for batch in batches)
+    assert [len(loader) for loader in loaders] == [1] * 4
+
+
+def test_shuffling_is_alike_on_all_ranks_and_differs_by_epoch_and_seed() -> None:
+    first, second = (_epochs(loader, 3) for loader in _loaders(11, 2, batch_size=2, shuffle=True))
+    orders = []
+    for epoch in range(3):
+        joined = [index for parts in zip(first[epoch], second[epoch], strict=True) for part in parts for index in part]
+        assert sorted(joined) == list(range(11))
+        orders.append(tuple(joined))
+    assert len(set(orders)) == 3 and tuple(range(11)) not in orders
+    assert _epochs(_loaders(11, 2, batch_size=2, shuffle=True)[0], 3) == first, "the same seed gives the same order"
+    assert _epochs(_loaders(11, 2, seed=4, batch_size=2, shuffle=True)[0], 3) != first
+
+
+def test_the_order_does_not_depend_on_the_number_of_ranks() -> None:
+    alone = _epochs(_loaders(12, 1, batch_size=4, shuffle=True)[0])[0]
+    shares = [_epochs(loader)[0] for loader in _loaders(12, 2, batch_size=2, shuffle=True)]
+    assert [a + b for a, b in zip(*shares, strict=True)] == alone
+
+
+def test_a_generator_of_the_user_decides_the_order() -> None:
+    """Every rank made its generator from the same seed; the plugin's seed must not matter then."""
+    orders = []
+    for seed in (3, 4):
+        dataset = TensorDataset(torch.arange(11))
+        shares = []
+        for rank in range(2):
+            generator = torch.Generator().manual_seed(5)
+            loader = DataLoader(dataset, batch_size=2, shuffle=True, collate_fn=_collate, generator=generator)
+            shares.append(_epochs(shard_dataloader(loader, rank, 2, CPU, seed))[0])
+        orders.append([index for parts in zip(*shares, strict=True) for part in parts for index in part])
+    assert orders[0] == orders[1] and sorted(orders[0]) == list(range(11)) != orders[0]
+
+
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_position_in_the_middle_of_an_epoch_is_restored(done: int) -> None:
+    loader, other = (_loaders(10, 2, batch_size=1, shuffle=True)[1] for _ in range(2))
+    _epochs(loader)
+    batches = iter(loader)
+    for _ in range(done):
+        next(batches)
+    other.load_state_dict(loader.state_dict())
+    rest = [batch["x"].tolist() for batch in batches]
+    assert _epochs(other)[0] == rest and len(rest) == 5 - done
+    assert _epochs(other) == _epochs(loader), "the epoch after that is whole again"
+
+
+def test_state_after_a_finished_epoch_begins_the_next() -> None:
+    loader, other = (_loaders(10, 2, batch_size=2, shuffle=True)[0] for _ in range(2))
+    first = _epochs(loader)
+    other.load_state_dict(loader.state_dict())
+    second = _epochs(loader)
+    assert _epochs(other) == second != first
+
+
+def test_empty_shares_after_a_restored_position() -> None:
+    """9 samples over 4 ranks: the last of 3 global batches has one sample, the other ranks have none."""
+    for rank, loader in enumerate(_loaders(9, 4, batch_size=1)):
+        loader.load_state_dict({"epoch": 0, "batch": 1})
+        assert [len(batch["x"]) for batch in loader] == [1, int(rank == 3)]
+
+
+def test_users_batch_sampler_is_kept() -> None:
+    sampler = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
+    share = [list(DataParallelBatchSampler(sampler, rank, 2)) for rank in range(2)]
+    assert share == [[[0, 1], [4]], [[2, 3], [5, 6]]]
+
+
+class _Stream(IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        return ((torch.tensor(index),) for index in range(self.count))
+
+
+def _stream_loaders(count: int, **options: Any) -> list[ShardedDataLoader]:
+    return [
+        shard_dataloader(DataLoader(_Stream(count), collate_fn=_collate, **options), rank, 2, CPU, 0)
+        for rank in range(2)
+    ]
+
+
+def test_iterable_datasets_are_shared_out_too() -> None:
+    shares = [_epochs(loader)[0] for loader in _stream_loaders(10, batch_size=3)]
+    assert shares == [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]]]
+    shares = [_epochs(loader)[0] for loader in _stream_loaders(10, batch_size=3, drop_last=True)]
+    assert shares == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+def test_an_iterable_dataset_with_too_few_last_samples_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"the last 1 samples .* use drop_last=True"):
+        _epochs(_stream_loaders(7, batch_size=3)[0])
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(3)), _Stream(3)])
+def test_a_loader_without_batches_is_refused(dataset: Any) -> None:
+    with pytest.raises(ConfigurationError, match="use batch_size=1 or more"):
+        shard_dataloader(DataLoader(dataset, batch_size=None), 0, 2, CPU, 0)
+
+
+def test_the_batch_size_stays_that_of_a_replica() -> None:
+    assert [loader.batch_size for loader in _loaders(10, 2, batch_size=3)] == [3, 3]
