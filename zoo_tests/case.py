@@ -176,6 +176,6 @@ class Case:
 
 def share_of(batch: Batch, rank: int, world_size: int) -> dict[str, Tensor]:
     """A data-parallel rank's contiguous share of a global batch."""
-    rows = len(batch["input_ids"])
+    rows = len(batch["attention_mask"])
     first, last = rows * rank // world_size, rows * (rank + 1) // world_size
     return {key: value[first:last] for key, value in batch.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from zoo_tests.case import LAYOUTS, Case, Recipe, share_of
 from zoo_tests.compare import check_case
@@ -230,6 +231,54 @@ def _padded_right(batch: Batch) -> Batch:
 def test_replicas_with_other_sequence_lengths(family: str, layout: str) -> None:
     case = Case(recipe=Recipe(family=family, head=MAIN[family]), layout=layout)
     run_on_ranks(LAYOUTS[layout].world_size, _train_on_shares_of_other_lengths, case)
+
+
+# ----- whole epochs from a loader -----
+
+
+def _train_an_epoch(case: Case, rows: int) -> None:
+    """`len(loader)` steps over all samples, each exactly once; plain training takes the same global batches."""
+    boosted, plain = boost(case), case.recipe.model()
+    optimizer, scheduler = case.recipe.training(plain)
+    samples = case.recipe.zoo_family.batch(case.recipe.head, 0, rows)
+    dataset = [{key: value[row] for key, value in samples.items()} for row in range(rows)]
+    loader = boosted.booster.boost(DataLoader(dataset, batch_size=4))
+    global_size = 4 * boosted.plugin.dp_size
+    assert len(loader) == -(-rows // global_size)
+    batches = iter(loader)
+    for step in range(len(loader)):
+        found = boosted.booster.execute_pipeline(batches, boosted.model, optimizer=boosted.optimizer).loss
+        boosted.finish_step()
+        batch = {key: value[step * global_size : (step + 1) * global_size] for key, value in samples.items()}
+        loss = loss_of(plain, case.recipe.zoo_head, batch)
+        loss.backward()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
+        torch.testing.assert_close(found, loss.detach(), **EXACT)
+    assert next(batches, None) is None
+
+
+@pytest.mark.parametrize("rows", [16, 19, 17])
+@pytest.mark.parametrize("layout", ["pp2dp2", "tp2dp2"])
+def test_an_epoch_ends_with_a_full_a_short_and_a_nearly_empty_batch(layout: str, rows: int) -> None:
+    case = Case(recipe=Recipe(family="bert", head="sequence", optimizer="momentum"), layout=layout)
+    run_on_ranks(LAYOUTS[layout].world_size, _train_an_epoch, case, rows)
+
+
+def _train_on_embeddings(case: Case) -> None:
+    """`inputs_embeds` in the place of `input_ids`; stages behind the first see them too and have to ignore them."""
+    size = case.recipe.model().config.hidden_size
+    batch = case.recipe.batch(0)
+    embeddings = torch.randn(*batch.pop("input_ids").shape, size, generator=torch.Generator().manual_seed(3)).double()
+    _train_on(case, [batch | {"inputs_embeds": embeddings}])
+
+
+@pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp2"])
+@pytest.mark.parametrize("family", MAIN)
+def test_embeddings_as_inputs(family: str, layout: str) -> None:
+    case = Case(
+        recipe=Recipe(family=family, head=MAIN[family], config=(("tie_word_embeddings", False),)), layout=layout
+    )
+    run_on_ranks(LAYOUTS[layout].world_size, _train_on_embeddings, case)
 
 
 @distributed(2)
