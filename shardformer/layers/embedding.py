@@ -28,8 +28,6 @@ class VocabParallelEmbedding(ParallelModule):
     def __init__(self, native: nn.Embedding, weight: nn.Parameter, group: ProcessGroup) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = (native.num_embeddings, native.embedding_dim)
-        self.max_norm, self.norm_type = native.max_norm, native.norm_type
-        self.scale_grad_by_freq, self.sparse = native.scale_grad_by_freq, native.sparse
         self.padding_idx = native.padding_idx
         self.weight, self.group = weight, group
         self.first_row, self.end_row, _ = weight.shard_spec.pieces()[0]
@@ -41,10 +39,13 @@ class VocabParallelEmbedding(ParallelModule):
         """Share out an `nn.Embedding`; rows are padded to a multiple of `divisible_by` times the number of ranks.
 
         Raises:
-            TypeError: not an `nn.Embedding`, or one that renormalises its rows, which needs whole rows' norms.
+            TypeError: not an `nn.Embedding`, or one with an option that is not kept when rows are cut.
         """
-        if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-            raise TypeError(f"{type(module).__name__} cannot be cut by rows; name an nn.Embedding without max_norm")
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        if not isinstance(module, nn.Embedding) or any(getattr(module, name) for name in options):
+            raise TypeError(
+                f"{type(module).__name__} cannot be cut by rows; name an nn.Embedding without {', '.join(options)}"
+            )
         rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
         part = Part(
             module.num_embeddings, padded_size=pad_to_multiple(module.num_embeddings, divisible_by * world_size)
@@ -55,9 +56,7 @@ class VocabParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         elsewhere = (ids < self.first_row) | (ids >= self.end_row)
         local_ids = (ids - self.first_row).masked_fill(elsewhere, 0)
-        out = F.embedding(
-            local_ids, self.weight, self._local_padding_idx(), scale_grad_by_freq=False, sparse=self.sparse
-        )
+        out = F.embedding(local_ids, self.weight, self._local_padding_idx())
         return reduce_from_axis(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def _local_padding_idx(self) -> int | None:

@@ -71,12 +71,20 @@ class ColumnParallelLinear(ParallelModule):
             num_heads: attention heads in each part; a head is never cut, and heads fewer than ranks are copied.
             part_size: features of each part of a fused projection (query, key, value), each part cut on its own.
             divisible_by: pad the output features to a multiple of this times the number of ranks (vocabularies).
+
+        Raises:
+            TypeError: `module` is not a linear layer.
+            ValueError: the output of a fused projection, or of heads, is to be gathered.
         """
         transposed = is_transposed(module)
         weight_dim = 1 if transposed else 0
         out_features = module.weight.shape[weight_dim]
         rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
         part_size = part_size or out_features
+        if kwargs.get("gather_output"):
+            if num_heads is not None or part_size != out_features:
+                raise ValueError("gather_output=True cannot put fused parts or heads together; use gather_output=False")
+            divisible_by = divisible_by or 1  # an all-gather needs equal shards
         padded = pad_to_multiple(part_size, divisible_by * world_size) if divisible_by else None
         unit, copies = 1, 1
         if num_heads is not None:
@@ -260,7 +268,7 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, local out]
+        flat = [_matrix(grad) for grad in grads]  # [tokens, local out]
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
             grad_x = flat[0] @ weights[0]
@@ -269,7 +277,7 @@ class _ColumnLinear(torch.autograd.Function):
             work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         # The weight gradients fill the time that the all-reduce takes.
         needs = ctx.needs_input_grad[3:]
-        flat_x = x.reshape(-1, x.shape[-1])  # [tokens, in]
+        flat_x = _matrix(x)  # [tokens, in]
         grad_weights = [
             grad.t() @ flat_x if need else None for grad, need in zip(flat, needs[: ctx.count], strict=True)
         ]
@@ -278,3 +286,8 @@ class _ColumnLinear(torch.autograd.Function):
             work.wait()
             grad_x = grad_x.view_as(x)
         return grad_x, None, None, *grad_weights, *grad_biases
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
