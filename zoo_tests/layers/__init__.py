@@ -1,0 +1,1 @@
+"""Every parallel layer against its native layer: output and every gradient, in fp64, at awkward sizes."""

@@ -1,0 +1,72 @@
+"""Attention through transformers' registries: masks stay, kernels stay, dropout is drawn a rank.
+
+What breaks here first: a release of transformers that looks masks or kernels up by another name (the padding mask is
+lost without an error). Look in `shardformer/attention.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardformer import ShardConfig, ShardFormer
+from shardformer.rng import SharedStream
+from zoo_tests.ranks import distributed
+from zoo_tests.zoo import FAMILIES
+
+HEADS = {"bert": "token", "llama": "token", "gpt2": "token"}
+DROPOUT = {"bert": "attention_probs_dropout_prob", "llama": "attention_dropout", "gpt2": "attn_pdrop"}
+
+
+# fp32: eager attention's softmax is in fp32 always, where the mask's value for fp64 is infinite.
+def _model(family: str, implementation: str, dropout: float = 0.0) -> nn.Module:
+    model = FAMILIES[family].build(HEADS[family], torch.float32, **{DROPOUT[family]: dropout})
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def _logits(model: nn.Module, family: str) -> Tensor:
+    batch = FAMILIES[family].batch(HEADS[family], 0, 4)
+    return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@distributed(2)
+def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> None:
+    """Batches padded on the left and on the right."""
+    native = _model(family, implementation)
+    sharded, _ = ShardFormer(ShardConfig()).optimize(copy.deepcopy(native))
+    assert native.config._attn_implementation == implementation, "the native model is left alone"
+    torch.testing.assert_close(_logits(sharded, family), _logits(native, family), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@distributed(2)
+def test_ranks_drop_other_entries(family: str, implementation: str) -> None:
+    """Equal weights on both ranks: without dropout their heads find the same, with it they do not."""
+    for dropout in (0.0, 0.5):
+        model, _ = ShardFormer(ShardConfig()).optimize(_model(family, implementation, dropout))
+        for param in model.parameters():
+            dist.broadcast(param.data, 0)
+        seen = _inputs_of_output_projection(model, family)
+        of_ranks = [torch.empty_like(seen) for _ in range(2)]
+        dist.all_gather(of_ranks, seen)
+        assert torch.equal(*of_ranks) == (dropout == 0.0), f"dropout {dropout}"
+
+
+def _inputs_of_output_projection(model: nn.Module, family: str) -> Tensor:
+    """What the first attention's heads found, [batch, seq, local features]."""
+    path = {"bert": "attention.output.dense", "llama": "self_attn.o_proj", "gpt2": "attn.c_proj"}[family]
+    projection = next(module for name, module in model.named_modules() if name.endswith(path))
+    seen: list[Tensor] = []
+    hook = projection.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))
+    with SharedStream(1).active():
+        _logits(model, family)
+    hook.remove()
+    return seen[0].contiguous()
