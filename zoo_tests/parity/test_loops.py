@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from zoo_tests.case import LAYOUTS, Case, Recipe, share_of
+from zoo_tests.case import LAYOUTS, Case, Recipe
 from zoo_tests.compare import check_case
 from zoo_tests.oracle import inputs_of, loss_of
 from zoo_tests.ranks import distributed, run_on_ranks
@@ -111,16 +111,12 @@ def _check_evaluation(boosted: Boosted, plain: nn.Module, case: Case, batch: Bat
         if len(share["input_ids"]) == 0:
             assert result.outputs is None
         else:
-            expected = plain(**inputs_of(case.recipe.zoo_head, batch)).logits
-            expected = share_of({"input_ids": batch["input_ids"], "logits": expected}, *_place(boosted))["logits"]
+            logits = plain(**inputs_of(case.recipe.zoo_head, batch)).logits
+            expected = boosted.share(batch | {"logits": logits})["logits"]
             torch.testing.assert_close(result.outputs.logits, expected, **EXACT)
             assert not result.outputs.logits.requires_grad
     boosted.model.train()
     plain.train()
-
-
-def _place(boosted: Boosted) -> tuple[int, int]:
-    return boosted.plugin.dp_rank, boosted.plugin.dp_size
 
 
 @pytest.mark.parametrize("rows", [1, 3])
