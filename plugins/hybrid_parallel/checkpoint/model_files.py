@@ -6,11 +6,13 @@ import copy
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -60,9 +62,30 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool) 
     Raises:
         ConfigurationError: files are missing or broken, or, when strict, names or shapes differ.
     """
-    together(lambda: _load(model, directory, strict))
+    missing, unexpected = together(lambda: _load(model, directory))
+    # Each stage knows of its own parameters only; the message is to name those of all.
+    missing = sorted({name for found in all_gather_json(missing) for name in found})
+    if strict and (missing or unexpected):
+        raise ConfigurationError(
+            f"{directory} does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
+            "load a checkpoint of the same class, or pass strict=False"
+        )
     for optimizer in model.optimizers:
         optimizer.refresh_masters()
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """`safe_open` whose error names the file.
+
+    Raises:
+        ConfigurationError: the file is cut off, or is no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ConfigurationError(f"{path} is not a complete safetensors file ({error}); save it again") from None
 
 
 def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
@@ -71,7 +94,7 @@ def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
     Raises:
         ConfigurationError: the tensor has another shape.
     """
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         view = file.get_slice(name)
         if tuple(view.get_shape()) != spec.full_shape:
             raise ConfigurationError(
@@ -98,7 +121,7 @@ def weight_files(directory: Path) -> dict[str, Path]:
     if (directory / _INDEX).is_file():
         names = json.loads((directory / _INDEX).read_text())["weight_map"]
     elif (directory / _WEIGHTS).is_file():
-        with safe_open(directory / _WEIGHTS, framework="pt") as file:
+        with open_tensors(directory / _WEIGHTS) as file:
             names = dict.fromkeys(file.keys(), _WEIGHTS)
     else:
         raise ConfigurationError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}; give a directory of save_model")
@@ -112,7 +135,8 @@ def weight_files(directory: Path) -> dict[str, Path]:
     return {name: directory / file for name, file in names.items()}
 
 
-def _load(model: HybridParallelModel, directory: Path, strict: bool) -> None:
+def _load(model: HybridParallelModel, directory: Path) -> tuple[list[str], list[str]]:
+    """Read what is there; names that the files lack on this rank, and names that the model lacks."""
     files = weight_files(directory)
     missing = []
     with torch.no_grad():
@@ -122,12 +146,7 @@ def _load(model: HybridParallelModel, directory: Path, strict: bool) -> None:
                 tensor.copy_(read_piece(files[name], name, spec_of(tensor)))
             else:
                 missing.append(names[0])
-    unexpected = sorted(set(files) - model.origin.names)
-    if strict and (missing or unexpected):
-        raise ConfigurationError(
-            f"{directory} does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
-            "load a checkpoint of the same class, or pass strict=False"
-        )
+    return missing, sorted(set(files) - model.origin.names)
 
 
 def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[list[str], Tensor]]:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from booster.checkpoint import write_text
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.agree import all_gather_json, together
-from plugins.hybrid_parallel.checkpoint.model_files import read_piece
+from plugins.hybrid_parallel.checkpoint.model_files import open_tensors, read_piece
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket, Piece
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, assemble
@@ -165,7 +164,7 @@ def _index(directory: Path, num_stages: int) -> tuple[dict[str, dict[str, Path]]
     scalars: dict[str, dict[str, Any]] = {}
     for stage in range(num_stages):
         path = directory / f"optimizer-stage{stage}.safetensors"
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             for entry in file.keys():  # noqa: SIM118 (not a dict)
                 name, _, key = entry.rpartition("/")
                 files.setdefault(name, {})[key] = path
@@ -189,7 +188,7 @@ def _load_piece(
     spec, target = spec_of(param), piece.parameter
     state: dict[str, Any] = {}
     for key, path in files.get(name, {}).items():
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             shape = tuple(file.get_slice(f"{name}/{key}").get_shape())
             other = file.get_tensor(f"{name}/{key}") if shape != spec.full_shape else None
         if other is None:
