@@ -7,14 +7,14 @@ tensor-parallel ranks; to load, each rank reads its own slices and cuts its piec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from booster.checkpoint import write_text
 from booster.errors import ConfigurationError
@@ -37,20 +37,19 @@ def save_optimizer_files(optimizer: HybridParallelOptimizer, mesh: HybridMesh, d
     together(lambda: directory.mkdir(parents=True, exist_ok=True))
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for bucket in optimizer.buckets:
-        for index, states in _gather_states(optimizer, bucket, mesh).items():
-            name = optimizer.names[bucket.params[index]]
-            for key, value in states.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{name}/{key}"] = value.cpu().contiguous()
-                else:
-                    scalars.setdefault(name, {})[key] = value
+    for name, states in _gather_states(optimizer, mesh).items():
+        for key, value in states.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value.cpu().contiguous()
+            else:
+                scalars.setdefault(name, {})[key] = value
+    shapes = {optimizer.names[param]: spec_of(param).full_shape for b in optimizer.buckets for param in b.params}
     stage = mesh.rank("pp")
 
     def write() -> None:
         if mesh.rank("dp") == 0 and mesh.rank("tp") == 0:
             save_file(tensors, directory / f"optimizer-stage{stage}.safetensors")
-            write_text(directory / f"optimizer-stage{stage}.json", json.dumps(scalars))
+            write_text(directory / f"optimizer-stage{stage}.json", json.dumps({"scalars": scalars, "shapes": shapes}))
         if dist.get_rank() == 0:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             header = {
@@ -73,17 +72,45 @@ def load_optimizer_files(optimizer: HybridParallelOptimizer, directory: Path) ->
     together(lambda: _load(optimizer, directory))
 
 
-def _gather_states(optimizer: HybridParallelOptimizer, bucket: Bucket, mesh: HybridMesh) -> dict[int, dict[str, Any]]:
-    """Whole states of a bucket's parameters: position in the bucket -> key -> tensor, or [kind, number]."""
+def _gather_states(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> dict[str, dict[str, Any]]:
+    """Whole states of this stage's parameters: name -> key -> tensor, or [kind, number]."""
+    gathered: dict[str, dict[str, Any]] = {}
+    cut: dict[tuple[str, str], tuple[nn.Parameter, Tensor]] = {}  # (name, key) -> parameter, local state like it
+    for bucket in optimizer.buckets:
+        for index, states in _gather_over_data(optimizer, bucket, mesh).items():
+            param = bucket.params[index]
+            name = optimizer.names[param]
+            for key, value in states.items():
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    cut[name, key] = (param, value)
+                else:
+                    gathered.setdefault(name, {})[key] = value
+    # By name: tensor-parallel ranks sort their parameters into other buckets.
+    for (name, key), (param, value) in sorted(cut.items(), key=lambda item: item[0]):
+        gathered.setdefault(name, {})[key] = assemble(param, value, mesh.group("tp"))
+    return gathered
+
+
+def _gather_over_data(
+    optimizer: HybridParallelOptimizer, bucket: Bucket, mesh: HybridMesh
+) -> dict[int, dict[str, Any]]:
+    """This rank's states of a bucket's parameters, put together over the data-parallel ranks.
+
+    Returns:
+        Position in the bucket -> key -> tensor, or [kind, number].
+    """
     mine = {piece.index: _states_of(optimizer, bucket, piece) for piece in bucket.pieces}
-    described = all_gather_json({str(i): _describe(states) for i, states in mine.items()}, mesh.group("dp"))
+    shapes = {piece.index: piece.parameter.shape for piece in bucket.pieces}
+    described = {str(index): _describe(states, shapes[index]) for index, states in mine.items()}
     merged: dict[int, dict[str, Any]] = {}
     like: dict[str, str] = {}  # key -> dtype of the states that are shaped like the parameter
-    for rank, found in enumerate(described):
+    holders: dict[int, set[str]] = {}
+    for rank, found in enumerate(all_gather_json(described, mesh.group("dp"))):
         for index, states in found.items():
             for key, (kind, *details) in states.items():
                 if kind == "like":
                     like[key] = details[0]
+                    holders.setdefault(int(index), set()).add(key)
                 elif kind == "other":
                     merged.setdefault(int(index), {})[key] = (rank, *details)
                 else:
@@ -92,13 +119,11 @@ def _gather_states(optimizer: HybridParallelOptimizer, bucket: Bucket, mesh: Hyb
         for key, value in list(states.items()):
             if isinstance(value, tuple):
                 states[key] = _fetch(mine.get(index, {}).get(key), value, bucket, mesh)
-    holders = {int(index): set(states) for found in described for index, states in found.items()}
     for key, dtype in sorted(like.items()):
         values = {index: states[key] for index, states in mine.items() if key in states}
         for index, local in bucket.gather_pieces(values, getattr(torch, dtype)).items():
-            full = assemble(bucket.params[index], local, mesh.group("tp"))
             if key in holders.get(index, ()):
-                merged.setdefault(index, {})[key] = full
+                merged.setdefault(index, {})[key] = local
     return merged
 
 
@@ -109,15 +134,15 @@ def _states_of(optimizer: HybridParallelOptimizer, bucket: Bucket, piece: Piece)
     return {key: value for key, value in states.items() if value is not None}
 
 
-def _describe(states: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _describe(states: Mapping[str, Any], shape: torch.Size) -> dict[str, list[Any]]:
+    """Kind and details of each state of a piece of `shape`."""
     described: dict[str, list[Any]] = {}
-    parameter_size = max((v.numel() for v in states.values() if isinstance(v, Tensor)), default=0)
     for key, value in states.items():
         if not isinstance(value, Tensor):
             described[key] = ["number", value]
         elif value.dim() == 0:
             described[key] = [str(value.dtype).removeprefix("torch."), value.item()]
-        elif value.numel() == parameter_size:
+        elif value.shape == shape:
             described[key] = ["like", str(value.dtype).removeprefix("torch.")]
         else:
             described[key] = ["other", str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -151,43 +176,67 @@ def _load(optimizer: HybridParallelOptimizer, directory: Path) -> None:
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key), tuple) else value
     optimizer.loss_scale.load_state_dict(header["loss_scale"])
-    files, scalars = _index(directory, header["num_stages"])
+    saved = _SavedStates(directory, header["num_stages"])
     with torch.no_grad():
         for bucket in optimizer.buckets:
             for piece in bucket.pieces:
-                _load_piece(optimizer, bucket, piece, files, scalars)
+                _load_piece(optimizer, bucket, piece, saved)
 
 
-def _index(directory: Path, num_stages: int) -> tuple[dict[str, dict[str, Path]], dict[str, dict[str, Any]]]:
-    """Parameter -> key -> file with the tensor; parameter -> key -> number."""
-    files: dict[str, dict[str, Path]] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for stage in range(num_stages):
-        path = directory / f"optimizer-stage{stage}.safetensors"
-        with open_tensors(path) as file:
-            for entry in file.keys():  # noqa: SIM118 (not a dict)
-                name, _, key = entry.rpartition("/")
-                files.setdefault(name, {})[key] = path
-        for name, states in json.loads(path.with_suffix(".json").read_text()).items():
-            scalars.setdefault(name, {}).update(states)
-    return files, scalars
+class _SavedStates:
+    """What the files of all stages hold.
+
+    Attributes:
+        files: parameter -> key -> file with the tensor.
+        scalars: parameter -> key -> [kind, number].
+        shapes: parameter -> its full shape.
+    """
+
+    def __init__(self, directory: Path, num_stages: int) -> None:
+        self.files: dict[str, dict[str, Path]] = {}
+        self.scalars: dict[str, dict[str, Any]] = {}
+        self.shapes: dict[str, list[int]] = {}
+        for stage in range(num_stages):
+            path = directory / f"optimizer-stage{stage}.safetensors"
+            with open_tensors(path) as file:
+                for entry in file.keys():  # noqa: SIM118 (not a dict)
+                    name, _, key = entry.rpartition("/")
+                    self.files.setdefault(name, {})[key] = path
+            described = json.loads(path.with_suffix(".json").read_text())
+            for name, states in described["scalars"].items():
+                self.scalars.setdefault(name, {}).update(states)
+            self.shapes.update(described["shapes"])
+
+    def find(self, names: Sequence[str], shape: tuple[int, ...]) -> str | None:
+        """The first of a parameter's names that has a state; None for one that was never updated.
+
+        Raises:
+            ConfigurationError: it is the state of a parameter of another shape.
+        """
+        name = next((alias for alias in names if alias in self.files or alias in self.scalars), None)
+        if name is not None and tuple(self.shapes[name]) != shape:
+            raise ConfigurationError(
+                f"the saved state of {name} is that of shape {tuple(self.shapes[name])} but the model has {shape}; "
+                "load a checkpoint of the same configuration"
+            )
+        return name
 
 
 def _load_piece(
     optimizer: HybridParallelOptimizer,
     bucket: Bucket,
     piece: Piece,
-    files: Mapping[str, Mapping[str, Path]],
-    scalars: Mapping[str, Mapping[str, Any]],
+    saved: _SavedStates,
 ) -> None:
     param = bucket.params[piece.index]
     names = [optimizer.names[param], *optimizer.aliases.get(optimizer.names[param], ())]
-    name = next((alias for alias in names if alias in files or alias in scalars), None)
-    if name is None:
-        return  # never updated when the state was saved
     spec, target = spec_of(param), piece.parameter
+    name = saved.find(names, spec.full_shape)
+    if name is None:
+        optimizer.state.pop(target, None)
+        return
     state: dict[str, Any] = {}
-    for key, path in files.get(name, {}).items():
+    for key, path in saved.files.get(name, {}).items():
         with open_tensors(path) as file:
             shape = tuple(file.get_slice(f"{name}/{key}").get_shape())
             other = file.get_tensor(f"{name}/{key}") if shape != spec.full_shape else None
@@ -198,6 +247,6 @@ def _load_piece(
             target.data.copy_(other)
         else:
             state[key] = other.to(target.device)
-    for key, (kind, value) in scalars.get(name, {}).items():
+    for key, (kind, value) in saved.scalars.get(name, {}).items():
         state[key] = value if kind == "number" else torch.tensor(value, dtype=getattr(torch, kind))
     optimizer.state[target] = state

@@ -84,14 +84,15 @@ class HybridParallelOptimizer(OptimizerWrapper):
 
         To be called on all ranks, after the backward pass and before `step`.
         """
-        full: dict[str, Tensor] = {}
+        cut: dict[str, tuple[nn.Parameter, Tensor]] = {}
         for bucket in self.buckets:
             values = {piece.index: piece.view(bucket.shard_grads) for piece in bucket.pieces if bucket.used}
             for index, local in bucket.gather_pieces(values, bucket.grad_dtype).items():
                 if index in bucket.used:
                     param = bucket.params[index]
-                    full[self.names[param]] = assemble(param, local / self.loss_scale.value, self.tp_group)
-        return full
+                    cut[self.names[param]] = (param, local / self.loss_scale.value)
+        # By name: tensor-parallel ranks sort their parameters into other buckets.
+        return {name: assemble(param, local, self.tp_group) for name, (param, local) in sorted(cut.items())}
 
     # ----- the step -----
 
