@@ -96,8 +96,13 @@ class DataParallelIterable(IterableDataset):
 
 
 class ShardedDataLoader(DataLoaderShard):
-    """A loader of this rank's shares; `state_dict` knows how far an epoch has come."""
+    """A loader of this rank's shares; `state_dict` knows how far an epoch has come.
 
+    Attributes:
+        global_batch_size: samples of a batch over all data-parallel ranks; without a known batch size, of those ranks.
+    """
+
+    global_batch_size = 1
     _position = 0  # batches of this epoch that were handed out
 
     def __iter__(self) -> Iterator[Any]:
@@ -109,14 +114,28 @@ class ShardedDataLoader(DataLoaderShard):
         self._position = self.skip_batches = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and batches of it that are done."""
+        """Epoch, and samples of it that are done on all ranks together: they do not depend on the layout."""
         finished = self._position == len(self) if not isinstance(self.dataset, IterableDataset) else False
-        return {"epoch": self.iteration + finished, "batch": 0 if finished else self._position}
+        return {
+            "epoch": self.iteration + finished,
+            "samples": 0 if finished else self._position * self.global_batch_size,
+            "global_batch_size": self.global_batch_size,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next epoch begin where the saved one was."""
-        self.iteration, self.skip_batches = state["epoch"], state["batch"]
-        self._position = state["batch"]
+        """Let the next epoch begin where the saved one was.
+
+        Raises:
+            ConfigurationError: that is between two of this loader's batches.
+        """
+        position, rest = divmod(state["samples"], self.global_batch_size)
+        if rest:
+            raise ConfigurationError(
+                f"the saved epoch was left after {state['samples']} samples, which batch_size*dp_size="
+                f"{self.global_batch_size} does not divide; use batch_size*dp_size={state['global_batch_size']}"
+            )
+        self.iteration, self.skip_batches = state["epoch"], position
+        self._position = position
 
 
 def shard_dataloader(
@@ -148,14 +167,17 @@ def shard_dataloader(
         dataset = DataParallelIterable(
             dataloader.dataset, dataloader.batch_size, dataloader.drop_last, rank, world_size
         )
-        return ShardedDataLoader(
+        sharded = ShardedDataLoader(
             dataset, device=device, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **options
         )
+        sharded.global_batch_size = dataloader.batch_size * world_size
+        return sharded
     if dataloader.batch_sampler is None:
         raise ConfigurationError("a DataLoader with batch_size=None cannot be shared out; use batch_size=1 or more")
     sampler = DataParallelBatchSampler(_reproducible(dataloader.batch_sampler, seed), rank, world_size)
     sharded = ShardedDataLoader(dataloader.dataset, device=device, batch_sampler=sampler, **options)
     sharded.batch_size = dataloader.batch_size  # of one replica, as the user set it
+    sharded.global_batch_size = (dataloader.batch_size or 1) * world_size
     return sharded
 
 

@@ -120,7 +120,7 @@ def test_state_after_a_finished_epoch_begins_the_next() -> None:
 def test_empty_shares_after_a_restored_position() -> None:
     """9 samples over 4 ranks: the last of 3 global batches has one sample, the other ranks have none."""
     for rank, loader in enumerate(_loaders(9, 4, batch_size=1)):
-        loader.load_state_dict({"epoch": 0, "batch": 1})
+        loader.load_state_dict({"epoch": 0, "samples": 4, "global_batch_size": 4})
         assert [len(batch["x"]) for batch in loader] == [1, int(rank == 3)]
 
 
