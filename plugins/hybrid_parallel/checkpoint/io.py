@@ -78,6 +78,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
     def load_checkpoint(self, directory: str, objects: dict[str, Any]) -> dict[str, Any]:
         """Read a checkpoint; random states are taken over where the layout is the same."""
         path = Path(directory)
+        together(lambda: _put_back(path) if dist.get_rank() == 0 else None)
         state = together(lambda: _read_state(path))
         model = objects.get("model")
         if model is not None:
@@ -97,10 +98,13 @@ def _wait_for_parameters(model: Any) -> None:
         optimizer.wait_for_parameters()
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    # A save that was interrupted between its two renames has left the old checkpoint aside.
+def _put_back(path: Path) -> None:
+    """Undo a save that was interrupted between its two renames: it has left the old checkpoint aside."""
     if not path.exists() and _aside(path).exists():
         os.replace(_aside(path), path)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
     if not (path / "state.json").is_file():
         raise ConfigurationError(f"{path} has no state.json; give a directory of save_checkpoint")
     return json.loads((path / "state.json").read_text())
