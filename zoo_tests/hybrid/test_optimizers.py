@@ -129,11 +129,15 @@ def test_each_of_four_replicas_holds_a_quarter_of_the_state() -> None:
 # ----- parameters that are not trained -----
 
 
+@pytest.mark.parametrize("bucket_size", [1e-4, 12])
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @distributed(2)
-def test_unused_parameters_are_not_moved_by_weight_decay(zero_stage: int) -> None:
+def test_unused_parameters_are_not_moved_by_weight_decay(zero_stage: int, bucket_size: float) -> None:
+    """In a bucket of their own, and in one with parameters that are used."""
     pair = Pair.make(
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), zero_stage=zero_stage
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
+        zero_stage=zero_stage,
+        zero_bucket_size_in_mb=bucket_size,
     )
     before = toy().spare.weight
     for step in range(2):
