@@ -1,0 +1,83 @@
+"""Tables and links of README and docs agree with the code.
+
+What fails here first is an option, a model class or a file that was added or renamed in the code alone.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from plugins.hybrid_parallel import HybridParallelConfig
+from shardformer.policies.registry import _FAMILIES
+from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_of
+
+# Written by `python -m benchmarks` and `convergence.py`.
+_MEASURED = REPOSITORY / "docs" / "results"
+
+
+def test_every_option_is_in_the_table_with_its_default() -> None:
+    documented = [(name.strip("`"), default.strip("`")) for name, default, _ in _option_rows()]
+    assert documented == [(field.name, repr(field.default)) for field in fields(HybridParallelConfig)]
+
+
+def test_every_option_is_explained() -> None:
+    assert all(text.endswith(".") for _, _, text in _option_rows())
+
+
+def test_every_supported_model_class_is_in_the_readme() -> None:
+    documented = {name for _, classes in rows_of(REPOSITORY / "README.md", "Family") for name in _code(classes)}
+    assert documented == {name for _, names in _FAMILIES.values() for name in names}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links_of(page):
+        assert not target.startswith("/"), target
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists() or file.parent == _MEASURED, target
+        if anchor:
+            assert anchor in anchors_of(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_goals_of_make_exist(page: Path) -> None:
+    goals = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
+    used = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert used <= goals
+
+
+def test_files_of_the_architecture_exist() -> None:
+    for _, cell in rows_of(REPOSITORY / "docs" / "architecture.md", "Question"):
+        first, *others = (REPOSITORY / name for name in _code(cell))
+        for file in (first, *(other if other.parent != REPOSITORY else first.parent / other.name for other in others)):
+            assert file.is_file(), file
+
+
+def test_the_picture_of_layouts_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs and draws what is kept in the repository, as far as the words in it go."""
+    drawing = REPOSITORY / "docs" / "figures" / "draw_layouts.py"
+    target = tmp_path / "layouts.svg"
+    monkeypatch.setattr(sys, "argv", [str(drawing), str(target)])
+    runpy.run_path(str(drawing), run_name="__main__")
+    assert _words(target) == _words(drawing.with_name("layouts.svg"))
+
+
+def _option_rows() -> list[list[str]]:
+    return rows_of(REPOSITORY / "docs" / "training.md", "Option")
+
+
+def _code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def _words(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]+)</text>", svg.read_text(encoding="utf-8"))

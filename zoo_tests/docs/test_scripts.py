@@ -1,0 +1,59 @@
+"""Every python block of README and docs runs as it stands.
+
+What fails here first is an example that the code has left behind: the traceback names the page and the line.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zoo_tests.docs.pages import COMMAND, PAGES, REPOSITORY, Script, scripts_of
+from zoo_tests.ranks import run_on_ranks
+
+SCRIPTS = [script for page in PAGES for script in scripts_of(page)]
+IN_POOL = [script for script in SCRIPTS if script.how != COMMAND]
+BY_COMMAND = [script for script in SCRIPTS if script.how == COMMAND]
+_TIMEOUT_S = 120
+
+
+def run_here(source: str, name: str, directory: str) -> None:
+    """Run a script on this rank, in `directory`."""
+    before = os.getcwd()
+    os.chdir(directory)
+    try:
+        exec(compile(source, name, "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("script", IN_POOL, ids=lambda script: script.name)
+def test_script_runs(script: Script, tmp_path: Path) -> None:
+    run_on_ranks(script.num_ranks, run_here, script.source, script.name, str(tmp_path), timeout_s=_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("script", BY_COMMAND, ids=lambda script: script.name)
+def test_script_runs_by_the_command(script: Script, tmp_path: Path) -> None:
+    """The complete script of the README, started as the README says, leaves the model that it promises."""
+    from transformers import BertForSequenceClassification
+
+    path = tmp_path / "script.py"
+    path.write_text(script.source)
+    command = [sys.executable, "-m", "booster", "run", "--nproc-per-node", "4", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    _, report = BertForSequenceClassification.from_pretrained(tmp_path / "runs/tiny-bert", output_loading_info=True)
+    assert not any(report.values()), report
+
+
+def test_there_is_a_script_for_the_main_job() -> None:
+    """A slip in the comments must not leave the README untested."""
+    assert [script.page.name for script in BY_COMMAND] == ["README.md"]
+    assert {script.page.name for script in IN_POOL} >= {"concepts.md", "training.md", "writing_a_policy.md"}
