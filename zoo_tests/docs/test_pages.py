@@ -5,10 +5,12 @@ What fails here first is an option, a model class or a file that was added or re
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,15 @@ def test_files_of_the_architecture_exist() -> None:
             assert file.is_file(), file
 
 
+@pytest.mark.parametrize("page", ["debugging.md", "writing_a_policy.md"])
+def test_quoted_messages_are_in_the_code(page: str) -> None:
+    messages = [_code(cell)[0] for cell, _ in rows_of(REPOSITORY / "docs" / page, "Message")]
+    assert messages
+    for message in messages:
+        fragments = [re.escape(fragment) for fragment in message.split("…")]
+        assert any(re.search(".*".join(fragments), text) for text in _strings_of_library()), message
+
+
 def test_the_picture_of_layouts_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script runs and draws what is kept in the repository, as far as the words in it go."""
     drawing = REPOSITORY / "docs" / "figures" / "draw_layouts.py"
@@ -73,6 +84,19 @@ def test_the_picture_of_layouts_is_drawn(tmp_path: Path, monkeypatch: pytest.Mon
 
 def _option_rows() -> list[list[str]]:
     return rows_of(REPOSITORY / "docs" / "training.md", "Option")
+
+
+@cache
+def _strings_of_library() -> tuple[str, ...]:
+    """Every string of the library's code, as one line each, with "…" for what is filled in."""
+    files = (file for package in ("shardformer", "booster", "plugins") for file in (REPOSITORY / package).rglob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    filled = [
+        "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+    ]
+    return (*filled, *(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)))
 
 
 def _code(cell: str) -> list[str]:
