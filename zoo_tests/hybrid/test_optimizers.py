@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.case import Recipe
 from zoo_tests.hybrid.toy import Pair, global_batch, mean_square, share_of, toy
 from zoo_tests.ranks import distributed
 
@@ -85,45 +83,6 @@ def test_state_from_before_boost_is_kept() -> None:
             optimizer.zero_grad()
 
     _train(Pair.make(lambda model: torch.optim.Adam(model.parameters(), lr=0.01), before_boost=two_steps))
-
-
-# ----- memory -----
-
-
-def _state_bytes(optimizer: Any) -> int:
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(value.numel() * value.element_size() for value in tensors if value.dim())
-
-
-def _check_memory() -> None:
-    """Every rank holds 1/dp of Adam's state; padding of the flat buffers is below 1 %."""
-    recipe = Recipe(family="bert", head="masked_lm", precision="fp32")
-    model = recipe.model()
-    whole = sum(param.numel() for param in model.parameters())
-    plugin = HybridParallelPlugin()
-    model, optimizer = Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
-    for bucket in optimizer.buckets:
-        bucket.accumulate(0, torch.ones_like(bucket.params[0]))
-        bucket.launch()
-        bucket.finish(set(range(len(bucket.params))), None)
-    optimizer.step()
-    of_ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    of_ranks[dist.get_rank()] = _state_bytes(optimizer)
-    dist.all_reduce(of_ranks)
-    assert of_ranks.sum() == whole * 2 * 4, "two fp32 states a parameter, each element on one rank"
-    assert of_ranks.max() <= 1.01 * whole * 2 * 4 / plugin.dp_size
-    padded = sum(bucket.flat.numel() for bucket in optimizer.buckets)
-    assert padded <= 1.01 * whole
-
-
-@distributed(2)
-def test_each_of_two_replicas_holds_half_of_the_state() -> None:
-    _check_memory()
-
-
-@distributed(4)
-def test_each_of_four_replicas_holds_a_quarter_of_the_state() -> None:
-    _check_memory()
 
 
 # ----- parameters that are not trained -----
