@@ -1,6 +1,7 @@
 """What ZeRO-1 is for: every data-parallel rank holds its share of the optimizer's state and no more.
 
-What breaks here first: padding, or a state that is kept on every rank. Look in `plugins/hybrid_parallel/zero/bucket.py`.
+What breaks here first: padding, or a state that is kept on every rank. Look in
+`plugins/hybrid_parallel/zero/bucket.py`.
 """
 
 from __future__ import annotations
