@@ -1,6 +1,6 @@
 """Convergence benchmark: the same fine-tuning unsharded and under four layouts, as a table and a plot.
 
-    python examples/bert/convergence.py --data-dir DIR --output outputs/convergence
+    python examples/bert/convergence.py --data-dir DIR --output runs/convergence
 
 Every run sees the same global batches of 16 pairs in the same order from the same weights, without dropout. In exact
 arithmetic all loss curves were one; the table says how far each is from the unsharded one over the first 100 steps.
@@ -85,8 +85,8 @@ def result_of(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(layout: Layout, options: argparse.Namespace) -> list[str]:
-    """How to start one run: plain Python for the reference, torchrun for a layout."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.num_ranks)]
+    """How to start one run: plain Python for the reference, `booster run` for a layout."""
+    launcher = ["-m", "booster", "run", "--nproc-per-node", str(layout.num_ranks)]
     given = {**settings_of(options), "layout": layout.name, "data_dir": options.data_dir, "output": options.output}
     flags = [
         part

@@ -51,7 +51,7 @@ def parser() -> RankParser:
     add("--limit", type=positive_int, help="use only so many training pairs")
     add("--eval-limit", type=positive_int, help="use only so many evaluation pairs")
     add("--seed", type=int, default=42, help="of the order of pairs and of new weights")
-    add("--output", type=Path, default=Path("outputs/convergence"), help="directory of the results")
+    add("--output", type=Path, default=Path("runs/convergence"), help="directory of the results")
     return parsed
 
 
@@ -79,9 +79,8 @@ def run_reference(options: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         return total
 
-    def predict(batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: values.to(device) for name, values in batch.items() if name != "labels"}
-        return model(**inputs).logits
+    def predict(batch: dict[str, Tensor]) -> Any:
+        return model(**{name: values.to(device) for name, values in batch.items() if name != "labels"})
 
     losses = [step(batch) for batch in _batches(training, training.sampler.set_epoch, options)]
     if options.steps:
@@ -115,9 +114,8 @@ def run_sharded(options: argparse.Namespace, layout: Layout) -> dict[str, Any] |
         optimizer.zero_grad()
         return result.loss.item()
 
-    def predict(batch: dict[str, Tensor]) -> Tensor:
-        result = booster.execute_pipeline(iter([batch]), model, return_loss=False, return_outputs=True)
-        return result.outputs.logits
+    def predict(batch: dict[str, Tensor]) -> Any:
+        return booster.execute_pipeline(iter([batch]), model, return_loss=False, return_outputs=True).outputs
 
     model.train()
     losses = [step(batch) for batch in _batches(training, training.set_epoch, options)]
@@ -164,11 +162,13 @@ def _batches(
 
 
 @torch.no_grad()
-def _evaluate(loader: DataLoader, predict: Callable[[dict[str, Tensor]], Tensor], device: torch.device) -> Counts:
+def _evaluate(loader: DataLoader, predict: Callable[[dict[str, Tensor]], Any], device: torch.device) -> Counts:
     """Counts over the pairs that `loader` yields on this rank."""
     counts = Counts(device)
     for batch in loader:
-        counts.add(predict(batch), batch["labels"])
+        outputs = predict(batch)
+        if len(batch["labels"]):  # a replica's share of the last batch may be empty
+            counts.add(outputs.logits, batch["labels"])
     return counts
 
 

@@ -68,7 +68,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=positive_int, help="use only so many training pairs")
     add("--eval-limit", type=positive_int, help="use only so many evaluation pairs")
     add("--seed", type=int, default=42, help="of data, new weights and dropout")
-    add("--output", type=Path, default=Path("outputs/bert"), help="directory of the result")
+    add("--output", type=Path, default=Path("runs/bert"), help="directory of the result")
     add("--plot", type=Path, metavar="FILE.png", help="draw the loss curve")
     add("--resume", action="store_true", help="go on from the last epoch that was finished in --output")
     return parser.parse_args(arguments)
@@ -111,7 +111,8 @@ class FineTuning:
         for batch in self._progress(self.evaluation, "evaluate"):
             # tp and pp ranks of a replica all get its logits; replicas hold different samples.
             result = self.booster.execute_pipeline(iter([batch]), self.model, return_loss=False, return_outputs=True)
-            counts.add(result.outputs.logits, batch["labels"])
+            if len(batch["labels"]):  # a replica's share of the last batch may be empty
+                counts.add(result.outputs.logits, batch["labels"])
         dist.all_reduce(counts.values, group=self.plugin.mesh["dp"].get_group())
         self.model.train()
         return counts.metrics()
@@ -195,7 +196,7 @@ class FineTuning:
             ("F1", f"{metrics.f1:.4f}"),
             ("loss", f"{metrics.loss:.4f}"),
             ("evaluated on", f"{metrics.samples} pairs"),
-            ("training speed", f"{speed:.1f} samples/s"),
+            ("training speed", f"{speed:.1f} samples/s" if speed else "-"),
             *((f"peak memory, rank {rank}", f"{peak:.0f} MiB") for rank, peak in enumerate(peak_mib)),
             ("saved in", str(options.output)),
         ]

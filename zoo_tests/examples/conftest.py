@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLE = REPOSITORY / "examples" / "bert"
+from zoo_tests.examples.scripts import EXAMPLE
 
 sys.path.insert(0, str(EXAMPLE))
 
@@ -16,16 +15,16 @@ _HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 _LINE = "{label}\t{id}\t{id}\tThe cat \"sat on mat {id}.\tOn mat {id}, the cat 'sat.\n"
 
 
-def mrpc_text(num_pairs: int) -> str:
+def _mrpc_text(num_pairs: int) -> str:
     """A file like the corpus's: a header and `num_pairs` lines with unbalanced quotes."""
     return _HEADER + "".join(_LINE.format(label=index % 2, id=index) for index in range(num_pairs))
 
 
 @pytest.fixture
 def mrpc_directory(tmp_path: Path) -> Path:
-    """A small corpus: 22 training pairs and 13 test pairs."""
+    """A small corpus: 21 training pairs and 13 test pairs."""
     directory = tmp_path / "mrpc"
     directory.mkdir()
-    (directory / "msr_paraphrase_train.txt").write_text(mrpc_text(22), encoding="utf-8")
-    (directory / "msr_paraphrase_test.txt").write_text(mrpc_text(13), encoding="utf-8-sig")
+    (directory / "msr_paraphrase_train.txt").write_text(_mrpc_text(21), encoding="utf-8")
+    (directory / "msr_paraphrase_test.txt").write_text(_mrpc_text(13), encoding="utf-8-sig")
     return directory

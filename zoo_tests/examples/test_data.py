@@ -21,18 +21,18 @@ from booster.errors import ConfigurationError
 
 def test_mrpc_quotes_are_plain_characters_and_a_byte_order_mark_is_skipped(mrpc_directory: Path) -> None:
     train, test = mrpc_pairs(mrpc_directory)
-    assert (len(train), len(test)) == (22, 13)
+    assert (len(train), len(test)) == (21, 13)
     assert train[1] == SentencePair('The cat "sat on mat 1.', "On mat 1, the cat 'sat.", 1)
-    assert Counter(pair.label for pair in train) == {0: 11, 1: 11}
+    assert Counter(pair.label for pair in train) == {0: 11, 1: 10}
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("1\t7\t8\tonly one sentence", "line 24: 4 fields; expected 5 tab-separated fields"),
-        ("1\t7\t8\tone\ttwo\tthree", "line 24: 6 fields; expected 5 tab-separated fields"),
-        ("2\t7\t8\tone\ttwo", "line 24: Quality is '2'; expected 5 tab-separated fields"),
-        ("\t7\t8\tone\ttwo", "line 24: Quality is ''; expected 5 tab-separated fields"),
+        ("1\t7\t8\tonly one sentence", "line 23: 4 fields; expected 5 tab-separated fields"),
+        ("1\t7\t8\tone\ttwo\tthree", "line 23: 6 fields; expected 5 tab-separated fields"),
+        ("2\t7\t8\tone\ttwo", "line 23: Quality is '2'; expected 5 tab-separated fields"),
+        ("\t7\t8\tone\ttwo", "line 23: Quality is ''; expected 5 tab-separated fields"),
     ],
 )
 def test_a_malformed_line_is_named(mrpc_directory: Path, line: str, complaint: str) -> None:
