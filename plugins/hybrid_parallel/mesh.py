@@ -86,8 +86,12 @@ def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None
     key = (id(mesh.device_mesh), stages)
     if key not in _TIED_GROUPS:
         pipelines = pipelines_of(mesh.device_mesh)
-        _TIED_GROUPS[key] = _own_group([[pipeline[stage] for stage in stages] for pipeline in pipelines])
-    return _TIED_GROUPS[key]
+        others = [stage for stage in range(mesh.size("pp")) if stage not in stages]
+        # The other stages get a group too: torch names locally synchronised groups (the copies of key/value heads)
+        # after the number of groups that a rank is in, which therefore must not differ between ranks.
+        parts = [part for part in (stages, others) if part]
+        _TIED_GROUPS[key] = _own_group([[ranks[stage] for stage in part] for part in parts for ranks in pipelines])
+    return _TIED_GROUPS[key] if mesh.rank("pp") in stages else None
 
 
 def _own_group(partition: list[list[int]]) -> ProcessGroup | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import cache
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,11 +22,6 @@ class FusedLayerNorm(ParallelModule):
         super().__init__()
         self.weight, self.bias = native.weight, native.bias
         self.normalized_shape, self.eps = native.normalized_shape, native.eps
-        self.kernel = F.layer_norm
-        if importlib.util.find_spec("apex") and native.weight.is_cuda and native.bias is not None:
-            from apex.normalization.fused_layer_norm import fused_layer_norm_affine
-
-            self.kernel = lambda x, shape, weight, bias, eps: fused_layer_norm_affine(x, weight, bias, shape, eps)
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup) -> FusedLayerNorm:
@@ -32,7 +29,20 @@ class FusedLayerNorm(ParallelModule):
         return FusedLayerNorm(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        # Asked here, not at construction: the model moves to its device afterwards.
+        kernel = _apex_layer_norm() if x.is_cuda and self.bias is not None else None
+        if kernel is None:
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return kernel(x, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+@cache
+def _apex_layer_norm() -> Callable[..., Tensor] | None:
+    if importlib.util.find_spec("apex") is None:
+        return None
+    from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+    return fused_layer_norm_affine
 
 
 class FusedRMSNorm(ParallelModule):

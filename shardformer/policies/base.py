@@ -95,7 +95,8 @@ class Policy(ABC):
     def check(self) -> list[str]:
         """Sentences on what keeps this model from being sharded as asked; empty when nothing does."""
         problems = []
-        if self.shard_config.sequence is not None and getattr(self.model.config, "add_cross_attention", False):
+        config = getattr(self.model, "config", None)
+        if self.shard_config.sequence is not None and getattr(config, "add_cross_attention", False):
             problems.append(
                 "enable_sequence_parallelism=True does not support add_cross_attention=True; "
                 "use enable_sequence_parallelism=False"

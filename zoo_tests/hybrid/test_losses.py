@@ -156,3 +156,14 @@ def test_batch_sizes_that_never_fill_the_micro_batches() -> None:
     with pytest.raises(ConfigurationError, match="a batch is a list; use a mapping"):
         booster.execute_pipeline(iter([[1, 2]]), model, mean_square)
     assert dist.get_world_size() == booster.plugin.dp_size
+
+
+@distributed(2)
+def test_a_first_batch_that_is_short_on_one_replica_is_refused_on_both() -> None:
+    booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=4)), toy()
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = global_batch(0, 4 - dist.get_rank())
+    with pytest.raises(ConfigurationError, match="the batch has 3 samples, fewer than num_microbatches=4; use batches"):
+        booster.execute_pipeline(iter([share]), model, mean_square, optimizer)
+    loss = booster.execute_pipeline(iter([global_batch(0, 4)]), model, mean_square, optimizer).loss
+    assert torch.isfinite(loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,15 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool) 
     Raises:
         ConfigurationError: files are missing or broken, or, when strict, names or shapes differ.
     """
-    missing, unexpected = together(lambda: _load(model, directory))
+    found, missing, unexpected = together(lambda: _match(model, directory))
     # Each stage knows of its own parameters only; the message is to name those of all.
-    missing = sorted({name for found in all_gather_json(missing) for name in found})
+    missing = sorted({name for names in all_gather_json(missing) for name in names})
     if strict and (missing or unexpected):
         raise ConfigurationError(
             f"{directory} does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
             "load a checkpoint of the same class, or pass strict=False"
         )
+    together(lambda: _copy(found))
     for optimizer in model.optimizers:
         optimizer.refresh_masters()
 
@@ -95,21 +96,25 @@ def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
         ConfigurationError: the tensor has another shape.
     """
     with open_tensors(path) as file:
-        view = file.get_slice(name)
-        if tuple(view.get_shape()) != spec.full_shape:
-            raise ConfigurationError(
-                f"{name} has shape {tuple(view.get_shape())} in {path} but {spec.full_shape} in the model; "
-                "load a checkpoint of the same configuration"
-            )
+        _check_shape(file, name, path, spec)
         if spec.dim is None:
             return file.get_tensor(name)
-        parts = []
+        view, parts = file.get_slice(name), []
         for start, stop, padding in spec.pieces():
             part = view[(slice(None),) * spec.dim + (slice(start, stop),)]
             shape = list(part.shape)
             shape[spec.dim] = padding
             parts += [part, part.new_zeros(shape)]
         return torch.cat(parts, dim=spec.dim)
+
+
+def _check_shape(file: Any, name: str, path: Path, spec: ShardSpec) -> None:
+    shape = tuple(file.get_slice(name).get_shape())
+    if shape != spec.full_shape:
+        raise ConfigurationError(
+            f"{name} has shape {shape} in {path} but {spec.full_shape} in the model; "
+            "load a checkpoint of the same configuration"
+        )
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
@@ -135,18 +140,28 @@ def weight_files(directory: Path) -> dict[str, Path]:
     return {name: directory / file for name, file in names.items()}
 
 
-def _load(model: HybridParallelModel, directory: Path) -> tuple[list[str], list[str]]:
-    """Read what is there; names that the files lack on this rank, and names that the model lacks."""
+def _match(model: HybridParallelModel, directory: Path) -> tuple[list[tuple[Tensor, str, Path]], list[str], list[str]]:
+    """(tensor, name, file) of what is there, names that the files lack on this rank, and names that the model lacks.
+
+    Shapes are compared too: nothing is to be overwritten by a checkpoint that does not fit.
+    """
     files = weight_files(directory)
-    missing = []
-    with torch.no_grad():
-        for names, tensor in local_tensors(model, unique=False):
-            name = next((alias for alias in names if alias in files), None)
-            if name is not None:
-                tensor.copy_(read_piece(files[name], name, spec_of(tensor)))
-            else:
-                missing.append(names[0])
-    return missing, sorted(set(files) - model.origin.names)
+    found, missing = [], []
+    for names, tensor in local_tensors(model, unique=False):
+        name = next((alias for alias in names if alias in files), None)
+        if name is None:
+            missing.append(names[0])
+            continue
+        with open_tensors(files[name]) as file:
+            _check_shape(file, name, files[name], spec_of(tensor))
+        found.append((tensor, name, files[name]))
+    return found, missing, sorted(set(files) - model.origin.names)
+
+
+@torch.no_grad()
+def _copy(found: Sequence[tuple[Tensor, str, Path]]) -> None:
+    for tensor, name, path in found:
+        tensor.copy_(read_piece(path, name, spec_of(tensor)))
 
 
 def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[list[str], Tensor]]:

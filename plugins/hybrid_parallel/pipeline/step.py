@@ -60,16 +60,27 @@ class PipelineStep:
         return PipelineResult(value, self._share_outputs(outputs, bool(microbatches)) if return_outputs else None)
 
     def _num_microbatches(self, batch: Mapping[str, Any]) -> int:
-        rows, least = num_rows(batch), self.config.least_batch_size
-        if rows >= least:
+        rows = num_rows(batch)
+        if self.trains and not self.model.has_seen_full_batch:
+            self._refuse_short_start(rows)
             self.model.has_seen_full_batch = True
-        elif self.trains and not self.model.has_seen_full_batch:
-            # A short batch may end an epoch, but one that starts it will never fill the pipeline.
+        return self.config.microbatches_of(rows) if rows else 0
+
+    def _refuse_short_start(self, rows: int) -> None:
+        """A short batch may end an epoch, but one that starts it will never fill the pipeline.
+
+        The replicas agree, since one that raised alone would leave the others waiting for it.
+        """
+        least = self.config.least_batch_size
+        fewest = torch.tensor(rows, device=self.mesh.device)
+        if self.mesh.size("dp") > 1:
+            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
+        rows = int(fewest)
+        if rows < least:
             raise ConfigurationError(
                 f"the batch has {rows} samples, fewer than num_microbatches={least}; "
                 f"use batches of {least} or more, or num_microbatches={max(rows, 1)}"
             )
-        return self.config.microbatches_of(rows) if rows else 0
 
     def _run_schedule(self, microbatches: list[dict[str, Any]], loss: StepLoss, keep: list[Any] | None) -> None:
         schedule = SCHEDULES[self.config.pp_style] if self.trains else forward_only

@@ -51,11 +51,13 @@ class GradientReducer:
             factor: what the gradients since the last `finish` are multiplied by, 0-d; None for nothing.
         """
         self._final = False
-        used = self._agree_on_used()
         while self._next < len(self.buckets):
             self.buckets[self._next].launch()
             self._next += 1
         self._next = 0
+        # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
+        # collectives of a group have to come in one order on all of its ranks.
+        used = self._agree_on_used()
         for bucket, indices in zip(self.buckets, used, strict=True):
             bucket.finish(indices, factor)
 
