@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 _EVAL_BATCH_SIZE = 64
+_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +44,7 @@ def parser() -> RankParser:
     add("--task", choices=TASKS, default="mrpc", help="what to learn")
     add("--data-dir", type=Path, help="where msr_paraphrase_{train,test}.txt lie (default: GLUE/MRPC from the hub)")
     add("--model", default=MINILM, metavar="NAME_OR_PATH", help="minilm, a directory, or a name on the hub")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the sharded runs")
+    add("--precision", choices=_PRECISIONS, default="fp32", help="of the sharded runs; fp64 also of the unsharded one")
     add("--epochs", type=positive_int, default=3, help="passes over the training pairs")
     add("--lr", type=positive_float, default=2.4e-5, help="peak learning rate")
     add("--steps", type=positive_int, help="stop after so many steps and do not evaluate")
@@ -62,7 +63,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_reference(options: argparse.Namespace) -> dict[str, Any]:
-    """The plain loop on one process in fp32: what every layout has to reproduce."""
+    """The plain loop on one process in fp32 (fp64 if asked for): what every layout has to reproduce."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, optimizer, schedule, training, evaluation = _prepare(options, GLOBAL_BATCH_SIZE, 1)
     model.to(device).train()
@@ -100,7 +101,7 @@ def run_sharded(options: argparse.Namespace, layout: Layout) -> dict[str, Any] |
         pp_size=layout.pp_size,
         dp_size=layout.dp_size,
         zero_stage=layout.zero_stage,
-        precision=options.precision,
+        precision="fp32" if options.precision == "fp64" else options.precision,  # fp32 keeps the model's own dtype
         microbatch_size=MICROBATCH_SIZE,
     )
     booster = Booster(plugin=plugin)
@@ -134,6 +135,8 @@ def _prepare(options: argparse.Namespace, batch_size: int, dp_size: int) -> tupl
     train_pairs, eval_pairs = load_pairs(options.task, options.data_dir, options.seed)
     # Dropout draws other masks in every layout; without it the curves have to coincide.
     model, tokenizer = load_model(options.model, options.seed, dropout=False)
+    if options.precision == "fp64":
+        model.double()
     train = PairDataset(shorten(train_pairs, options.limit), tokenizer, options.max_length)
     evaluation = PairDataset(shorten(eval_pairs, options.eval_limit), tokenizer, options.max_length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)

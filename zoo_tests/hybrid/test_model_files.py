@@ -120,8 +120,14 @@ def test_dtype_of_the_files(tmp_path: Path) -> None:
 
 def _loading_is_refused(case: Case, directory: Path, message: str) -> None:
     boosted = boost(case)
+    with torch.no_grad():
+        for parameter in boosted.model.parameters():
+            parameter.add_(1)
+    before = {name: tensor.clone() for name, tensor in boosted.model.unwrap().state_dict().items()}
     with pytest.raises(ConfigurationError, match=message):
         boosted.booster.load_model(boosted.model, directory)
+    after = boosted.model.unwrap().state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())  # nothing is overwritten
 
 
 def _refuse(case: Case, directory: Path, message: str) -> None:
