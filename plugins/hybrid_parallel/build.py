@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.mesh import HybridMesh, tied_group
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
@@ -67,10 +68,11 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     """Shard, move and cast the model, in place.
 
     Raises:
-        ConfigurationError: the model's family cannot be sharded as asked, with all reasons.
+        ConfigurationError: the model's family cannot be sharded as asked, with all reasons; ranks differ in the model.
     """
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    share_initial_weights(model)
     origin = WholeModel.of(model)
     shared = _shard(model, config, mesh)
     model.to(mesh.device)
