@@ -33,13 +33,14 @@ def main() -> None:
         f"Ratios of medians within one run, one thread a rank, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {os.cpu_count()} cores.\n"
     ]
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
     for name in options.only or BENCHMARKS:
         section = BENCHMARKS[name].report(options.quick)
         print(section, flush=True)
         sections.append(section)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text("\n".join(sections))
+        if options.output is not None:  # after each: what took minutes is not lost with a later one
+            options.output.write_text("\n".join(sections))
 
 
 if __name__ == "__main__":
