@@ -54,6 +54,8 @@ class Started:
             stdout=self._out,
             stderr=self._err,
             env={**kept, "PYTHONPATH": str(REPOSITORY), **environment},
+            # A shell starts what it puts in the background with Ctrl-C ignored, and so would be the job's.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def interrupt(self) -> None:
