@@ -1,4 +1,4 @@
-"""Llama."""
+"""Llama, and the decoders whose modules have its names: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardformer.stage import Received, StageLayout
 class LlamaPolicy(Policy):
     """Llama with any of its heads; key/value heads fewer than the ranks are copied."""
 
+    prefix = "Llama"  # of the names of the family's classes
     stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
 
     def check(self) -> list[str]:
@@ -32,16 +33,41 @@ class LlamaPolicy(Policy):
             *cut.row("o_proj", num_heads=heads),
         ]
         return {
-            "LlamaModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
-            "LlamaAttention": ModulePolicyDescription(
+            f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Attention": ModulePolicyDescription(
                 {"num_key_value_groups": local_groups}, [], attention, gathers_sequence=True
             ),
-            "LlamaMLP": ModulePolicyDescription(
+            f"{self.prefix}MLP": ModulePolicyDescription(
                 sub_module_replacement=[*cut.column("gate_proj", "up_proj"), *cut.row("down_proj")],
                 gathers_sequence=True,
             ),
-            "LlamaDecoderLayer": ModulePolicyDescription(
+            f"{self.prefix}DecoderLayer": ModulePolicyDescription(
                 sub_module_replacement=cut.rms_norm("input_layernorm", "post_attention_layernorm")
             ),
-            "LlamaForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+            f"{self.prefix}ForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
         }
+
+
+class MistralPolicy(LlamaPolicy):
+    """Mistral; the sliding window is a matter of masks, which every rank builds alike."""
+
+    prefix = "Mistral"
+
+
+class Qwen2Policy(LlamaPolicy):
+    """Qwen2; its query, key and value projections have biases."""
+
+    prefix = "Qwen2"
+
+
+class Qwen3Policy(LlamaPolicy):
+    """Qwen3 normalises each head's queries and keys with weights that all heads share."""
+
+    prefix = "Qwen3"
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        # A rank sees the gradient of its own heads only.
+        norms = Shorthand(self.shard_config).head_norm("q_norm", "k_norm")
+        table["Qwen3Attention"].sub_module_replacement.extend(norms)
+        return table

@@ -33,6 +33,36 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
             "LlamaForQuestionAnswering",
         ),
     ),
+    "transformers.models.mistral.modeling_mistral": (
+        "shardformer.policies.llama.MistralPolicy",
+        (
+            "MistralModel",
+            "MistralForCausalLM",
+            "MistralForSequenceClassification",
+            "MistralForTokenClassification",
+            "MistralForQuestionAnswering",
+        ),
+    ),
+    "transformers.models.qwen2.modeling_qwen2": (
+        "shardformer.policies.llama.Qwen2Policy",
+        (
+            "Qwen2Model",
+            "Qwen2ForCausalLM",
+            "Qwen2ForSequenceClassification",
+            "Qwen2ForTokenClassification",
+            "Qwen2ForQuestionAnswering",
+        ),
+    ),
+    "transformers.models.qwen3.modeling_qwen3": (
+        "shardformer.policies.llama.Qwen3Policy",
+        (
+            "Qwen3Model",
+            "Qwen3ForCausalLM",
+            "Qwen3ForSequenceClassification",
+            "Qwen3ForTokenClassification",
+            "Qwen3ForQuestionAnswering",
+        ),
+    ),
     "transformers.models.gpt2.modeling_gpt2": (
         "shardformer.policies.gpt2.GPT2Policy",
         (

@@ -56,6 +56,11 @@ class Shorthand:
         """RMS norms inside the stack of layers."""
         return self._norm(FusedRMSNorm, suffixes)
 
+    def head_norm(self, *suffixes: str) -> list[Replacement]:
+        """Norms inside a tensor-parallel region, whose weights all heads share."""
+        target = FusedRMSNorm if self.config.enable_fused_normalization else None
+        return [_replace(suffix, target, {}, partial_gradient=True) for suffix in suffixes]
+
     def residual_dropout(self, *suffixes: str) -> list[Replacement]:
         """Dropout between tensor-parallel regions: the same on every rank unless each has tokens of its own."""
         target = ParallelDropout if self.config.sequence is not None else None

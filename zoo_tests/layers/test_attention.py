@@ -7,6 +7,7 @@ lost without an error). Look in `shardformer/attention.py`.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -18,19 +19,19 @@ from shardformer.rng import SharedStream
 from zoo_tests.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
-HEADS = {"bert": "token", "llama": "token", "gpt2": "token"}
-DROPOUT = {"bert": "attention_probs_dropout_prob", "llama": "attention_dropout", "gpt2": "attn_pdrop"}
+HEAD = "token"
+DROPOUT = defaultdict(lambda: "attention_dropout", bert="attention_probs_dropout_prob", gpt2="attn_pdrop")
 
 
 # fp32: eager attention's softmax is in fp32 always, where the mask's value for fp64 is infinite.
 def _model(family: str, implementation: str, dropout: float = 0.0) -> nn.Module:
-    model = FAMILIES[family].build(HEADS[family], torch.float32, **{DROPOUT[family]: dropout})
+    model = FAMILIES[family].build(HEAD, torch.float32, **{DROPOUT[family]: dropout})
     model.set_attn_implementation(implementation)
     return model
 
 
 def _logits(model: nn.Module, family: str) -> Tensor:
-    batch = FAMILIES[family].batch(HEADS[family], 0, 4)
+    batch = FAMILIES[family].batch(HEAD, 0, 4)
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
@@ -62,7 +63,7 @@ def test_ranks_drop_other_entries(family: str, implementation: str) -> None:
 
 def _inputs_of_output_projection(model: nn.Module, family: str) -> Tensor:
     """What the first attention's heads found, [batch, seq, local features]."""
-    path = {"bert": "attention.output.dense", "llama": "self_attn.o_proj", "gpt2": "attn.c_proj"}[family]
+    path = {"bert": "attention.output.dense", "gpt2": "attn.c_proj"}.get(family, "self_attn.o_proj")
     projection = next(module for name, module in model.named_modules() if name.endswith(path))
     seen: list[Tensor] = []
     hook = projection.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))

@@ -1,4 +1,4 @@
-"""Every head class of the three families, in tensor and pipeline parallelism: fp64, SGD, against plain training.
+"""Every head class of every family, in tensor and pipeline parallelism: fp64, SGD, against plain training.
 
 What breaks here first: the sums and counts of a head's loss, a module of a head that no stage has, and heads of new
 releases of transformers. A head that fails alone points at `shardformer/head_loss.py` or at the family's policy.
