@@ -1,4 +1,4 @@
-"""BERT."""
+"""BERT and RoBERTa."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardformer.stage import Received, StageLayout
 class BertPolicy(Policy):
     """All heads of BERT; its layers normalise after each region, so norms sit between the regions."""
 
+    prefix = "Bert"  # of the names of the family's classes
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("pooler",))
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
@@ -25,15 +26,28 @@ class BertPolicy(Policy):
             "all_head_size": self.model.config.hidden_size // self.tp_size,
         }
         return {
-            "BertEmbeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
-            "BertSelfAttention": ModulePolicyDescription(local_heads, [], attention, gathers_sequence=True),
-            "BertCrossAttention": ModulePolicyDescription(local_heads, [], cross_attention, gathers_sequence=True),
-            "BertSelfOutput": ModulePolicyDescription(
+            f"{self.prefix}Embeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            f"{self.prefix}SelfAttention": ModulePolicyDescription(local_heads, [], attention, gathers_sequence=True),
+            f"{self.prefix}CrossAttention": ModulePolicyDescription(
+                local_heads, [], cross_attention, gathers_sequence=True
+            ),
+            f"{self.prefix}SelfOutput": ModulePolicyDescription(
                 sub_module_replacement=[*cut.row("dense", num_heads=heads), *output]
             ),
-            "BertIntermediate": ModulePolicyDescription(
+            f"{self.prefix}Intermediate": ModulePolicyDescription(
                 sub_module_replacement=cut.column("dense"), gathers_sequence=True
             ),
-            "BertOutput": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *output]),
-            "BertLMPredictionHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
+            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *output]),
+            f"{self.prefix}LMPredictionHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
         }
+
+
+class RobertaPolicy(BertPolicy):
+    """All heads of RoBERTa."""
+
+    prefix = "Roberta"
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        table["RobertaLMHead"] = table.pop("RobertaLMPredictionHead")
+        return table

@@ -23,6 +23,18 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
             "BertForQuestionAnswering",
         ),
     ),
+    "transformers.models.roberta.modeling_roberta": (
+        "shardformer.policies.bert.RobertaPolicy",
+        (
+            "RobertaModel",
+            "RobertaForCausalLM",
+            "RobertaForMaskedLM",
+            "RobertaForSequenceClassification",
+            "RobertaForMultipleChoice",
+            "RobertaForTokenClassification",
+            "RobertaForQuestionAnswering",
+        ),
+    ),
     "transformers.models.llama.modeling_llama": (
         "shardformer.policies.llama.LlamaPolicy",
         (

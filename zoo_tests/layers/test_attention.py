@@ -20,7 +20,12 @@ from zoo_tests.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
 HEAD = "token"
-DROPOUT = defaultdict(lambda: "attention_dropout", bert="attention_probs_dropout_prob", gpt2="attn_pdrop")
+DROPOUT = defaultdict(
+    lambda: "attention_dropout",
+    bert="attention_probs_dropout_prob",
+    roberta="attention_probs_dropout_prob",
+    gpt2="attn_pdrop",
+)
 
 
 # fp32: eager attention's softmax is in fp32 always, where the mask's value for fp64 is infinite.
@@ -63,7 +68,8 @@ def test_ranks_drop_other_entries(family: str, implementation: str) -> None:
 
 def _inputs_of_output_projection(model: nn.Module, family: str) -> Tensor:
     """What the first attention's heads found, [batch, seq, local features]."""
-    path = {"bert": "attention.output.dense", "gpt2": "attn.c_proj"}.get(family, "self_attn.o_proj")
+    paths = {"bert": "attention.output.dense", "roberta": "attention.output.dense", "gpt2": "attn.c_proj"}
+    path = paths.get(family, "self_attn.o_proj")
     projection = next(module for name, module in model.named_modules() if name.endswith(path))
     seen: list[Tensor] = []
     hook = projection.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))

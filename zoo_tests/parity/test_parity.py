@@ -17,6 +17,7 @@ MAIN_HEADS = {
     "bert": "masked_lm",
     "llama": "causal_lm",
     "gpt2": "lm_head",
+    "roberta": "masked_lm",
     "mistral": "causal_lm",
     "qwen2": "causal_lm",
     "qwen3": "causal_lm",

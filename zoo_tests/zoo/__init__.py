@@ -1,12 +1,13 @@
 """The zoo: one small file a family."""
 
 from zoo_tests.zoo.base import Batch, Family, Head
-from zoo_tests.zoo.bert import BERT
+from zoo_tests.zoo.bert import BERT, ROBERTA
 from zoo_tests.zoo.gpt2 import GPT2
 from zoo_tests.zoo.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {
     "bert": BERT,
+    "roberta": ROBERTA,
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,

@@ -1,4 +1,4 @@
-"""BERT: an encoder whose layers normalise after each region."""
+"""Encoders whose layers normalise after each region: BERT and RoBERTa."""
 
 from __future__ import annotations
 
@@ -43,19 +43,21 @@ def _pretraining_labels(batch: Batch, generator: Any) -> Batch:
 
 _CLASSES = {"num_labels": NUM_CLASSES}
 
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "intermediate_size": 86,
+    "max_position_embeddings": 40,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": PAD_TOKEN,
+}
+
 BERT = Family(
     config_class="BertConfig",
-    config={
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "intermediate_size": 86,
-        "max_position_embeddings": 40,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "pad_token_id": PAD_TOKEN,
-    },
+    config=_SIZES,
     heads={
         "masked_lm": Head("BertForMaskedLM", of_tokens(), reference_loss=token_loss),
         "pretraining": Head("BertForPreTraining", _pretraining_labels),
@@ -69,6 +71,21 @@ BERT = Family(
         "multiple_choice": Head("BertForMultipleChoice", of_samples(3, ignore_one=False), num_choices=3),
         "bare": Head("BertModel", _no_labels, criterion=pooled_and_hidden),
         "bare_counting": Head("BertModel", _no_labels, criterion=hidden_by_tokens),
+    },
+    token_types=True,
+)
+
+ROBERTA = Family(
+    config_class="RobertaConfig",
+    config={**_SIZES, "type_vocab_size": 2},
+    heads={
+        "masked_lm": Head("RobertaForMaskedLM", of_tokens(), reference_loss=token_loss),
+        "causal_lm": Head("RobertaForCausalLM", of_tokens(), {"is_decoder": True}, reference_loss=causal_loss),
+        "sequence": Head("RobertaForSequenceClassification", of_samples(), _CLASSES),
+        "token": Head("RobertaForTokenClassification", of_tokens(NUM_CLASSES), _CLASSES),
+        "question_answering": Head("RobertaForQuestionAnswering", answer_spans),
+        "multiple_choice": Head("RobertaForMultipleChoice", of_samples(3, ignore_one=False), num_choices=3),
+        "bare": Head("RobertaModel", _no_labels, criterion=pooled_and_hidden),
     },
     token_types=True,
 )
