@@ -41,6 +41,7 @@ def test_unknown_layouts_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "'tp3' is not a layout; use unsharded, tp2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_layout_follows_the_reference_and_finished_runs_are_reused(
     mrpc_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

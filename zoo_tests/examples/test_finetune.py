@@ -22,6 +22,7 @@ from zoo_tests.examples.scripts import run_script
 _FAST = ("--model", "tiny", "--batch-size", 8, "--max-length", 24)
 
 
+@pytest.mark.slow
 def test_finetune_to_a_directory_and_resume_under_another_layout(mrpc_directory: Path, tmp_path: Path) -> None:
     output, plot = tmp_path / "out", tmp_path / "plots" / "loss.png"
     common = (*_FAST, "--task", "mrpc", "--data-dir", mrpc_directory, "--output", output, "--plot", plot)
