@@ -75,7 +75,7 @@ def report(quick: bool) -> str:
     rows = run_ranks(measure, 2, lengths, repeats)
     columns = ["N_CTX", "tp2", "DTensor, same run", "ColossalAI 0.5.0, quoted", "DTensor, quoted"]
     note = (
-        "Two ranks have twice the cores, and twice their caches too: where the work of one core outgrows them, DTensor "
-        "in the same run passes 2.0 as well."
+        "Ratios above 2.0 presumably come from the caches of the second core, which hold what outgrows those of one; "
+        "DTensor passes 2.0 in the same run as well."
     )
     return table("Tensor parallelism: times as fast as the unsharded model (tp2, limit 2.0)", columns, rows, note)
