@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from zoo_tests.zoo import FAMILIES, Batch, Family, Head
+from zoo_tests.zoo.base import num_rows
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
 LOSS_SCALE = 2.0**10  # of fp16 in these tests, fixed: small enough to never overflow
@@ -176,6 +177,6 @@ class Case:
 
 def share_of(batch: Batch, rank: int, world_size: int) -> dict[str, Tensor]:
     """A data-parallel rank's contiguous share of a global batch."""
-    rows = len(batch["attention_mask"])
+    rows = num_rows(batch)
     first, last = rows * rank // world_size, rows * (rank + 1) // world_size
     return {key: value[first:last] for key, value in batch.items()}

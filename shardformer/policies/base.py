@@ -61,8 +61,17 @@ class Policy(ABC):
 
     A subclass gives `module_policy` (keys are class names or classes of the model's modules) and, for pipelines,
     `stages`. `set_model` and `set_shard_config` are called first, so that a table can read sizes.
+
+    Attributes:
+        family: of transformers, `transformers.models.<family>.modeling_<family>`; None for a policy of another model.
+        prefix: of the names of the family's classes.
+        heads: what follows the prefix in the names of the model classes that the policy is for.
+        stages: where the family may be cut into pipeline stages; None where it may not.
     """
 
+    family: str | None = None
+    prefix: str = ""
+    heads: tuple[str, ...] = ()
     stages: StageLayout | None = None
 
     def __init__(self) -> None:

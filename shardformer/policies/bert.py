@@ -12,7 +12,18 @@ from shardformer.stage import Received, StageLayout
 class BertPolicy(Policy):
     """All heads of BERT; its layers normalise after each region, so norms sit between the regions."""
 
-    prefix = "Bert"  # of the names of the family's classes
+    family, prefix = "bert", "Bert"
+    heads = (
+        "Model",
+        "ForPreTraining",
+        "LMHeadModel",
+        "ForMaskedLM",
+        "ForNextSentencePrediction",
+        "ForSequenceClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("pooler",))
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
@@ -45,7 +56,16 @@ class BertPolicy(Policy):
 class RobertaPolicy(BertPolicy):
     """All heads of RoBERTa."""
 
-    prefix = "Roberta"
+    family, prefix = "roberta", "Roberta"
+    heads = (
+        "Model",
+        "ForCausalLM",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -12,6 +12,15 @@ from shardformer.stage import AddsNothing, PassedThrough, Received, StageLayout
 class GPT2Policy(Policy):
     """GPT-2: a fused `Conv1D` for query, key and value, each of the three cut on its own."""
 
+    family, prefix = "gpt2", "GPT2"
+    heads = (
+        "Model",
+        "LMHeadModel",
+        "DoubleHeadsModel",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
     stages = StageLayout(layers="h", first={"wte": Received, "wpe": AddsNothing, "drop": PassedThrough}, last=("ln_f",))
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:

@@ -12,7 +12,8 @@ from shardformer.stage import Received, StageLayout
 class LlamaPolicy(Policy):
     """Llama with any of its heads; key/value heads fewer than the ranks are copied."""
 
-    prefix = "Llama"  # of the names of the family's classes
+    family, prefix = "llama", "Llama"
+    heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
 
     def check(self) -> list[str]:
@@ -51,19 +52,19 @@ class LlamaPolicy(Policy):
 class MistralPolicy(LlamaPolicy):
     """Mistral; the sliding window is a matter of masks, which every rank builds alike."""
 
-    prefix = "Mistral"
+    family, prefix = "mistral", "Mistral"
 
 
 class Qwen2Policy(LlamaPolicy):
     """Qwen2; its query, key and value projections have biases."""
 
-    prefix = "Qwen2"
+    family, prefix = "qwen2", "Qwen2"
 
 
 class Qwen3Policy(LlamaPolicy):
     """Qwen3 normalises each head's queries and keys with weights that all heads share."""
 
-    prefix = "Qwen3"
+    family, prefix = "qwen3", "Qwen3"
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -1,96 +1,38 @@
-"""Which policy a model gets, by the qualified name of its class. Policies are imported when asked for."""
+"""Which policy a model gets, by the qualified name of its class. No family of transformers is imported for it."""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from functools import cache
 
 from torch import nn
 
 from shardformer.policies.base import Policy
 
-_FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "transformers.models.bert.modeling_bert": (
-        "shardformer.policies.bert.BertPolicy",
-        (
-            "BertModel",
-            "BertForPreTraining",
-            "BertLMHeadModel",
-            "BertForMaskedLM",
-            "BertForNextSentencePrediction",
-            "BertForSequenceClassification",
-            "BertForMultipleChoice",
-            "BertForTokenClassification",
-            "BertForQuestionAnswering",
-        ),
-    ),
-    "transformers.models.roberta.modeling_roberta": (
-        "shardformer.policies.bert.RobertaPolicy",
-        (
-            "RobertaModel",
-            "RobertaForCausalLM",
-            "RobertaForMaskedLM",
-            "RobertaForSequenceClassification",
-            "RobertaForMultipleChoice",
-            "RobertaForTokenClassification",
-            "RobertaForQuestionAnswering",
-        ),
-    ),
-    "transformers.models.llama.modeling_llama": (
-        "shardformer.policies.llama.LlamaPolicy",
-        (
-            "LlamaModel",
-            "LlamaForCausalLM",
-            "LlamaForSequenceClassification",
-            "LlamaForTokenClassification",
-            "LlamaForQuestionAnswering",
-        ),
-    ),
-    "transformers.models.mistral.modeling_mistral": (
-        "shardformer.policies.llama.MistralPolicy",
-        (
-            "MistralModel",
-            "MistralForCausalLM",
-            "MistralForSequenceClassification",
-            "MistralForTokenClassification",
-            "MistralForQuestionAnswering",
-        ),
-    ),
-    "transformers.models.qwen2.modeling_qwen2": (
-        "shardformer.policies.llama.Qwen2Policy",
-        (
-            "Qwen2Model",
-            "Qwen2ForCausalLM",
-            "Qwen2ForSequenceClassification",
-            "Qwen2ForTokenClassification",
-            "Qwen2ForQuestionAnswering",
-        ),
-    ),
-    "transformers.models.qwen3.modeling_qwen3": (
-        "shardformer.policies.llama.Qwen3Policy",
-        (
-            "Qwen3Model",
-            "Qwen3ForCausalLM",
-            "Qwen3ForSequenceClassification",
-            "Qwen3ForTokenClassification",
-            "Qwen3ForQuestionAnswering",
-        ),
-    ),
-    "transformers.models.gpt2.modeling_gpt2": (
-        "shardformer.policies.gpt2.GPT2Policy",
-        (
-            "GPT2Model",
-            "GPT2LMHeadModel",
-            "GPT2DoubleHeadsModel",
-            "GPT2ForSequenceClassification",
-            "GPT2ForTokenClassification",
-            "GPT2ForQuestionAnswering",
-        ),
-    ),
-}
+_REGISTERED: dict[str, str] = {}
 
-_POLICIES: dict[str, str] = {
-    f"{module}.{name}": policy for module, (policy, names) in _FAMILIES.items() for name in names
-}
+
+@cache
+def family_policies() -> dict[str, type[Policy]]:
+    """Family of transformers -> its policy: every class of this package that names a family."""
+    package = importlib.import_module("shardformer.policies")
+    modules = [
+        importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
+    ]
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    found = [cls for cls in classes if issubclass(cls, Policy) and cls.__dict__.get("family") is not None]
+    return {cls.family: cls for cls in found}
+
+
+@cache
+def supported_classes() -> dict[str, type[Policy]]:
+    """Qualified name of a model class of transformers -> its policy."""
+    return {
+        f"transformers.models.{family}.modeling_{family}.{policy.prefix}{head}": policy
+        for family, policy in family_policies().items()
+        for head in policy.heads
+    }
 
 
 def register_policy(qualified_name: str, policy: str) -> None:
@@ -100,7 +42,7 @@ def register_policy(qualified_name: str, policy: str) -> None:
         qualified_name: the model class, "package.module.Class".
         policy: the policy class, "package.module.Class"; imported when a model asks for it.
     """
-    _POLICIES[qualified_name] = policy
+    _REGISTERED[qualified_name] = policy
 
 
 def policy_for(model: nn.Module) -> Policy:
@@ -111,12 +53,18 @@ def policy_for(model: nn.Module) -> Policy:
     Raises:
         ValueError: no policy is known.
     """
-    by_bare_name = {name.rpartition(".")[2]: policy for name, policy in _POLICIES.items()}
+    supported = supported_classes()
+    by_bare_name = {name.rpartition(".")[2]: policy for name, policy in supported.items()}
+    registered_by_bare_name = {name.rpartition(".")[2]: location for name, location in _REGISTERED.items()}
     for cls in type(model).__mro__:
-        location = _POLICIES.get(f"{cls.__module__}.{cls.__qualname__}") or by_bare_name.get(cls.__name__)
+        qualified_name = f"{cls.__module__}.{cls.__qualname__}"
+        location = _REGISTERED.get(qualified_name) or registered_by_bare_name.get(cls.__name__)
         if location is not None:
             module, _, name = location.rpartition(".")
             return getattr(importlib.import_module(module), name)()
+        policy = supported.get(qualified_name) or by_bare_name.get(cls.__name__)
+        if policy is not None:
+            return policy()
     raise ValueError(
         f"model class {type(model).__name__} has no sharding policy; use one of {', '.join(sorted(by_bare_name))}, "
         "or pass custom_policy=… (docs/writing_a_policy.md)"

@@ -7,7 +7,6 @@ lost without an error). Look in `shardformer/attention.py`.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 
 import pytest
 import torch
@@ -19,29 +18,28 @@ from shardformer.rng import SharedStream
 from zoo_tests.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
-HEAD = "token"
-DROPOUT = defaultdict(
-    lambda: "attention_dropout",
-    bert="attention_probs_dropout_prob",
-    roberta="attention_probs_dropout_prob",
-    gpt2="attn_pdrop",
-)
+ATTENTIVE = sorted(name for name, family in FAMILIES.items() if family.attention_dropout is not None)
+
+
+def _head(family: str) -> str:
+    heads = FAMILIES[family].heads
+    return "token" if "token" in heads else FAMILIES[family].main_head
 
 
 # fp32: eager attention's softmax is in fp32 always, where the mask's value for fp64 is infinite.
 def _model(family: str, implementation: str, dropout: float = 0.0) -> nn.Module:
-    model = FAMILIES[family].build(HEAD, torch.float32, **{DROPOUT[family]: dropout})
+    model = FAMILIES[family].build(_head(family), torch.float32, **{FAMILIES[family].attention_dropout: dropout})
     model.set_attn_implementation(implementation)
     return model
 
 
 def _logits(model: nn.Module, family: str) -> Tensor:
-    batch = FAMILIES[family].batch(HEAD, 0, 4)
+    batch = FAMILIES[family].batch(_head(family), 0, 4)
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ATTENTIVE)
 @distributed(2)
 def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> None:
     """Batches padded on the left and on the right."""
@@ -52,7 +50,7 @@ def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> Non
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ATTENTIVE)
 @distributed(2)
 def test_ranks_drop_other_entries(family: str, implementation: str) -> None:
     """Equal weights on both ranks: without dropout their heads find the same, with it they do not."""
@@ -68,8 +66,7 @@ def test_ranks_drop_other_entries(family: str, implementation: str) -> None:
 
 def _inputs_of_output_projection(model: nn.Module, family: str) -> Tensor:
     """What the first attention's heads found, [batch, seq, local features]."""
-    paths = {"bert": "attention.output.dense", "roberta": "attention.output.dense", "gpt2": "attn.c_proj"}
-    path = paths.get(family, "self_attn.o_proj")
+    path = FAMILIES[family].attention_output
     projection = next(module for name, module in model.named_modules() if name.endswith(path))
     seen: list[Tensor] = []
     hook = projection.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))

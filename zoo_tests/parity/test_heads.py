@@ -12,6 +12,7 @@ import pytest
 
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
+from zoo_tests.parity.test_parity import ENGINE_FAMILIES
 from zoo_tests.zoo import FAMILIES
 
 
@@ -20,9 +21,9 @@ def _heads() -> list:
         Case(recipe=Recipe(family=family, head=head), layout=layout)
         for family, members in FAMILIES.items()
         for head in members.heads
-        for layout in ("tp2", "pp2", "tp2pp2", "dp2")
+        for layout in (("tp2", "pp2", "tp2pp2", "dp2") if family in ENGINE_FAMILIES else ("tp2pp2",))
     ]
-    fast = [case for case in cases if case.layout == "tp2pp2" and case.recipe.family in ("bert", "llama", "gpt2")]
+    fast = [case for case in cases if case.layout == "tp2pp2" and case.recipe.family in ENGINE_FAMILIES]
     return [pytest.param(case, id=str(case), marks=[] if case in fast else [pytest.mark.slow]) for case in cases]
 
 

@@ -1,18 +1,16 @@
-"""The zoo: one small file a family."""
+"""The zoo: one small file for families that are alike, each with its `FAMILIES` (name in tests -> family)."""
+
+import importlib
+import pkgutil
 
 from zoo_tests.zoo.base import Batch, Family, Head
-from zoo_tests.zoo.bert import BERT, ROBERTA
-from zoo_tests.zoo.gpt2 import GPT2
-from zoo_tests.zoo.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {
-    "bert": BERT,
-    "roberta": ROBERTA,
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-}
+
+def _collect() -> dict[str, Family]:
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    return {name: family for module in modules for name, family in getattr(module, "FAMILIES", {}).items()}
+
+
+FAMILIES: dict[str, Family] = _collect()
 
 __all__ = ["FAMILIES", "Batch", "Family", "Head"]

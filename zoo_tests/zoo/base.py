@@ -51,14 +51,25 @@ class Family:
     Attributes:
         config_class: name in transformers.
         config: the small awkward configuration, dropout 0.
-        heads: name in tests -> head.
+        heads: name in tests -> head; the first is the one that is trained on every layout.
         token_types: whether its batches have `token_type_ids`.
+        inputs: (rows, step, generator) -> a batch without labels; None for ragged tokens.
+        attention_dropout: name in the configuration of the dropout of attention probabilities; None where there is
+            none.
+        attention_output: end of the path of the projection behind the attention.
     """
 
     config_class: str
     config: Mapping[str, Any]
     heads: Mapping[str, Head]
     token_types: bool = False
+    inputs: Callable[[int, int, torch.Generator], Batch] | None = None
+    attention_dropout: str | None = None
+    attention_output: str = ""
+
+    @property
+    def main_head(self) -> str:
+        return next(iter(self.heads))
 
     def build(self, head: str, dtype: torch.dtype = torch.float64, **config: Any) -> nn.Module:
         """A model with weights that depend on nothing but the arguments, in training mode."""
@@ -79,15 +90,23 @@ class Family:
         """The global batch of one step; floating-point labels get `dtype`."""
         chosen = self.heads[head]
         generator = torch.Generator().manual_seed(1000 + step)
-        shape = (rows, chosen.num_choices) if chosen.num_choices else (rows,)
-        batch = _ragged_tokens(shape, LENGTHS[step % len(LENGTHS)], generator)
+        if self.inputs is not None:
+            batch = self.inputs(rows, step, generator)
+        else:
+            shape = (rows, chosen.num_choices) if chosen.num_choices else (rows,)
+            batch = ragged_tokens(shape, LENGTHS[step % len(LENGTHS)], generator)
         if self.token_types:
             batch["token_type_ids"] = torch.randint(0, 2, batch["input_ids"].shape, generator=generator)
         batch |= chosen.labels(batch, generator)
         return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
 
 
-def _ragged_tokens(shape: tuple[int, ...], length: int, generator: torch.Generator) -> Batch:
+def num_rows(batch: Batch) -> int:
+    """Samples of a batch."""
+    return len(next(iter(batch.values())))
+
+
+def ragged_tokens(shape: tuple[int, ...], length: int, generator: torch.Generator) -> Batch:
     """[*shape, length] tokens; every other sequence is padded on the left, the others on the right."""
     tokens = torch.randint(PAD_TOKEN + 1, VOCAB_SIZE, (*shape, length), generator=generator).flatten(0, -2)
     kept = torch.randint(length // 2, length + 1, (len(tokens),), generator=generator)

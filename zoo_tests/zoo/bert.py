@@ -73,6 +73,8 @@ BERT = Family(
         "bare_counting": Head("BertModel", _no_labels, criterion=hidden_by_tokens),
     },
     token_types=True,
+    attention_dropout="attention_probs_dropout_prob",
+    attention_output="attention.output.dense",
 )
 
 ROBERTA = Family(
@@ -88,4 +90,8 @@ ROBERTA = Family(
         "bare": Head("RobertaModel", _no_labels, criterion=pooled_and_hidden),
     },
     token_types=True,
+    attention_dropout="attention_probs_dropout_prob",
+    attention_output="attention.output.dense",
 )
+
+FAMILIES = {"bert": BERT, "roberta": ROBERTA}

@@ -63,4 +63,8 @@ GPT2 = Family(
         "token": Head("GPT2ForTokenClassification", of_tokens(NUM_CLASSES), {**_CLASSES, "classifier_dropout": 0.0}),
         "question_answering": Head("GPT2ForQuestionAnswering", answer_spans),
     },
+    attention_dropout="attn_pdrop",
+    attention_output="attn.c_proj",
 )
+
+FAMILIES = {"gpt2": GPT2}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo_tests.zoo.base import NUM_CLASSES, VOCAB_SIZE, Batch
+from zoo_tests.zoo.base import NUM_CLASSES, VOCAB_SIZE, Batch, num_rows
 
 IGNORED = -100
 
@@ -34,7 +34,7 @@ def of_samples(num_classes: int = NUM_CLASSES, key: str = "labels", ignore_one: 
     """A class a sample; that of the second sample ignored."""
 
     def make(batch: Batch, generator: torch.Generator) -> Batch:
-        labels = torch.randint(0, num_classes, (len(batch["input_ids"]),), generator=generator)
+        labels = torch.randint(0, num_classes, (num_rows(batch),), generator=generator)
         if ignore_one:
             labels[1] = IGNORED
         return {key: labels}
@@ -44,14 +44,14 @@ def of_samples(num_classes: int = NUM_CLASSES, key: str = "labels", ignore_one: 
 
 def real_numbers(batch: Batch, generator: torch.Generator) -> Batch:
     """A number a sample (regression)."""
-    return {"labels": torch.randn(len(batch["input_ids"]), generator=generator)}
+    return {"labels": torch.randn(num_rows(batch), generator=generator)}
 
 
 def several_of(num_classes: int = NUM_CLASSES) -> MakeLabels:
     """Any number of classes a sample (multi-label classification)."""
 
     def make(batch: Batch, generator: torch.Generator) -> Batch:
-        return {"labels": torch.randint(0, 2, (len(batch["input_ids"]), num_classes), generator=generator).float()}
+        return {"labels": torch.randint(0, 2, (num_rows(batch), num_classes), generator=generator).float()}
 
     return make
 

@@ -37,6 +37,8 @@ def _like_llama(prefix: str, **config: Any) -> Family:
             ),
             "question_answering": Head(f"{prefix}ForQuestionAnswering", answer_spans),
         },
+        attention_dropout="attention_dropout",
+        attention_output="self_attn.o_proj",
     )
 
 
@@ -46,3 +48,5 @@ MISTRAL = _like_llama("Mistral", sliding_window=5, head_dim=16)
 QWEN2 = _like_llama("Qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=2)
 # As many key/value heads as tp4: copies would send partial gradients through its norms, which round them to fp32.
 QWEN3 = _like_llama("Qwen3", head_dim=16, num_attention_heads=8, num_key_value_heads=4, attention_bias=True)
+
+FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
