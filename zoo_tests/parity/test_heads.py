@@ -18,7 +18,7 @@ from zoo_tests.zoo import FAMILIES
 
 def _heads() -> list:
     cases = [
-        Case(recipe=Recipe(family=family, head=head), layout=layout)
+        Case(recipe=Recipe(family=family, head=head, precision=members.precision), layout=layout)
         for family, members in FAMILIES.items()
         for head in members.heads
         for layout in (("tp2", "pp2", "tp2pp2", "dp2") if family in ENGINE_FAMILIES else ("tp2pp2",))

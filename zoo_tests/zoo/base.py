@@ -57,6 +57,8 @@ class Family:
         attention_dropout: name in the configuration of the dropout of attention probabilities; None where there is
             none.
         attention_output: end of the path of the projection behind the attention.
+        precision: what it is compared in; "fp32" where transformers itself rounds to it, or has no fp64 kernel.
+        sequence_parallel: whether its policy knows split-gather.
     """
 
     config_class: str
@@ -66,6 +68,8 @@ class Family:
     inputs: Callable[[int, int, torch.Generator], Batch] | None = None
     attention_dropout: str | None = None
     attention_output: str = ""
+    precision: str = "fp64"
+    sequence_parallel: bool = True
 
     @property
     def main_head(self) -> str:
