@@ -46,10 +46,11 @@ class HeadLoss:
 
     Args:
         terms: the means; all of their labels have to be there, as in transformers.
+        decoder_inputs: labels -> what an encoder-decoder reads where it is given labels alone.
     """
 
-    def __init__(self, *terms: LossTerm) -> None:
-        self.terms = terms
+    def __init__(self, *terms: LossTerm, decoder_inputs: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.terms, self.decoder_inputs = terms, decoder_inputs
 
     @property
     def label_keys(self) -> tuple[str, ...]:
@@ -58,6 +59,14 @@ class HeadLoss:
     def applies_to(self, batch: Batch) -> bool:
         """Whether the batch has all the labels; without them transformers returns no loss."""
         return all(batch.get(key) is not None for key in self.label_keys)
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """What the model is given: the batch without labels, and what it would have made of them."""
+        inputs = {key: value for key, value in batch.items() if key not in self.label_keys}
+        given = any(inputs.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
+        if self.decoder_inputs is not None and not given and batch.get("labels") is not None:
+            inputs["decoder_input_ids"] = self.decoder_inputs(batch["labels"])
+        return inputs
 
     def counts(self, batch: Batch) -> Tensor:
         """[terms], float64: how many values each mean is over in this batch."""
@@ -102,6 +111,13 @@ def _causal_lm(model: nn.Module) -> HeadLoss:
 
 def _masked_lm(model: nn.Module) -> HeadLoss:
     return HeadLoss(LossTerm("labels", _not_ignored, lambda outputs, labels: _tokens(model, outputs.logits, labels)))
+
+
+def _conditional_generation(model: nn.Module) -> HeadLoss:
+    if not model.config.is_encoder_decoder:
+        return _causal_lm(model)
+    terms = _masked_lm(model).terms
+    return HeadLoss(*terms, decoder_inputs=model.prepare_decoder_input_ids_from_labels)
 
 
 def _pretraining(model: nn.Module) -> HeadLoss:
@@ -170,6 +186,7 @@ _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "LMHeadModel": _causal_lm,
     "DoubleHeadsModel": _causal_lm,
     "ForMaskedLM": _masked_lm,
+    "ForConditionalGeneration": _conditional_generation,
     "ForPreTraining": _pretraining,
     "ForNextSentencePrediction": _plain_classes,
     "ForTokenClassification": _plain_classes,

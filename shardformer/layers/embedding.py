@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding: each rank holds a range of rows."""
+"""Embeddings cut over the axis: by rows (a vocabulary), or by columns that belong to heads (position biases)."""
 
 from __future__ import annotations
 
@@ -70,6 +70,28 @@ class VocabParallelEmbedding(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, rows={self.first_row}:{self.end_row}"
+
+
+class HeadParallelEmbedding(ParallelModule):
+    """A table of biases, [positions, heads], of which each rank holds the columns of its heads.
+
+    Input: indices [...]. Output: [..., local heads].
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup) -> HeadParallelEmbedding:
+        """Share out the columns of an `nn.Embedding`."""
+        positions, heads = module.weight.shape
+        rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
+        spec = ShardSpec((positions, heads), 1, (Part(heads),), rank, world_size)
+        return HeadParallelEmbedding(shard_parameter(module.weight, spec))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
 
 
 class _LocalLookup(nn.Embedding):

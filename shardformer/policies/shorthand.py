@@ -8,6 +8,7 @@ from shardformer.layers import (
     ColumnParallelLinear,
     FusedLayerNorm,
     FusedRMSNorm,
+    HeadParallelEmbedding,
     ParallelDropout,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -65,6 +66,14 @@ class Shorthand:
         """Dropout between tensor-parallel regions: the same on every rank unless each has tokens of its own."""
         target = ParallelDropout if self.config.sequence is not None else None
         return [_replace(suffix, target, {}) for suffix in suffixes]
+
+    def region_dropout(self, *suffixes: str) -> list[Replacement]:
+        """Dropout inside a tensor-parallel region: each rank has features, or heads, of its own."""
+        return [_replace(suffix, ParallelDropout, {}) for suffix in suffixes]
+
+    def head_table(self, suffix: str) -> list[Replacement]:
+        """An embedding table [positions, heads] of biases, of which a rank needs its heads' columns."""
+        return [_replace(suffix, HeadParallelEmbedding, {})]
 
     def _norm(self, fused: type, suffixes: tuple[str, ...]) -> list[Replacement]:
         target = fused if self.config.enable_fused_normalization else None
