@@ -9,6 +9,8 @@ BERT's older heads, their `forward`.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +84,8 @@ class HeadLoss:
 def head_loss_of(model: nn.Module) -> HeadLoss | None:
     """The loss of the model's head by its class name, or None for a head (or a bare model) that has none."""
     name = type(model).__name__
+    if name in _NOT_SHIFTED:
+        return _masked_lm(model)
     for suffix, build in _BY_SUFFIX.items():
         if name.endswith(suffix):
             return build(model)
@@ -116,8 +120,17 @@ def _masked_lm(model: nn.Module) -> HeadLoss:
 def _conditional_generation(model: nn.Module) -> HeadLoss:
     if not model.config.is_encoder_decoder:
         return _causal_lm(model)
-    terms = _masked_lm(model).terms
-    return HeadLoss(*terms, decoder_inputs=model.prepare_decoder_input_ids_from_labels)
+    return HeadLoss(*_masked_lm(model).terms, decoder_inputs=_shift_right(model))
+
+
+def _shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """How the family makes decoder inputs of labels: a method, or a function beside the class."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels
+    family, config = sys.modules[type(model).__module__], model.config
+    tokens = (config.pad_token_id, config.decoder_start_token_id)
+    takes = len(inspect.signature(family.shift_tokens_right).parameters) - 1
+    return lambda labels: family.shift_tokens_right(labels, *tokens[:takes])
 
 
 def _pretraining(model: nn.Module) -> HeadLoss:
@@ -180,17 +193,25 @@ def _question_answering(_: nn.Module) -> HeadLoss:
     return HeadLoss(term("start"), term("end"))
 
 
+# Decoders of these encoder-decoders take labels that are already those of the next token.
+_NOT_SHIFTED = frozenset(
+    f"{family}ForCausalLM"
+    for family in ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall", "Marian", "Whisper")
+)
+
 # The first suffix that fits the class name counts.
 _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForCausalLM": _causal_lm,
     "LMHeadModel": _causal_lm,
     "DoubleHeadsModel": _causal_lm,
     "ForMaskedLM": _masked_lm,
+    "MTModel": _conditional_generation,
     "ForConditionalGeneration": _conditional_generation,
     "ForPreTraining": _pretraining,
     "ForNextSentencePrediction": _plain_classes,
     "ForTokenClassification": _plain_classes,
     "ForMultipleChoice": _plain_classes,
+    "ForAudioClassification": _plain_classes,
     "ForSequenceClassification": _sequence_classification,
     "ForQuestionAnswering": _question_answering,
 }

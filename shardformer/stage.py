@@ -224,6 +224,10 @@ class StageCut:
         for path, stand_in in paths.items():
             if has_module(self.model, self._prefix + path):
                 new = stand_in() if runs_with < held.start else Elsewhere()
+                native = self.model.get_submodule(self._prefix + path)
+                # Models read sizes of modules that they do not call (strides, numbers of positions).
+                simple = {name: value for name, value in vars(native).items() if isinstance(value, (int, float, tuple))}
+                new.__dict__ |= {name: value for name, value in simple.items() if name not in new.__dict__}
                 replace_module(self.model, self._prefix + path, new)
 
     def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:

@@ -49,6 +49,10 @@ class Shorthand:
         """A language-model head, cut over the vocabulary."""
         return [_replace(suffix, VocabParallelLMHead, self.config.vocab_options)]
 
+    def whole_head(self, suffix: str) -> list[Replacement]:
+        """A language-model head whose logits are gathered at once, where the model does something with them."""
+        return [_replace(suffix, ColumnParallelLinear, {**self.config.vocab_options, "gather_output": True})]
+
     def layer_norm(self, *suffixes: str) -> list[Replacement]:
         """Layer norms inside the stack of layers."""
         return self._norm(FusedLayerNorm, suffixes)

@@ -16,11 +16,11 @@ _CLASSES = {"num_labels": NUM_CLASSES}
 
 
 def target_tokens(batch: Batch, generator: torch.Generator) -> Batch:
-    """Target sequences of a length of their own, padded with ignored labels; the whole second one is ignored."""
+    """Target sequences of a length of their own, padded with ignored labels; all but one of the second are ignored."""
     rows, length = batch["input_ids"].shape
     target = ragged_tokens((rows,), length - 3, generator)
     labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, IGNORED)
-    labels[1] = IGNORED
+    labels[1, :-1] = IGNORED  # not all: mBART looks for the last label that is not
     return {"labels": labels}
 
 
