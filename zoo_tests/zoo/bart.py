@@ -18,7 +18,7 @@ from zoo_tests.zoo.t5 import (
 )
 
 _CLASSES = {"num_labels": NUM_CLASSES}
-_DECODER_ALONE = {"is_decoder": True, "is_encoder_decoder": False, "use_cache": False}
+_DECODER_ALONE = {"is_decoder": True, "is_encoder_decoder": False, "encoder_layers": 4}
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "d_model": 48,
