@@ -26,11 +26,16 @@ def use_sharded_attention(model: nn.Module, tp_rank: int) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         implementation = getattr(config, "_attn_implementation", None)
-        if implementation is None:
+        if implementation is None or not _uses_registry(module):
             continue
         module.sharded_attention_rank = tp_rank
         if not implementation.startswith(_PREFIX):
             config._attn_implementation = _register(implementation)
+
+
+def _uses_registry(module: nn.Module) -> bool:
+    """Families that choose a kernel themselves compare the name in the configuration: it has to stay what it is."""
+    return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _register(implementation: str) -> str:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 _SEED_LIMIT = 2**62
 
@@ -90,3 +92,14 @@ def _set_default_states(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def draw_per_rank(module: nn.Module, rank: int) -> None:
+    """Let all that `module` draws, also inside of kernels, come from a stream of this rank's own."""
+    native = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with parallel_region(rank):
+            return native(*args, **kwargs)
+
+    module.forward = forward

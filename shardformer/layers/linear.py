@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import gather_from_axis, reduce_from_axis, split_to_axis
+from shardformer.collectives import copy_to_axis, gather_from_axis, reduce_from_axis, split_to_axis
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.sequence import SequenceParallel
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, shard_parameter
@@ -188,6 +188,36 @@ class RowParallelLinear(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
+
+
+class HeadRowsLinear(ParallelModule):
+    """A fused projection [query heads, key, value] with one key/value head for all query heads.
+
+    Input: [..., in_features], the same on every rank. Output: [..., (local query heads + 2) * head_dim]. The weight
+    stays whole on every rank, which computes with the rows of its query heads and those of key and value: its gradient
+    is a partial sum.
+    """
+
+    def __init__(self, native: nn.Linear, num_heads: int, group: ProcessGroup) -> None:
+        super().__init__()
+        self.weight, self.bias, self.group = native.weight, native.bias, group
+        rank, world_size = (dist.get_rank(group), dist.get_world_size(group))
+        head_dim = native.out_features // (num_heads + 2)
+        share = num_heads // world_size * head_dim
+        self.rows = (slice(rank * share, (rank + 1) * share), slice(num_heads * head_dim, None))
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                annotate(parameter, ShardSpec(tuple(parameter.shape), rank=rank, world_size=world_size), group)
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup, *, num_heads: int) -> HeadRowsLinear:
+        """Take over a fused projection of `num_heads` query heads, a key and a value head of the same size."""
+        return HeadRowsLinear(module, num_heads, process_group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat([self.weight[rows] for rows in self.rows])
+        bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
+        return F.linear(copy_to_axis(x, self.group), weight, bias)
 
 
 class SharedInput:

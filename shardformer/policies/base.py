@@ -67,6 +67,7 @@ class Policy(ABC):
         prefix: of the names of the family's classes.
         heads: what follows the prefix in the names of the model classes that the policy is for.
         stages: where the family may be cut into pipeline stages; None where it may not.
+        splits_sequence: whether the family can be cut along the sequence (split-gather).
         rest_is_replicated: whether modules that the table does not name are replicated, in the place of an error.
     """
 
@@ -74,6 +75,7 @@ class Policy(ABC):
     prefix: str = ""
     heads: tuple[str, ...] = ()
     stages: StageLayout | None = None
+    splits_sequence = True
     rest_is_replicated = False
 
     def __init__(self) -> None:
@@ -110,6 +112,11 @@ class Policy(ABC):
         if self.shard_config.sequence is not None and getattr(config, "add_cross_attention", False):
             problems.append(
                 "enable_sequence_parallelism=True does not support add_cross_attention=True; "
+                "use enable_sequence_parallelism=False"
+            )
+        if self.shard_config.sequence is not None and not self.splits_sequence:
+            problems.append(
+                f"enable_sequence_parallelism=True is not supported for {type(self.model).__name__}; "
                 "use enable_sequence_parallelism=False"
             )
         return problems + [

@@ -1,0 +1,134 @@
+"""BLOOM and Falcon: fused query, key and value of each head side by side, and ALiBi (arXiv 2108.12409)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardformer.layers import HeadRowsLinear
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.shorthand import Shorthand
+from shardformer.rng import draw_per_rank
+from shardformer.stage import PassedThrough, Received, StageLayout
+
+
+class BloomPolicy(Policy):
+    """BLOOM. Every rank builds the biases of all heads and uses those of its own."""
+
+    family, prefix = "bloom", "Bloom"
+    heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    splits_sequence = False  # the residual is added inside of the regions
+    stages = StageLayout(
+        layers="h",
+        first={"word_embeddings": Received, "word_embeddings_layernorm": PassedThrough},
+        last=("ln_f",),
+        tuple_output=2,
+    )
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {"n_head": self.model.config.n_head}
+
+    def check(self) -> list[str]:
+        config = self.model.config
+        if config.pretraining_tp > 1 and config.slow_but_exact and self.tp_size > 1:
+            return [*super().check(), "slow_but_exact=True slices whole weights; use slow_but_exact=False"]
+        return super().check()
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.n_head
+        return {
+            "BloomModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "BloomAttention": ModulePolicyDescription(
+                {"num_heads": heads // self.tp_size},
+                [self._use_local_biases],
+                [
+                    *cut.column("query_key_value", num_heads=heads),
+                    *cut.row("dense", num_heads=heads),
+                    *cut.region_dropout("attention_dropout"),
+                ],
+            ),
+            "BloomMLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("dense_h_to_4h"), *cut.row("dense_4h_to_h")]
+            ),
+            "BloomBlock": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm("input_layernorm", "post_attention_layernorm")
+            ),
+            "BloomForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }
+
+    def _use_local_biases(self, attention: nn.Module) -> None:
+        """Take this rank's heads of what has a dim of all heads: ALiBi, and a mask that it was added to."""
+        heads, size = self.model.config.num_attention_heads, self.tp_size
+        if size == 1:
+            return
+        first = self.shard_config.group.rank() * (heads // size)
+
+        def local(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.dim() == 3 and value.shape[0] % heads == 0:  # [batch * heads, 1, seq]
+                return value.unflatten(0, (-1, heads))[:, first : first + heads // size].flatten(0, 1)
+            if value.dim() == 4 and value.shape[1] == heads:  # [batch, heads, seq or 1, seq]
+                return value[:, first : first + heads // size]
+            return value
+
+        def take(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            biases = {name: local(kwargs[name]) for name in ("alibi", "attention_mask") if name in kwargs}
+            return args, {**kwargs, **biases}
+
+        attention.register_forward_pre_hook(take, with_kwargs=True)
+
+
+class FalconPolicy(BloomPolicy):
+    """Falcon: one key/value head for all, one a group of heads, or one a head."""
+
+    family, prefix = "falcon", "Falcon"
+    stages = StageLayout(
+        layers="h", first={"word_embeddings": Received}, every=("rotary_emb",), last=("ln_f",), tuple_output=2
+    )
+
+    def head_counts(self) -> Mapping[str, int]:
+        config = self.model.config
+        counts = {"num_attention_heads": config.num_attention_heads}
+        return counts | ({"num_kv_heads": config.num_kv_heads} if config.new_decoder_architecture else {})
+
+    def check(self) -> list[str]:
+        return Policy.check(self)
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads = config.num_attention_heads
+        local = {"num_heads": heads // self.tp_size}
+        if config.new_decoder_architecture:
+            fused = cut.column("query_key_value", num_heads=config.num_kv_heads)
+            local["num_kv_heads"] = config.num_kv_heads // self.tp_size
+        elif config.multi_query:
+            fused = [SubModuleReplacementDescription("query_key_value", HeadRowsLinear, {"num_heads": heads})]
+        else:
+            fused = cut.column("query_key_value", num_heads=heads)
+            local["num_kv_heads"] = heads // self.tp_size
+        return {
+            "FalconModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "FalconAttention": ModulePolicyDescription(
+                local,
+                [self._use_local_biases, self._draw_per_rank],
+                [*fused, *cut.row("dense", num_heads=heads), *cut.region_dropout("attention_dropout")],
+            ),
+            "FalconMLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("dense_h_to_4h"), *cut.row("dense_4h_to_h")]
+            ),
+            "FalconDecoderLayer": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm(
+                    "input_layernorm?", "post_attention_layernorm?", "ln_attn?", "ln_mlp?"
+                )
+            ),
+            "FalconForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }
+
+    def _draw_per_rank(self, attention: nn.Module) -> None:
+        if self.tp_size > 1:  # SDPA takes the probability of the dropout module, and draws itself
+            draw_per_rank(attention, self.shard_config.group.rank())
