@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ class LossTerm:
         count: (labels, batch) -> how many values the mean is over (0-d).
         total: (outputs, labels) -> sum of the values (0-d, differentiable).
         weight: factor of this mean in the loss.
+        reads_batch: whether `total` takes the batch as a third argument.
     """
 
     labels: str
     count: Callable[[Tensor, Batch], Tensor]
-    total: Callable[[Any, Tensor], Tensor]
+    total: Callable[..., Tensor]
     weight: float = 1.0
+    reads_batch: bool = False
 
 
 class HeadLoss:
@@ -77,15 +80,17 @@ class HeadLoss:
     def weighted_sum(self, outputs: Any, batch: Batch, global_counts: Tensor) -> Tensor:
         """This batch's share of the global loss: sum of weight * total / global count (0-d)."""
         factors = torch.tensor([term.weight for term in self.terms]).to(global_counts) / global_counts.clamp(min=1.0)
-        totals = torch.stack([term.total(outputs, batch[term.labels]) for term in self.terms])
+        totals = torch.stack(
+            [term.total(outputs, batch[term.labels], *([batch] if term.reads_batch else [])) for term in self.terms]
+        )
         return (totals * factors.to(totals.dtype)).sum()
 
 
 def head_loss_of(model: nn.Module) -> HeadLoss | None:
     """The loss of the model's head by its class name, or None for a head (or a bare model) that has none."""
     name = type(model).__name__
-    if name in _NOT_SHIFTED:
-        return _masked_lm(model)
+    if name in _BY_NAME:
+        return _BY_NAME[name](model)
     for suffix, build in _BY_SUFFIX.items():
         if name.endswith(suffix):
             return build(model)
@@ -133,13 +138,30 @@ def _shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda labels: family.shift_tokens_right(labels, *tokens[:takes])
 
 
-def _pretraining(model: nn.Module) -> HeadLoss:
+def _replaced_tokens(_: nn.Module) -> HeadLoss:
+    """ELECTRA's discriminator: the mean over tokens that are not padding."""
+
+    def active(labels: Tensor, batch: Batch) -> Tensor:
+        mask = batch.get("attention_mask")
+        return torch.ones_like(labels) if mask is None else (mask == 1)
+
+    def total(outputs: Any, labels: Tensor, batch: Batch) -> Tensor:
+        logits = outputs.logits.view(labels.shape)
+        losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
+        return (losses * active(labels, batch)).sum()
+
+    return HeadLoss(LossTerm("labels", lambda labels, batch: active(labels, batch).sum(), total, reads_batch=True))
+
+
+def _pretraining(
+    model: nn.Module, pair_label: str = "next_sentence_label", pair_logits: str = "seq_relationship_logits"
+) -> HeadLoss:
     return HeadLoss(
         LossTerm("labels", _not_ignored, lambda outputs, labels: _tokens(model, outputs.prediction_logits, labels)),
         LossTerm(
-            "next_sentence_label",
+            pair_label,
             _not_ignored,
-            lambda outputs, labels: cross_entropy_sum(outputs.seq_relationship_logits.view(-1, 2), labels.view(-1)),
+            lambda outputs, labels: cross_entropy_sum(outputs[pair_logits].view(-1, 2), labels.view(-1)),
         ),
     )
 
@@ -194,10 +216,14 @@ def _question_answering(_: nn.Module) -> HeadLoss:
 
 
 # Decoders of these encoder-decoders take labels that are already those of the next token.
-_NOT_SHIFTED = frozenset(
-    f"{family}ForCausalLM"
-    for family in ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall", "Marian", "Whisper")
-)
+_NOT_SHIFTED = ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall", "Marian", "Whisper")
+
+# Heads whose loss is not that of others with their suffix.
+_BY_NAME: dict[str, Callable[[nn.Module], HeadLoss]] = {
+    **{f"{family}ForCausalLM": _masked_lm for family in _NOT_SHIFTED},
+    "ElectraForPreTraining": _replaced_tokens,
+    "AlbertForPreTraining": partial(_pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
+}
 
 # The first suffix that fits the class name counts.
 _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {

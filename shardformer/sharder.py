@@ -197,7 +197,7 @@ class ModelSharder:
         return [
             f"{path}.{index}.{inner}".rstrip(".")
             for path in paths
-            for index, layer in enumerate(self.model.get_submodule(path))
+            for index, layer in self.model.get_submodule(path).named_children()
             for inner, module in layer.named_modules()
             if any(True for _ in module.parameters(recurse=False))
         ]

@@ -154,7 +154,10 @@ class StageCut:
             start, end = self.starts[index], self.starts[index + 1] - 1
             layers = f"{self._prefix}{layout.layers}."
             if name.startswith(layers):
-                return {self._stage_of(start + int(name[len(layers) :].split(".")[0]))}
+                number = int(name[len(layers) :].split(".")[0])
+                # A list that runs its layers several times says where.
+                repeated = getattr(self.model.get_submodule(layers[:-1]), "positions_of", None)
+                return {self._stage_of(start + position) for position in (repeated(number) if repeated else [number])}
             if self._is_below(name, layout.first):
                 return {self._stage_of(max(start - 1, 0))}
             if self._is_below(name, layout.last):
@@ -216,6 +219,8 @@ class StageCut:
                 enter_at(layer, arrival, layout.carries, is_first=position == held.start)
             elif held.start == start and position == start and start > 0:
                 enter_at(layer, arrival, (), is_first=True)
+        if hasattr(layers, "keep_used"):
+            layers.keep_used()
 
     def _stand_in(self, paths: Mapping[str, type[StandIn]], runs_with: int, held: range) -> None:
         """Stand-ins for modules that run on the stage of layer number `runs_with`."""
