@@ -33,12 +33,16 @@ class LossTerm:
         count: (labels, batch) -> how many values the mean is over (0-d).
         total: (outputs, labels) -> sum of the values (0-d, differentiable).
         weight: factor of this mean in the loss.
+        is_input: whether the model's forward reads the labels, too.
+        epsilon: added to the global count.
     """
 
     labels: str
     count: Callable[[Tensor, Batch], Tensor]
     total: Callable[[Any, Tensor], Tensor]
     weight: float = 1.0
+    is_input: bool = False
+    epsilon: float = 0.0
 
 
 class HeadLoss:
@@ -53,11 +57,12 @@ class HeadLoss:
 
     @property
     def label_keys(self) -> tuple[str, ...]:
-        return tuple(term.labels for term in self.terms)
+        """The labels that the model's forward does without."""
+        return tuple(term.labels for term in self.terms if not term.is_input)
 
     def applies_to(self, batch: Batch) -> bool:
         """Whether the batch has all the labels; without them transformers returns no loss."""
-        return all(batch.get(key) is not None for key in self.label_keys)
+        return all(batch.get(term.labels) is not None for term in self.terms)
 
     def counts(self, batch: Batch) -> Tensor:
         """[terms], float64: how many values each mean is over in this batch."""
@@ -65,7 +70,8 @@ class HeadLoss:
 
     def weighted_sum(self, outputs: Any, batch: Batch, global_counts: Tensor) -> Tensor:
         """This batch's share of the global loss: sum of weight * total / global count (0-d)."""
-        factors = torch.tensor([term.weight for term in self.terms]).to(global_counts) / global_counts.clamp(min=1.0)
+        weights, epsilons = torch.tensor([(term.weight, term.epsilon) for term in self.terms]).to(global_counts).T
+        factors = weights / (global_counts + epsilons).clamp(min=1.0)
         totals = torch.stack([term.total(outputs, batch[term.labels]) for term in self.terms])
         return (totals * factors.to(totals.dtype)).sum()
 
@@ -164,6 +170,20 @@ def _question_answering(_: nn.Module) -> HeadLoss:
     return HeadLoss(term("start"), term("end"))
 
 
+def _masked_pixels(model: nn.Module) -> HeadLoss:
+    config = model.config
+    epsilon = 1e-5  # transformers divides by the masked pixels and this
+
+    def count(masked: Tensor, _: Batch) -> Tensor:
+        return masked.sum() * config.patch_size**2
+
+    def total(outputs: Any, masked: Tensor) -> Tensor:
+        # The reconstructed pixels have been compared by the model, whose mean becomes a sum again.
+        return outputs.loss * (count(masked, {}) + epsilon)
+
+    return HeadLoss(LossTerm("bool_masked_pos", count, total, is_input=True, epsilon=epsilon))
+
+
 # The first suffix that fits the class name counts.
 _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForCausalLM": _causal_lm,
@@ -175,5 +195,7 @@ _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForTokenClassification": _plain_classes,
     "ForMultipleChoice": _plain_classes,
     "ForSequenceClassification": _sequence_classification,
+    "ForImageClassification": _sequence_classification,
+    "ForMaskedImageModeling": _masked_pixels,
     "ForQuestionAnswering": _question_answering,
 }

@@ -34,7 +34,7 @@ def _model(family: str, implementation: str, dropout: float = 0.0) -> nn.Module:
 
 
 def _logits(model: nn.Module, family: str) -> Tensor:
-    batch = FAMILIES[family].batch(_head(family), 0, 4)
+    batch = FAMILIES[family].batch(_head(family), 0, 4, torch.float32)
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
