@@ -35,8 +35,8 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = {"input_ids": x if self.is_first else self.ids, "use_cache": False}
-        output = run_stage(self.model, None if self.is_first else x, inputs)
-        return output if isinstance(output, Tensor) else output.logits
+        output = run_stage(self.model, None if self.is_first else (x,), inputs)
+        return output[0] if isinstance(output, tuple) else output.logits
 
 
 def measure(repeats: int) -> dict[str, float]:

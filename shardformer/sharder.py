@@ -17,14 +17,7 @@ from shardformer.policies.registry import policy_for
 from shardformer.sequence import gather_on_entry, wrap_layers
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
-from shardformer.stage import (
-    StandIn,
-    cut_stage,
-    has_module,
-    last_modules,
-    replace_module,
-    unassigned_modules,
-)
+from shardformer.stage import StageCut, StandIn, has_module, replace_module
 
 SharedParameters = list[dict[int, Tensor]]
 
@@ -60,19 +53,25 @@ class ModelSharder:
         """
         self.policy.preprocess()
         self.check()
-        tied = tied_names(self.model)
-        stages_of_tied = [sorted({self._stage_of(name) for name in names}) for names in tied]
-        if self.config.stage_manager.num_stages > 1:
-            cut_stage(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
+        groups = alias_groups(self.model)
+        tied = [names for names in groups if len(names) > 1]
+        shared = self._names_on_several_stages(groups)
+        if self._cut is not None:
+            self._cut.apply()
         self.replace_module()
         retie(self.model, tied)
         self._annotate_the_rest()
         self.policy.postprocess()
-        return self._shared_parameters(tied, stages_of_tied)
+        return self._shared_parameters(shared)
 
     def check(self) -> None:
         """Compare the policy with the whole model before anything is changed."""
         problems = self.policy.check()
+        if self.config.sequence is not None and self.policy.stages is not None and self.policy.stages.then is not None:
+            problems.append(
+                f"enable_sequence_parallelism=True does not support the several towers of {type(self.model).__name__}; "
+                "use enable_sequence_parallelism=False"
+            )
         if self.config.stage_manager.num_stages > 1:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
@@ -88,6 +87,13 @@ class ModelSharder:
             use_sharded_attention(self.model, dist.get_rank(self.config.group))
         if self.config.sequence is not None:
             wrap_layers(self._held_layers(), self.config.sequence)
+
+    @cached_property
+    def _cut(self) -> StageCut | None:
+        """How the model is cut into stages; asked for before anything is changed."""
+        if self.config.stage_manager.num_stages == 1:
+            return None
+        return StageCut(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
 
     @cached_property
     def _table(self) -> Mapping[str, ModulePolicyDescription]:
@@ -150,12 +156,10 @@ class ModelSharder:
         layout = self.policy.stages
         if layout is None:
             return [f"{type(self.policy).__name__} does not say where stages may be cut; use pp_size=1"]
-        base = self.model.get_submodule(self.policy.base_path)
         try:
-            self.config.stage_manager.split(len(base.get_submodule(layout.layers)))
+            missing = self._cut.unassigned()
         except ValueError as error:
             return [str(error)]
-        missing = unassigned_modules(base, layout)
         return (
             [f"modules {missing} are neither first, last nor on every stage in the family's StageLayout"]
             if missing
@@ -165,6 +169,8 @@ class ModelSharder:
     def _check_table(self) -> list[str]:
         problems, claimed = [], set()
         for path, module, description in self._described():
+            if description.param_replacement:
+                claimed.add(path)
             for replacement in description.sub_module_replacement:
                 claimed.add(f"{path}.{replacement.suffix}".lstrip("."))
                 if not replacement.ignore_if_not_exist and not has_module(module, replacement.suffix):
@@ -181,15 +187,15 @@ class ModelSharder:
         return problems
 
     def _layer_modules_with_parameters(self) -> list[str]:
-        """Paths of the modules with own parameters in the first layer (all layers of a family are alike)."""
+        """Paths of the modules with own parameters inside of the layers."""
         if self.policy.stages is None:
             return []
-        prefix = ".".join(filter(None, (self.policy.base_path, self.policy.stages.layers)))
-        layers = self.model.get_submodule(prefix)
+        paths = [".".join(filter(None, (self.policy.base_path, each.layers))) for each in self.policy.stages.chain]
         return [
-            f"{prefix}.{index}.{path}"
-            for index, layer in enumerate(layers)
-            for path, module in layer.named_modules()
+            f"{path}.{index}.{inner}".rstrip(".")
+            for path in paths
+            for index, layer in enumerate(self.model.get_submodule(path))
+            for inner, module in layer.named_modules()
             if any(True for _ in module.parameters(recurse=False))
         ]
 
@@ -200,31 +206,21 @@ class ModelSharder:
         layers = base.get_submodule(self.policy.stages.layers)
         return [layer for layer in layers if not isinstance(layer, StandIn)]
 
-    def _stage_of(self, name: str) -> int:
-        """The stage that holds the parameter `name`; asked before the model is cut."""
-        manager, layout = self.config.stage_manager, self.policy.stages
-        if manager.num_stages == 1:
-            return 0
-        prefix = f"{self.policy.base_path}." if self.policy.base_path else ""
-        if any(name.startswith(f"{path}.") for path in last_modules(self.model, self.policy.base_path, layout)):
-            return manager.num_stages - 1
-        layers = f"{prefix}{layout.layers}."
-        if not name.startswith(layers):
-            return 0
-        index = int(name[len(layers) :].split(".")[0])
-        ranges = manager.split(len(self.model.get_submodule(layers[:-1])))
-        return next(stage for stage, held in enumerate(ranges) if index in held)
+    def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
+        """Parameters (all of their names) that several stages hold, and those stages; asked before the model is cut."""
+        if self._cut is None:
+            return []
+        holders = [(names, sorted(set.union(*map(self._cut.holders, names)))) for names in groups]
+        return [(names, stages) for names, stages in holders if len(stages) > 1]
 
-    def _shared_parameters(self, tied: list[list[str]], stages: list[list[int]]) -> SharedParameters:
+    def _shared_parameters(self, shared: list[tuple[list[str], list[int]]]) -> SharedParameters:
         here = self.config.stage_manager.stage
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        shared = []
-        for names, holders in zip(tied, stages, strict=True):
-            if len(holders) < 2:
-                continue
+        result = []
+        for names, stages in shared:
             local = next((parameters[name] for name in names if name in parameters), None)
-            shared.append({stage: local if stage == here else torch.empty(0, device="meta") for stage in holders})
-        return shared
+            result.append({stage: local if stage == here else torch.empty(0, device="meta") for stage in stages})
+        return result
 
 
 def _is_elsewhere(module: nn.Module, path: str) -> bool:
@@ -232,12 +228,17 @@ def _is_elsewhere(module: nn.Module, path: str) -> bool:
     return isinstance(module.get_submodule(path), StandIn)
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one parameter, in the model's order."""
+def alias_groups(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, in the model's order."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
+    return list(groups.values())
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of names that are one parameter, in the model's order."""
+    return [names for names in alias_groups(model) if len(names) > 1]
 
 
 def retie(model: nn.Module, tied: list[list[str]]) -> None:

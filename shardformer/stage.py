@@ -1,19 +1,48 @@
 """Pipeline stages cut from an unmodified transformers model.
 
-A stage runs the model's own forward. Layers before its range are `Skipped`, the embedding of a later stage is
-`Received` (it returns what arrived), and the first layer after the range is a `Boundary`, which ends the pass with the
-hidden state, so that no head ever sees one. Names stay `layers.7.*` on every stage. Masks, positions and rotary
-tables are recomputed from the batch, which every stage has; only hidden states travel.
+A stage runs the model's own forward. Layers before its range are `Skipped`, embeddings of earlier stages are
+`Received`, and the first layer after the range is a `Boundary`, which ends the pass with the hidden state, so that no
+head ever sees one. Names stay `layers.7.*` on every stage. Masks, positions and rotary tables are recomputed from the
+batch, which every stage has; only hidden states travel, and what later layers read of an earlier tower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+
+from shardformer.stand_ins import (
+    AddsNothing,
+    Arrival,
+    Boundary,
+    Elsewhere,
+    Finished,
+    Message,
+    PassedThrough,
+    Received,
+    Skipped,
+    StageBoundary,
+    StandIn,
+    enter_at,
+    keep_output,
+)
+
+__all__ = [
+    "AddsNothing",
+    "Elsewhere",
+    "PassedThrough",
+    "PipelineStageManager",
+    "Received",
+    "StageCut",
+    "StageLayout",
+    "StandIn",
+    "has_module",
+    "replace_module",
+    "run_stage",
+]
 
 
 @dataclass(frozen=True)
@@ -69,142 +98,151 @@ class PipelineStageManager:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Where a family may be cut. Paths are relative to the base model.
+    """Where a family may be cut: a list of layers and what is around it. Paths are relative to the base model.
 
     Attributes:
         layers: path of the layer list.
-        first: modules of the first stage and what stands in for them on later stages.
-        every: modules that every stage needs.
+        first: modules that run before these layers and what stands in for them on later stages.
+        every: modules, or single parameters, that every stage needs; parameters among them are shared by the stages.
         last: modules behind the layers; the modules of a head class around the base model always are.
-        tuple_output: whether a layer returns a tuple whose first element is the hidden state.
+        tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number for one of so
+            many elements.
+        carries: names of inputs of the layers that an earlier layer has computed (T5's position bias): they travel.
+        done: towers that are finished behind these layers: path -> fields of their output that later layers read.
+        then: the layout of the list of layers that runs next.
     """
 
     layers: str
-    first: Mapping[str, type[nn.Module]]
+    first: Mapping[str, type[StandIn]] = field(default_factory=dict)
     every: Sequence[str] = ()
     last: Sequence[str] = ()
-    tuple_output: bool = False
+    tuple_output: bool | int = False
+    carries: Sequence[str] = ()
+    done: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    then: StageLayout | None = None
+
+    @property
+    def chain(self) -> list[StageLayout]:
+        """This layout and those that follow it."""
+        return [self, *(self.then.chain if self.then is not None else ())]
 
 
-class StageBoundary(Exception):
-    """Ends the forward pass of a stage; carries the hidden state that the next stage receives."""
+class StageCut:
+    """How one model is cut. All questions about places are answered before the model is changed.
 
-    def __init__(self, hidden_states: Tensor) -> None:
-        super().__init__("end of the pipeline stage")
-        self.hidden_states = hidden_states
+    Args:
+        model: the whole model.
+        base_path: path of the base model inside it ("" for a bare base model).
+        layout: where the family may be cut.
+        manager: which stage this is.
+    """
 
+    def __init__(self, model: nn.Module, base_path: str, layout: StageLayout, manager: PipelineStageManager) -> None:
+        self.model, self.manager, self.lists = model, manager, layout.chain
+        self._prefix = f"{base_path}." if base_path else ""
+        base = model.get_submodule(base_path)
+        sizes = [len(base.get_submodule(each.layers)) for each in self.lists]
+        self.starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+        self.ranges = manager.split(self.starts[-1])
+        self._head = [] if not base_path else [n for n, _ in model.named_children() if n != base_path.split(".")[0]]
 
-class StandIn(nn.Module):
-    """Stands for a module that lives on another stage."""
+    def holders(self, name: str) -> set[int]:
+        """The stages that hold the module or parameter `name` of the whole model."""
+        for index, layout in enumerate(self.lists):
+            start, end = self.starts[index], self.starts[index + 1] - 1
+            layers = f"{self._prefix}{layout.layers}."
+            if name.startswith(layers):
+                return {self._stage_of(start + int(name[len(layers) :].split(".")[0]))}
+            if self._is_below(name, layout.first):
+                return {self._stage_of(max(start - 1, 0))}
+            if self._is_below(name, layout.last):
+                return {self._stage_of(end)}
+        if any(name == head or name.startswith(f"{head}.") for head in self._head):
+            return {self.manager.num_stages - 1}
+        return set(range(self.manager.num_stages))
 
+    def unassigned(self) -> list[str]:
+        """Modules of the base model with parameters, and single parameters of it, that the layout names nowhere."""
+        named = [path for each in self.lists for path in (each.layers, *each.first, *each.every, *each.last)]
+        return sorted(
+            {
+                name.rpartition(".")[0] or name
+                for name, _ in self.model.named_parameters()
+                if name.startswith(self._prefix) and not self._is_below(name, named)
+            }
+        )
 
-class Received(StandIn):
-    """Stands for the embedding on a later stage: the first call of a pass returns what arrived, others add nothing."""
+    def apply(self) -> None:
+        """Keep this stage's modules and put stand-ins in the place of all others."""
+        held = self.ranges[self.manager.stage]
+        arrival = Arrival(*self._travels_to(held.start))
+        outgoing = self._travels_to(held.stop)
+        for index, layout in enumerate(self.lists):
+            self._cut_layers(index, held, arrival, outgoing)
+            self._stand_in(layout.first, max(self.starts[index] - 1, 0), held)
+            self._stand_in(dict.fromkeys(layout.last, PassedThrough), self.starts[index + 1] - 1, held)
+            for path, fields in layout.done.items():
+                if self.starts[index + 1] <= held.start:
+                    replace_module(self.model, self._prefix + path, Finished(path, fields))
+                else:
+                    keep_output(self.model.get_submodule(self._prefix + path), path, fields, arrival)
+        if not self.manager.is_last:
+            for name in self._head:
+                replace_module(self.model, name, Elsewhere())
+        for module in self.model.modules():
+            if isinstance(module, StandIn):
+                module.arrival = arrival
+        self.model.stage_arrival = arrival
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation: Tensor | None = None
+    def held_layers(self) -> list[nn.Module]:
+        """The layers of this stage, in order."""
+        lists = [self.model.get_submodule(self._prefix + each.layers) for each in self.lists]
+        return [layer for layers in lists for layer in layers if not isinstance(layer, StandIn)]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        activation, self.activation = self.activation, None
-        return activation if activation is not None else torch.zeros(())
+    def _cut_layers(self, index: int, held: range, arrival: Arrival, outgoing: tuple) -> None:
+        layout, start = self.lists[index], self.starts[index]
+        layers = self.model.get_submodule(self._prefix + layout.layers)
+        for position, layer in enumerate(list(layers), start=start):
+            if position < held.start:
+                layers[position - start] = Skipped(int(layout.tuple_output))
+            elif position == held.stop:
+                layers[position - start] = Boundary(layer, *outgoing)
+            elif position > held.stop:
+                layers[position - start] = Elsewhere()
+            elif held.start > start:
+                enter_at(layer, arrival, layout.carries, is_first=position == held.start)
+            elif held.start == start and position == start and start > 0:
+                enter_at(layer, arrival, (), is_first=True)
 
+    def _stand_in(self, paths: Mapping[str, type[StandIn]], runs_with: int, held: range) -> None:
+        """Stand-ins for modules that run on the stage of layer number `runs_with`."""
+        if runs_with in held:
+            return
+        for path, stand_in in paths.items():
+            if has_module(self.model, self._prefix + path):
+                new = stand_in() if runs_with < held.start else Elsewhere()
+                replace_module(self.model, self._prefix + path, new)
 
-class AddsNothing(StandIn):
-    """Stands for an embedding that is added to another: its share is already in what arrived."""
+    def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:
+        """What travels to a stage that starts at layer number `position`, beside the hidden state."""
+        if not 0 < position < self.starts[-1]:
+            return [], []
+        index = max(i for i, start in enumerate(self.starts[:-1]) if start <= position)
+        carries = list(self.lists[index].carries) if position > self.starts[index] else []
+        finished = self.lists[:index]
+        return carries, [(path, name) for each in finished for path, names in each.done.items() for name in names]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros(())
+    def _stage_of(self, layer: int) -> int:
+        return next(stage for stage, held in enumerate(self.ranges) if layer in held)
 
-
-class PassedThrough(StandIn):
-    """Stands for a module that the first stage has already applied (an embedding's norm or dropout)."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x
-
-
-class Skipped(StandIn):
-    """Stands for a layer of an earlier stage."""
-
-    def __init__(self, tuple_output: bool) -> None:
-        super().__init__()
-        self.tuple_output = tuple_output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden_states = _hidden_states(args, kwargs)
-        return (hidden_states,) if self.tuple_output else hidden_states
-
-
-class Boundary(StandIn):
-    """Stands for the first layer of the next stage."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise StageBoundary(_hidden_states(args, kwargs))
-
-
-class Elsewhere(StandIn):
-    """Stands for a module of another stage that this stage's pass never reaches."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
-
-
-def _hidden_states(args: tuple, kwargs: dict) -> Tensor:
-    return args[0] if args else kwargs["hidden_states"]
+    def _is_below(self, name: str, paths: Sequence[str] | Mapping[str, Any]) -> bool:
+        return any(name == self._prefix + path or name.startswith(f"{self._prefix}{path}.") for path in paths)
 
 
 def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
     """Put `new` in the place of the module at `path`."""
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, new)
-
-
-def cut_stage(model: nn.Module, base_path: str, layout: StageLayout, manager: PipelineStageManager) -> None:
-    """Keep this stage's modules of `model` and put stand-ins in the place of all others.
-
-    Args:
-        model: the whole model, changed in place.
-        base_path: path of the base model inside it ("" for a bare base model).
-        layout: where the family may be cut.
-        manager: which stage this is.
-    """
-    base = model.get_submodule(base_path)
-    layers = base.get_submodule(layout.layers)
-    held = manager.split(len(layers))[manager.stage]
-    for index in range(len(layers)):
-        if index < held.start:
-            layers[index] = Skipped(layout.tuple_output)
-        elif index >= held.stop:
-            layers[index] = Boundary() if index == held.stop else Elsewhere()
-    if not manager.is_first:
-        for path, stand_in in layout.first.items():
-            if has_module(base, path):
-                replace_module(base, path, stand_in())
-    if not manager.is_last:
-        for path in last_modules(model, base_path, layout):
-            replace_module(model, path, Elsewhere())
-
-
-def last_modules(model: nn.Module, base_path: str, layout: StageLayout) -> list[str]:
-    """Paths of the modules behind the layers: those the layout names, and a head class's own."""
-    prefix = f"{base_path}." if base_path else ""
-    base = model.get_submodule(base_path)
-    paths = [prefix + path for path in layout.last if has_module(base, path)]
-    if base_path:
-        paths += [name for name, _ in model.named_children() if name != base_path.split(".")[0]]
-    return paths
-
-
-def unassigned_modules(base: nn.Module, layout: StageLayout) -> list[str]:
-    """Leaf modules with parameters outside the layers that the layout names nowhere."""
-    named = [layout.layers, *layout.first, *layout.every, *layout.last]
-    return [
-        path
-        for path, module in base.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-        and not any(path == name or path.startswith(f"{name}.") for name in named)
-    ]
 
 
 def has_module(root: nn.Module, path: str) -> bool:
@@ -216,26 +254,24 @@ def has_module(root: nn.Module, path: str) -> bool:
     return True
 
 
-def received_modules(model: nn.Module) -> Iterator[Received]:
-    """The entrance of this stage."""
-    return (module for module in model.modules() if isinstance(module, Received))
-
-
-def run_stage(model: nn.Module, arrived: Tensor | None, inputs: Mapping[str, Any]) -> Any:
+def run_stage(model: nn.Module, message: Message | None, inputs: Mapping[str, Any]) -> Any:
     """Run one pass of the stage that `model` is.
 
     Args:
-        model: the model, cut by `cut_stage`.
-        arrived: hidden state from the stage before, [batch, seq, hidden]; None on the first stage.
+        model: the model, cut by `StageCut`.
+        message: from the stage before, the hidden state [batch, seq, hidden] first; None on the first stage.
         inputs: the keyword arguments of the model's forward, the same on every stage.
 
     Returns:
-        The hidden state for the next stage, or the model's own output on the last stage.
+        The message for the next stage, or the model's own output on the last stage.
     """
-    if arrived is not None:
-        for module in received_modules(model):
-            module.activation = arrived
+    arrival = getattr(model, "stage_arrival", None)
+    if arrival is not None:
+        arrival.begin(message)
     try:
         return model(**inputs)
     except StageBoundary as boundary:
-        return boundary.hidden_states
+        return boundary.message
+    finally:
+        if arrival is not None:
+            arrival.begin(None)

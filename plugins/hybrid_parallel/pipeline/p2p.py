@@ -1,8 +1,9 @@
 """Point-to-point communication between neighbouring stages.
 
 Receives are posted ahead and waited for when the tensor is needed; sends are never waited for until the end of the
-step. A stage's output may have any shape: the first time two neighbours see a micro-batch of some signature, a small
-header with shapes and dtypes travels ahead; later ones are known on both sides.
+step. A message is the hidden state and what else a stage's layers need, some of it None. It may have any shapes: the
+first time two neighbours see a micro-batch of some signature, a small header with shapes and dtypes travels ahead;
+later ones are known on both sides.
 """
 
 from __future__ import annotations
@@ -15,49 +16,74 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardformer.stand_ins import Message
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _MAX_DIMS = 6
-_HEADER_LENGTH = 2 + _MAX_DIMS  # dtype, number of dims, dims
+_MAX_TENSORS = 12
+_SPEC_LENGTH = 3 + _MAX_DIMS  # dtype, whether a gradient comes back, number of dims, dims
+_HEADER_LENGTH = 1 + _MAX_TENSORS * _SPEC_LENGTH
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that travels."""
+    """Shape and dtype of a tensor that travels, and whether its gradient comes back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    needs_grad: bool = False
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
-        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def to_header(self) -> Tensor:
-        dims = [*self.shape, *[0] * (_MAX_DIMS - len(self.shape))]
-        return torch.tensor([_DTYPES.index(self.dtype), len(self.shape), *dims])
 
-    @staticmethod
-    def from_header(header: Tensor) -> TensorSpec:
-        dtype, num_dims, *dims = header.tolist()
-        return TensorSpec(tuple(dims[:num_dims]), _DTYPES[dtype])
+Specs = tuple[TensorSpec | None, ...]
+
+
+def specs_of(message: Message) -> Specs:
+    """What a message looks like."""
+    return tuple(None if tensor is None else TensorSpec.of(tensor) for tensor in message)
+
+
+def to_header(specs: Specs) -> Tensor:
+    """A tensor of fixed size that describes a message of up to 12 tensors."""
+    header = torch.full((_HEADER_LENGTH,), -1, dtype=torch.int64)
+    header[0] = len(specs)
+    for row, spec in zip(header[1:].view(_MAX_TENSORS, _SPEC_LENGTH), specs, strict=False):
+        if spec is not None:
+            values = [_DTYPES.index(spec.dtype), int(spec.needs_grad), len(spec.shape), *spec.shape]
+            row[: len(values)] = torch.tensor(values)
+    return header
+
+
+def from_header(header: Tensor) -> Specs:
+    """The inverse of `to_header`."""
+    count, rows = int(header[0]), header[1:].view(_MAX_TENSORS, _SPEC_LENGTH).tolist()
+    return tuple(
+        None if dtype < 0 else TensorSpec(tuple(dims[:num_dims]), _DTYPES[dtype], bool(needs_grad))
+        for dtype, needs_grad, num_dims, *dims in rows[:count]
+    )
 
 
 class PendingReceive:
     """A receive that has been posted."""
 
-    def __init__(self, tensor: Tensor, work: Any, what: str) -> None:
-        self.tensor, self.work, self.what = tensor, work, what
+    def __init__(self, message: Message, works: list[Any], what: str) -> None:
+        self.message, self.works, self.what = message, works, what
 
-    def wait(self) -> Tensor:
-        """The tensor, once it is here.
+    def wait(self) -> Message:
+        """The message, once it is here.
 
         Raises:
             RuntimeError: it did not come, with who was waiting for what.
         """
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"rank {dist.get_rank()} waited in vain for {self.what}: {error}") from error
-        return self.tensor
+        return self.message
 
 
 class Channel:
@@ -72,37 +98,45 @@ class Channel:
 
     def __init__(self, peer: int, group: ProcessGroup, device: torch.device, name: str) -> None:
         self.peer, self.group, self.device, self.name = peer, group, device, name
-        self._known: dict[tuple, TensorSpec] = {}
+        self._known: dict[tuple, Specs] = {}
         self._sends: list[tuple[Any, Tensor]] = []
 
-    def send(self, tensor: Tensor, key: tuple) -> None:
-        """Send a tensor for a micro-batch of signature `key`; returns at once."""
+    def send(self, message: Message, key: tuple) -> None:
+        """Send tensors for a micro-batch of signature `key`; returns at once."""
         if key not in self._known:
-            self._known[key] = TensorSpec.of(tensor)
-            self._isend(self._known[key].to_header())
-        self._isend(tensor.detach().contiguous())
+            self._known[key] = specs_of(message)
+            self._isend(to_header(self._known[key]))
+        for tensor in message:
+            if tensor is not None:
+                self._isend(tensor.detach().contiguous())
 
-    def post_receive(self, key: tuple, microbatch: int, spec: TensorSpec | None = None) -> PendingReceive:
-        """Post the receive of the next tensor; `spec` where this side knows it (a gradient is like its activation)."""
+    def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> PendingReceive:
+        """Post the receive of the next message; `specs` where this side knows them (gradients are like activations)."""
         what = f"{self.name} of micro-batch {microbatch} from rank {self.peer}"
-        if spec is None:
-            spec = self._known.get(key)
-        if spec is None:
+        if specs is None:
+            specs = self._known.get(key)
+        if specs is None:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
             work = dist.irecv(header, self.peer, group=self.group)
-            spec = self._known[key] = TensorSpec.from_header(
-                PendingReceive(header, work, f"the shape of {what}").wait()
-            )
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        return PendingReceive(tensor, dist.irecv(tensor, self.peer, group=self.group), what)
+            PendingReceive((header,), [work], f"the shape of {what}").wait()
+            specs = self._known[key] = from_header(header)
+        message = tuple(
+            None if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
+        )
+        works = [dist.irecv(tensor, self.peer, group=self.group) for tensor in message if tensor is not None]
+        return PendingReceive(message, works, what)
+
+    def specs(self, key: tuple) -> Specs:
+        """What a message for a micro-batch of signature `key` looks like, once one was sent or received."""
+        return self._known[key]
 
     def knows(self, key: tuple) -> bool:
         """Whether a receive can be posted without waiting for a header."""
         return key in self._known
 
-    def mark_known(self, key: tuple, spec: TensorSpec) -> None:
-        """Both sides know the shape without a header (gradients)."""
-        self._known[key] = spec
+    def mark_known(self, key: tuple, specs: Specs) -> None:
+        """Both sides know the shapes without a header (gradients)."""
+        self._known[key] = specs
 
     def release(self) -> None:
         """Let go of the tensors whose sends are complete."""

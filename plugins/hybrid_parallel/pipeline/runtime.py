@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.microbatch import signature
-from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, TensorSpec
+from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from shardformer.stage import run_stage
 
@@ -93,11 +93,12 @@ class _Step:
     ) -> None:
         self.runtime, self.microbatches = runtime, microbatches
         self.loss_function, self.scale = loss_function, scale
-        self.keys = [signature(microbatch) for microbatch in microbatches]
+        # Whether gradients come back is part of what both sides know of a message.
+        self.keys = [(signature(microbatch), torch.is_grad_enabled()) for microbatch in microbatches]
         self.posted: dict[Action, PendingReceive] = {}
-        self.arrived: dict[int, Tensor] = {}
-        # A GradientEdge instead of the tensor: an activation is freed as soon as it is sent.
-        self.roots: dict[int, tuple[GradientEdge, TensorSpec] | Tensor | None] = {}
+        self.arrived: dict[int, list[Tensor]] = {}  # the tensors whose gradients go back
+        # Edges instead of tensors: an activation is freed as soon as it is sent.
+        self.roots: dict[int, tuple[list[GradientEdge], Specs] | Tensor | None] = {}
 
     def post_receive(self, action: Action, only_if_known: bool = False) -> None:
         """Post the receive that `action` waits for, if there is one."""
@@ -108,8 +109,8 @@ class _Step:
             if not only_if_known or runtime.activations_in.knows(self.keys[index]):
                 self.posted[action] = runtime.activations_in.post_receive(self.keys[index], index)
         elif action.kind is Kind.BACKWARD and runtime.gradients_in is not None and index in self.roots:
-            _, spec = self.roots[index]
-            self.posted[action] = runtime.gradients_in.post_receive(self.keys[index], index, spec)
+            _, specs = self.roots[index]
+            self.posted[action] = runtime.gradients_in.post_receive(self.keys[index], index, specs)
 
     def run(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
@@ -120,22 +121,24 @@ class _Step:
 
     def _forward(self, action: Action) -> None:
         runtime, index = self.runtime, action.microbatch
-        arrived = None
+        key, trains = self.keys[index], torch.is_grad_enabled()
+        message = None
         if not runtime.is_first:
-            arrived = self.posted.pop(action).wait()
-            if torch.is_grad_enabled() and arrived.is_floating_point():
-                self.arrived[index] = arrived.requires_grad_()
-        inputs = self.microbatches[index]
-        if arrived is not None and inputs.get("inputs_embeds") is not None:
-            # A model that is given embeddings never calls the stand-in for its own.
-            inputs = {**inputs, "inputs_embeds": arrived}
-        output = run_stage(runtime.module, arrived, inputs)
+            message = self.posted.pop(action).wait()
+            if trains:
+                specs = runtime.activations_in.specs(key)
+                self.arrived[index] = [
+                    tensor.requires_grad_() for tensor, spec in zip(message, specs, strict=True) if _needs_grad(spec)
+                ]
+        output = run_stage(runtime.module, message, self.microbatches[index])
         if runtime.is_last:
             self.roots[index] = self.loss_function(output, index)
             return
-        runtime.activations_out.send(output, self.keys[index])
-        if torch.is_grad_enabled():
-            self.roots[index] = (get_gradient_edge(output), TensorSpec.of(output))
+        runtime.activations_out.send(output, key)
+        if trains:
+            differentiable = [tensor for tensor in output if tensor is not None and tensor.requires_grad]
+            edges = [get_gradient_edge(tensor) for tensor in differentiable]
+            self.roots[index] = (edges, specs_of(differentiable))
 
     def _backward(self, action: Action) -> None:
         runtime, index = self.runtime, action.microbatch
@@ -143,9 +146,16 @@ class _Step:
         if runtime.is_last:
             (root * self.scale if self.scale != 1.0 else root).backward()
         else:
-            edge, _ = root
-            torch.autograd.backward((edge,), (self.posted.pop(action).wait(),))
+            edges, _ = root
+            grads = self.posted.pop(action).wait()
+            if edges:
+                torch.autograd.backward(tuple(edges), grads)
         if not runtime.is_first:
             arrived = self.arrived.pop(index)
-            runtime.gradients_out.mark_known(self.keys[index], TensorSpec.of(arrived))
-            runtime.gradients_out.send(arrived.grad, self.keys[index])
+            runtime.gradients_out.mark_known(self.keys[index], specs_of(arrived))
+            grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in arrived)
+            runtime.gradients_out.send(grads, self.keys[index])
+
+
+def _needs_grad(spec: TensorSpec | None) -> bool:
+    return spec is not None and spec.needs_grad

@@ -80,6 +80,7 @@ class Bucket:
         sum_groups: further groups over which the gradients are partial sums (tensor-parallel, tied stages).
         counted: whether this rank counts these parameters in the global norm.
         masters: full-precision values of parameters that were cast down.
+        tied_group: the one of `sum_groups` whose ranks are pipeline stages that hold the same parameters, or None.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class Bucket:
         sum_groups: Sequence[ProcessGroup],
         counted: bool,
         masters: dict[nn.Parameter, Tensor],
+        tied_group: ProcessGroup | None = None,
     ) -> None:
         self.params, self.options, self.group_index = list(params), options, group_index
-        self.sum_groups, self.counted = list(sum_groups), counted
+        self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
         self.offsets, size = _offsets([param.numel() for param in params], options)
         self.shard_size = size // options.num_shards
         dtype, device = params[0].dtype, params[0].device

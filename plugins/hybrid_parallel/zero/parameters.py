@@ -68,10 +68,11 @@ def build_buckets(
         # Tied buckets last and in one order: two stages wait for each other there, never in the middle.
         for (order, _, grad_group, is_owner), members in sorted(kinds.items(), key=lambda item: item[0][0]):
             tie = tied[members[0]] if order >= 0 else None
-            sum_groups = [group for group in (grad_group, tie.group if tie else None) if group is not None]
+            tied_group = tie.group if tie else None
+            sum_groups = [group for group in (grad_group, tied_group) if group is not None]
             counted = is_owner and counts_replicas and (tie is None or tie.counted)
             for chunk in _chunks(members, options.bucket_bytes):
-                buckets.append(Bucket(chunk, options, group_index, sum_groups, counted, masters))
+                buckets.append(Bucket(chunk, options, group_index, sum_groups, counted, masters, tied_group))
     return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
 
 

@@ -59,6 +59,8 @@ class GradientReducer:
         # collectives of a group have to come in one order on all of its ranks.
         used = self._agree_on_used()
         for bucket, indices in zip(self.buckets, used, strict=True):
+            if bucket.tied_group is not None:
+                indices = self._agree_with_stages(bucket, indices)
             bucket.finish(indices, factor)
 
     def _hook(self, number: int, index: int) -> object:
@@ -79,6 +81,14 @@ class GradientReducer:
                 return
             self.buckets[self._next].launch()
             self._next += 1
+
+    @staticmethod
+    def _agree_with_stages(bucket: Bucket, used: set[int]) -> set[int]:
+        """Which parameters of a bucket have a gradient on any of the stages that hold them."""
+        flags = torch.zeros(len(bucket.params), dtype=torch.int32)
+        flags[list(used)] = 1
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.tied_group)
+        return set(flags.nonzero().flatten().tolist())
 
     def _agree_on_used(self) -> list[set[int]]:
         """Which parameters have a gradient on any data-parallel rank; the others keep None, as in plain torch."""

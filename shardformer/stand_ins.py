@@ -1,0 +1,174 @@
+"""What stands on a pipeline stage in the place of modules that live on others, and what travels between stages.
+
+All stand-ins of a model share one `Arrival`. What arrived is put in front of the first layer that the stage holds, so
+that whatever the model computes before it on a later stage (masks from shapes, scaled embeddings, norms) only has to
+fit in shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+Message = tuple[Tensor | None, ...]
+
+
+class Arrival:
+    """What comes from the stage before and what the next one gets, in the pass in progress.
+
+    Attributes:
+        hidden: the hidden state of the layers, [batch, seq, hidden].
+        carried: further inputs of the layers, by name.
+        kept: outputs of modules that are finished, (path, field) -> value.
+    """
+
+    def __init__(self, carries: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()) -> None:
+        self._carries, self._keeps = tuple(carries), tuple(keeps)
+        self.hidden: Tensor | None = None
+        self.carried: dict[str, Tensor | None] = {}
+        self.kept: dict[tuple[str, str], Tensor | None] = {}
+
+    def begin(self, message: Message | None) -> None:
+        """Take what arrived; None on the first stage."""
+        self.hidden, self.carried, self.kept = None, {}, {}
+        if message is None:
+            return
+        self.hidden, *rest = message
+        self.carried = dict(zip(self._carries, rest[: len(self._carries)], strict=True))
+        self.kept = dict(zip(self._keeps, rest[len(self._carries) :], strict=True))
+
+    def dummy(self) -> Tensor:
+        """A tensor of the hidden state's shape, without a gradient."""
+        return torch.zeros(()) if self.hidden is None else self.hidden.detach()
+
+
+class StageBoundary(Exception):
+    """Ends the forward pass of a stage; carries what the next stage receives."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__("end of the pipeline stage")
+        self.message = message
+
+
+class LayerInputs:
+    """Finds the inputs of a layer by name, wherever the caller put them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.names = list(inspect.signature(layer.forward).parameters)
+
+    def get(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        index = self.names.index(name)
+        return args[index] if index < len(args) else kwargs.get(name)
+
+    def put(self, name: str, value: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        index = self.names.index(name)
+        if index < len(args):
+            return (*args[:index], value, *args[index + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+
+class StandIn(nn.Module):
+    """Stands for a module that lives on another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrival = Arrival()
+
+
+class Received(StandIn):
+    """Stands for an embedding on a later stage: returns a hidden state of the right shape."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.arrival.dummy()
+
+
+class AddsNothing(StandIn):
+    """Stands for an embedding that is added to another: its share is already in what arrived."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(())
+
+
+class PassedThrough(StandIn):
+    """Stands for a module that an earlier stage has already applied (an embedding's norm or dropout)."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+class Finished(StandIn):
+    """Stands for a whole tower (an encoder) that earlier stages have run: returns what it returned there."""
+
+    def __init__(self, path: str, fields: Sequence[str]) -> None:
+        super().__init__()
+        self.path, self.fields = path, tuple(fields)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        return BaseModelOutputWithPooling(**{field: self.arrival.kept[self.path, field] for field in self.fields})
+
+
+class Skipped(StandIn):
+    """Stands for a layer of an earlier stage; `num_outputs` elements of a tuple, or 0 for the bare hidden state."""
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__()
+        self.num_outputs = num_outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_states = args[0] if args else next(iter(kwargs.values()))
+        return (hidden_states, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden_states
+
+
+class Boundary(StandIn):
+    """Stands for the first layer of the next stage: ends the pass with what that stage needs."""
+
+    def __init__(self, layer: nn.Module, carries: Sequence[str], keeps: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self.inputs, self.carries, self.keeps = LayerInputs(layer), tuple(carries), tuple(keeps)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        hidden = self.inputs.get(self.inputs.names[0], args, kwargs)
+        carried = [self.inputs.get(name, args, kwargs) for name in self.carries]
+        raise StageBoundary((hidden, *carried, *[self.arrival.kept.get(key) for key in self.keeps]))
+
+
+class Elsewhere(StandIn):
+    """Stands for a module of another stage that this stage's pass never reaches."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
+
+
+def enter_at(layer: nn.Module, arrival: Arrival, carries: Sequence[str], is_first: bool) -> None:
+    """Let `layer` read what arrived: the carried inputs, and the hidden state where it is the stage's first layer.
+
+    Its class is derived from, because hooks run inside of activation checkpointing, where a recomputation would read
+    what arrived for another micro-batch.
+    """
+    inputs, native = LayerInputs(layer), type(layer)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        values = {name: arrival.carried[name] for name in carries}
+        if is_first:
+            values[inputs.names[0]] = arrival.hidden
+        for name, value in values.items():
+            args, kwargs = inputs.put(name, value, args, kwargs)
+        return native.__call__(self, *args, **kwargs)
+
+    layer.__class__ = type(native.__name__, (native,), {"__call__": call, "__module__": native.__module__})
+
+
+def keep_output(module: nn.Module, path: str, fields: Sequence[str], arrival: Arrival) -> None:
+    """Remember the fields of the output of `module`, which stages behind it need."""
+
+    def remember(_: nn.Module, __: tuple, output: Any) -> None:
+        for field in fields:
+            arrival.kept[path, field] = output[field]
+
+    module.register_forward_hook(remember)
