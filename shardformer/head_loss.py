@@ -35,6 +35,7 @@ class LossTerm:
         weight: factor of this mean in the loss.
         is_input: whether the model's forward reads the labels, too.
         epsilon: added to the global count.
+        prepare: (labels, batch) -> the labels as `count` and `total` take them; None for as they are.
     """
 
     labels: str
@@ -43,6 +44,12 @@ class LossTerm:
     weight: float = 1.0
     is_input: bool = False
     epsilon: float = 0.0
+    prepare: Callable[[Tensor, Batch], Tensor] | None = None
+
+    def labels_of(self, batch: Batch) -> Tensor:
+        """The labels of a batch, as `count` and `total` take them."""
+        labels = batch[self.labels]
+        return labels if self.prepare is None else self.prepare(labels, batch)
 
 
 class HeadLoss:
@@ -66,13 +73,13 @@ class HeadLoss:
 
     def counts(self, batch: Batch) -> Tensor:
         """[terms], float64: how many values each mean is over in this batch."""
-        return torch.stack([term.count(batch[term.labels], batch).double() for term in self.terms])
+        return torch.stack([term.count(term.labels_of(batch), batch).double() for term in self.terms])
 
     def weighted_sum(self, outputs: Any, batch: Batch, global_counts: Tensor) -> Tensor:
         """This batch's share of the global loss: sum of weight * total / global count (0-d)."""
         weights, epsilons = torch.tensor([(term.weight, term.epsilon) for term in self.terms]).to(global_counts).T
         factors = weights / (global_counts + epsilons).clamp(min=1.0)
-        totals = torch.stack([term.total(outputs, batch[term.labels]) for term in self.terms])
+        totals = torch.stack([term.total(outputs, term.labels_of(batch)) for term in self.terms])
         return (totals * factors.to(totals.dtype)).sum()
 
 
@@ -184,6 +191,38 @@ def _masked_pixels(model: nn.Module) -> HeadLoss:
     return HeadLoss(LossTerm("bool_masked_pos", count, total, is_input=True, epsilon=epsilon))
 
 
+def _masked_visual_tokens(model: nn.Module) -> HeadLoss:
+    def of_patches(labels: Tensor, batch: Batch) -> Tensor:
+        """[rows, patches], also from transformers' list of the masked patches of all samples."""
+        if labels.dim() == 2:
+            return labels
+        masked = batch["bool_masked_pos"].bool()  # [rows, patches]
+        if labels.numel() != int(masked.sum()):
+            raise ValueError(
+                f"labels is a list of {labels.numel()} masked patches where a micro-batch has {int(masked.sum())}; "
+                f"a list cannot be cut into micro-batches: give labels of shape [rows, patches], {IGNORE_INDEX} where "
+                "nothing is masked, or use num_microbatches=1"
+            )
+        return labels.new_full(masked.shape, IGNORE_INDEX).masked_scatter(masked, labels)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        return _tokens(model, outputs.logits, labels)
+
+    return HeadLoss(LossTerm("labels", _not_ignored, total, prepare=of_patches))
+
+
+def _segmentation(model: nn.Module) -> HeadLoss:
+    def count(labels: Tensor, _: Batch) -> Tensor:
+        return (labels != model.config.semantic_loss_ignore_index).sum()
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        # The logits of the auxiliary head are not among the outputs: the model's mean becomes a sum again.
+        pixels = int(count(labels, {}))
+        return outputs.loss * pixels if pixels else outputs.logits.sum() * 0.0
+
+    return HeadLoss(LossTerm("labels", count, total, is_input=True))
+
+
 # The first suffix that fits the class name counts.
 _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForCausalLM": _causal_lm,
@@ -196,6 +235,8 @@ _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForMultipleChoice": _plain_classes,
     "ForSequenceClassification": _sequence_classification,
     "ForImageClassification": _sequence_classification,
+    "BeitForMaskedImageModeling": _masked_visual_tokens,
     "ForMaskedImageModeling": _masked_pixels,
+    "ForSemanticSegmentation": _segmentation,
     "ForQuestionAnswering": _question_answering,
 }

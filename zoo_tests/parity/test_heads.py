@@ -18,9 +18,13 @@ from zoo_tests.zoo import FAMILIES
 
 def _heads() -> list:
     cases = [
-        Case(recipe=Recipe(family=family, head=head), layout=layout)
+        Case(
+            recipe=Recipe(family=family, head=name),
+            layout=head.layout or layout,
+            options=(("num_microbatches", 1),) if head.samples_are_coupled else (),
+        )
         for family, members in FAMILIES.items()
-        for head in members.heads
+        for name, head in members.heads.items()
         for layout in (("tp2", "pp2", "tp2pp2", "dp2") if family in ENGINE_FAMILIES else ("tp2pp2",))
     ]
     fast = [case for case in cases if case.layout == "tp2pp2" and case.recipe.family in ENGINE_FAMILIES]

@@ -31,7 +31,7 @@ def _matrix() -> list:
             if not is_engine and layout not in TABLE_LAYOUTS:
                 continue
             for zero_stage in (0, 1) if is_engine else (1,):
-                for sequence_parallel in (False, True) if sizes.tp_size > 1 else (False,):
+                for sequence_parallel in (False, True) if sizes.tp_size > 1 and members.sequence_parallel else (False,):
                     case = Case(
                         recipe=Recipe(family=family, head=members.main_head),
                         layout=layout,

@@ -1,0 +1,38 @@
+"""BEiT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription
+from shardformer.policies.shorthand import Shorthand
+from shardformer.policies.vit import ViTPolicy
+from shardformer.stage import Received, StageLayout
+
+_READ_HIDDEN_STATES = ("BeitForSemanticSegmentation", "BeitBackbone")
+
+
+class BeitPolicy(ViTPolicy):
+    """BEiT with any of its heads: ViT's modules, biases of relative positions in each layer or one for all of them."""
+
+    family, prefix = "beit", "Beit"
+    heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
+    stages = StageLayout(
+        layers="layers",
+        first={"embeddings": Received},
+        every=("shared_position_bias",),
+        last=("layernorm", "pooler"),
+    )
+
+    def check(self) -> list[str]:
+        return [*super().check(), *self.check_hidden_states(_READ_HIDDEN_STATES)]
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        table = dict(super().module_policy())
+        table["BeitLayer"].param_replacement.extend(cut.own_parameters("lambda_1", "lambda_2"))
+        table["BeitRelativePositionBias"] = ModulePolicyDescription(
+            param_replacement=cut.heads_of_parameter("relative_position_bias_table", dim=1)
+        )
+        table["BeitForMaskedImageModeling"] = ModulePolicyDescription(sub_module_replacement=cut.head("lm_head"))
+        return table
