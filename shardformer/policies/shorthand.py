@@ -75,6 +75,14 @@ class Shorthand:
         target = ParallelDropout if self.config.sequence is not None else None
         return [_replace(suffix, target, {}) for suffix in suffixes]
 
+    def replicated(self, *suffixes: str) -> list[Replacement]:
+        """Sub-modules that every rank computes the same with."""
+        return [_replace(suffix, None, {}) for suffix in suffixes]
+
+    def head_dropout(self, suffix: str) -> list[Replacement]:
+        """Dropout inside a tensor-parallel region, where attention does not go through transformers' registry."""
+        return [_replace(suffix, ParallelDropout, {})]
+
     def own_parameters(self, *names: str) -> list[Change]:
         """Parameters of the module itself between tensor-parallel regions (layer scales): whole on every rank.
 

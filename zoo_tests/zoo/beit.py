@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from zoo_tests.zoo.base import NUM_CLASSES, Batch, Family, Head
-from zoo_tests.zoo.images import CHANNELS, images, mean_features, no_labels
+from zoo_tests.zoo.images import CHANNELS, images, mean_feature_maps, mean_features, no_labels
 from zoo_tests.zoo.labels import IGNORED, of_samples
 
 IMAGE_SIZE, PATCH_SIZE = 12, 4
@@ -36,11 +32,6 @@ def _segments(batch: Batch, generator: torch.Generator) -> Batch:
     labels = torch.randint(0, NUM_CLASSES, (rows, height, width), generator=generator)
     labels[1] = NOT_SEGMENTED
     return {"labels": labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.3, NOT_SEGMENTED)}
-
-
-def mean_feature_maps(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """A user's criterion on a backbone: the mean over the samples of a value that each has."""
-    return torch.stack([maps.pow(3).flatten(1).mean(1) for maps in outputs.feature_maps]).sum(0).mean()
 
 
 _CLASSES = {"num_labels": NUM_CLASSES}

@@ -46,3 +46,8 @@ def mean_features(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
     """A user's criterion on the bare model: the mean over the samples of a value that each has."""
     hidden = outputs.last_hidden_state.pow(3).flatten(1).mean(1)
     return (hidden + outputs.pooler_output.square().mean(-1)).mean()
+
+
+def mean_feature_maps(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """A user's criterion on a backbone: the mean over the samples of a value that each has."""
+    return torch.stack([maps.pow(3).flatten(1).mean(1) for maps in outputs.feature_maps]).sum(0).mean()
