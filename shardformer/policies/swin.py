@@ -70,6 +70,13 @@ class SwinPolicy(Policy):
             )
         return problems + self.check_hidden_states((f"{self.prefix}Backbone",))
 
+    def preprocess(self) -> nn.Module:
+        # A pipeline stage may end inside of a list of layers, which then is not recomputed as a whole; its layers are.
+        if self.shard_config.stage_manager.num_stages > 1:
+            for stage in self._lists():
+                stage.gradient_checkpointing = False
+        return self.model
+
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         cut = Shorthand(self.shard_config)
         return {
@@ -85,12 +92,30 @@ class SwinPolicy(Policy):
             ),
         }
 
+    def _lists(self) -> list[nn.Module]:
+        """The modules of transformers that each have a list of layers."""
+        return [module for module in self.model.modules() if type(module).__name__ == f"{self.prefix}Stage"]
+
 
 class Swinv2Policy(SwinPolicy):
     """SwinV2: a learned scale for each head, and biases of relative positions from a small MLP."""
 
     family, prefix = "swinv2", "Swinv2"
     layer_outputs = 1
+
+    def check(self) -> list[str]:
+        problems = super().check()
+        if self.shard_config.stage_manager.num_stages > 1 and any(
+            each.gradient_checkpointing for each in self._lists()
+        ):
+            problems.append(
+                "gradient_checkpointing='full' recomputes whole lists of layers of "
+                f"{type(self.model).__name__}, which pipeline stages cut; use gradient_checkpointing=None or pp_size=1"
+            )
+        return problems
+
+    def preprocess(self) -> nn.Module:
+        return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         cut = Shorthand(self.shard_config)

@@ -63,6 +63,7 @@ class Family:
         attention_dropout: name in the configuration of the dropout of attention probabilities; None where there is
             none.
         attention_output: end of the path of the projection behind the attention.
+        attention_by_hand: whether its attention does not go through transformers' registry.
         sequence_parallel: whether it supports sequence parallelism.
     """
 
@@ -73,6 +74,7 @@ class Family:
     inputs: Callable[[int, int, torch.Generator], Batch] | None = None
     attention_dropout: str | None = None
     attention_output: str = ""
+    attention_by_hand: bool = False
     sequence_parallel: bool = True
 
     @property

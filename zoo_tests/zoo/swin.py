@@ -42,12 +42,13 @@ def _like_swin(prefix: str, **options: Any) -> Family:
             ),
         },
         inputs=images(IMAGE_SIZE),
+        attention_dropout="attention_probs_dropout_prob",
         sequence_parallel=False,
         **options,
     )
 
 
-SWIN = _like_swin("Swin", attention_dropout="attention_probs_dropout_prob", attention_output="attention.o_proj")
-SWINV2 = _like_swin("Swinv2")
+SWIN = _like_swin("Swin", attention_output="attention.o_proj")
+SWINV2 = _like_swin("Swinv2", attention_output="attention.output.dense", attention_by_hand=True)
 
 FAMILIES = {"swin": SWIN, "swinv2": SWINV2}
