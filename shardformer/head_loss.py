@@ -57,7 +57,12 @@ class HeadLoss:
 
     Args:
         terms: the means; all of their labels have to be there, as in transformers.
+
+    Attributes:
+        couples_samples: whether a sample's loss depends on the other samples of its batch, which then cannot be cut.
     """
+
+    couples_samples = False
 
     def __init__(self, *terms: LossTerm) -> None:
         self.terms = terms
@@ -223,6 +228,24 @@ def _segmentation(model: nn.Module) -> HeadLoss:
     return HeadLoss(LossTerm("labels", count, total, is_input=True))
 
 
+class ContrastiveLoss(HeadLoss):
+    """CLIP's: each text finds its image among those of the batch, and each image its text."""
+
+    couples_samples = True
+
+    def __init__(self) -> None:
+        def total(outputs: Any, _: Any) -> Tensor:
+            logits = outputs.logits_per_text  # [texts, images]
+            pairs = torch.arange(len(logits), device=logits.device)
+            return (cross_entropy_sum(logits, pairs) + cross_entropy_sum(logits.t(), pairs)) / 2
+
+        super().__init__(LossTerm("return_loss", lambda _, batch: torch.tensor(len(batch["input_ids"])), total))
+
+    def applies_to(self, batch: Batch) -> bool:
+        """Whether the loss is asked for; there are no labels."""
+        return bool(batch.get("return_loss"))
+
+
 # The first suffix that fits the class name counts.
 _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForCausalLM": _causal_lm,
@@ -239,4 +262,5 @@ _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForMaskedImageModeling": _masked_pixels,
     "ForSemanticSegmentation": _segmentation,
     "ForQuestionAnswering": _question_answering,
+    "CLIPModel": lambda _: ContrastiveLoss(),
 }

@@ -108,7 +108,11 @@ class Family:
         if self.token_types:
             batch["token_type_ids"] = torch.randint(0, 2, batch["input_ids"].shape, generator=generator)
         batch |= chosen.labels(batch, generator)
-        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+        return {key: value.to(dtype) if _is_floating_point(value) else value for key, value in batch.items()}
+
+
+def _is_floating_point(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def num_rows(batch: Batch) -> int:
