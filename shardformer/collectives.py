@@ -85,6 +85,23 @@ class _Gather(torch.autograd.Function):
         return local_slice(grad, ctx.dim, ctx.group).contiguous(), None, None
 
 
+class _Split(torch.autograd.Function):
+    """Each rank reads its own features of an input that all have; the gradient of the whole is put together again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: int, stop: int, group: ProcessGroup) -> Tensor:
+        ctx.shape, ctx.start, ctx.stop, ctx.group = x.shape, start, stop, group
+        return x[..., start:stop].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # A sum and not a gather: pieces may differ in size.
+        whole = grad.new_zeros(ctx.shape)
+        whole[..., ctx.start : ctx.stop] = grad
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None, None, None
+
+
 def copy_to_axis(x: Tensor, group: ProcessGroup) -> Tensor:
     """`f`: identity forward, all-reduce backward."""
     return _Copy.apply(x, group)
@@ -98,3 +115,8 @@ def reduce_from_axis(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All-gather along `dim` forward, own slice backward."""
     return _Gather.apply(x, dim, group)
+
+
+def split_to_axis(x: Tensor, start: int, stop: int, group: ProcessGroup) -> Tensor:
+    """Features `start:stop` of the last dim forward; all ranks' pieces of the gradient together backward."""
+    return _Split.apply(x, start, stop, group)

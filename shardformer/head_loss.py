@@ -9,6 +9,8 @@ BERT's older heads, their `forward`.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +59,7 @@ class HeadLoss:
 
     Args:
         terms: the means; all of their labels have to be there, as in transformers.
+        decoder_inputs: labels -> what an encoder-decoder reads where it is given labels alone.
 
     Attributes:
         couples_samples: whether a sample's loss depends on the other samples of its batch, which then cannot be cut.
@@ -64,8 +67,8 @@ class HeadLoss:
 
     couples_samples = False
 
-    def __init__(self, *terms: LossTerm) -> None:
-        self.terms = terms
+    def __init__(self, *terms: LossTerm, decoder_inputs: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.terms, self.decoder_inputs = terms, decoder_inputs
 
     @property
     def label_keys(self) -> tuple[str, ...]:
@@ -75,6 +78,14 @@ class HeadLoss:
     def applies_to(self, batch: Batch) -> bool:
         """Whether the batch has all the labels; without them transformers returns no loss."""
         return all(batch.get(term.labels) is not None for term in self.terms)
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """What the model is given: the batch without labels, and what it would have made of them."""
+        inputs = {key: value for key, value in batch.items() if key not in self.label_keys}
+        given = any(inputs.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
+        if self.decoder_inputs is not None and not given and batch.get("labels") is not None:
+            inputs["decoder_input_ids"] = self.decoder_inputs(batch["labels"])
+        return inputs
 
     def counts(self, batch: Batch) -> Tensor:
         """[terms], float64: how many values each mean is over in this batch."""
@@ -91,6 +102,8 @@ class HeadLoss:
 def head_loss_of(model: nn.Module) -> HeadLoss | None:
     """The loss of the model's head by its class name, or None for a head (or a bare model) that has none."""
     name = type(model).__name__
+    if name in _NOT_SHIFTED:
+        return _masked_lm(model)
     for suffix, build in _BY_SUFFIX.items():
         if name.endswith(suffix):
             return build(model)
@@ -120,6 +133,22 @@ def _causal_lm(model: nn.Module) -> HeadLoss:
 
 def _masked_lm(model: nn.Module) -> HeadLoss:
     return HeadLoss(LossTerm("labels", _not_ignored, lambda outputs, labels: _tokens(model, outputs.logits, labels)))
+
+
+def _conditional_generation(model: nn.Module) -> HeadLoss:
+    if not model.config.is_encoder_decoder:
+        return _causal_lm(model)
+    return HeadLoss(*_masked_lm(model).terms, decoder_inputs=_shift_right(model))
+
+
+def _shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """How the family makes decoder inputs of labels: a method, or a function beside the class."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels
+    family, config = sys.modules[type(model).__module__], model.config
+    tokens = (config.pad_token_id, config.decoder_start_token_id)
+    takes = len(inspect.signature(family.shift_tokens_right).parameters) - 1
+    return lambda labels: family.shift_tokens_right(labels, *tokens[:takes])
 
 
 def _pretraining(model: nn.Module) -> HeadLoss:
@@ -246,16 +275,25 @@ class ContrastiveLoss(HeadLoss):
         return bool(batch.get("return_loss"))
 
 
+# Decoders of these encoder-decoders take labels that are already those of the next token.
+_NOT_SHIFTED = frozenset(
+    f"{family}ForCausalLM"
+    for family in ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall", "Marian", "Whisper")
+)
+
 # The first suffix that fits the class name counts.
 _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForCausalLM": _causal_lm,
     "LMHeadModel": _causal_lm,
     "DoubleHeadsModel": _causal_lm,
     "ForMaskedLM": _masked_lm,
+    "MTModel": _conditional_generation,
+    "ForConditionalGeneration": _conditional_generation,
     "ForPreTraining": _pretraining,
     "ForNextSentencePrediction": _plain_classes,
     "ForTokenClassification": _plain_classes,
     "ForMultipleChoice": _plain_classes,
+    "ForAudioClassification": _plain_classes,
     "ForSequenceClassification": _sequence_classification,
     "ForImageClassification": _sequence_classification,
     "BeitForMaskedImageModeling": _masked_visual_tokens,

@@ -103,7 +103,8 @@ class ModelSharder:
     def _described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
         """The modules that the table is about: path, module, description."""
         for path, module in list(self.model.named_modules()):
-            names = (cls.__name__ for cls in type(module).__mro__)
+            # A table of classes, or, where a plan was lowered, of paths.
+            names = (path, *(cls.__name__ for cls in type(module).__mro__))
             description = next((self._table[name] for name in names if name in self._table), None)
             if description is not None:
                 yield path, module, description
@@ -179,6 +180,8 @@ class ModelSharder:
                     problems.append(
                         f"{type(module).__name__} has no sub-module '{replacement.suffix}'; the nearest are {near}"
                     )
+        if self.policy.rest_is_replicated:
+            return problems
         unclaimed = [path for path in self._layer_modules_with_parameters() if path not in claimed]
         if unclaimed:
             problems.append(

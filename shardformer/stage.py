@@ -109,6 +109,7 @@ class StageLayout:
             many elements.
         carries: names of inputs of the layers that an earlier layer has computed (T5's position bias): they travel.
         done: towers that are finished behind these layers: path -> fields of their output that later layers read.
+        first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
         then: the layout of the list of layers that runs next.
     """
 
@@ -119,6 +120,7 @@ class StageLayout:
     tuple_output: bool | int = False
     carries: Sequence[str] = ()
     done: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    first_inputs: Sequence[str] = ()
     then: StageLayout | None = None
 
     @property
@@ -192,6 +194,7 @@ class StageCut:
         for module in self.model.modules():
             if isinstance(module, StandIn):
                 module.arrival = arrival
+        arrival.ignored_inputs = frozenset() if held.start == 0 else frozenset(self.lists[0].first_inputs)
         self.model.stage_arrival = arrival
 
     def held_layers(self) -> list[nn.Module]:
@@ -221,6 +224,10 @@ class StageCut:
         for path, stand_in in paths.items():
             if has_module(self.model, self._prefix + path):
                 new = stand_in() if runs_with < held.start else Elsewhere()
+                native = self.model.get_submodule(self._prefix + path)
+                # Models read sizes of modules that they do not call (strides, numbers of positions).
+                simple = {name: value for name, value in vars(native).items() if isinstance(value, (int, float, tuple))}
+                new.__dict__ |= {name: value for name, value in simple.items() if name not in new.__dict__}
                 replace_module(self.model, self._prefix + path, new)
 
     def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:
@@ -268,6 +275,7 @@ def run_stage(model: nn.Module, message: Message | None, inputs: Mapping[str, An
     arrival = getattr(model, "stage_arrival", None)
     if arrival is not None:
         arrival.begin(message)
+        inputs = {name: value for name, value in inputs.items() if name not in arrival.ignored_inputs}
     try:
         return model(**inputs)
     except StageBoundary as boundary:

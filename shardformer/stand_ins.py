@@ -24,10 +24,12 @@ class Arrival:
         hidden: the hidden state of the layers, [batch, seq, hidden].
         carried: further inputs of the layers, by name.
         kept: outputs of modules that are finished, (path, field) -> value.
+        ignored_inputs: inputs of the model that this stage goes without.
     """
 
     def __init__(self, carries: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()) -> None:
         self._carries, self._keeps = tuple(carries), tuple(keeps)
+        self.ignored_inputs: frozenset[str] = frozenset()
         self.hidden: Tensor | None = None
         self.carried: dict[str, Tensor | None] = {}
         self.kept: dict[tuple[str, str], Tensor | None] = {}

@@ -132,7 +132,7 @@ class HybridParallelModel(ModelWrapper):
         """The keyword arguments of the model's forward: labels are left to the loss, caches are not filled."""
         inputs = dict(microbatch)
         if self.head_loss is not None and not isinstance(loss, ModelStepLoss):
-            inputs = {key: value for key, value in inputs.items() if key not in self.head_loss.label_keys}
+            inputs = self.head_loss.inputs(inputs)
         if self._takes_use_cache:
             inputs["use_cache"] = False
         return inputs
@@ -159,7 +159,7 @@ class HybridParallelModel(ModelWrapper):
             )
         as_tuple = kwargs.get("return_dict") is False
         loss = HeadStepLoss([kwargs], self.mesh, self.head_loss)
-        inputs = {key: value for key, value in kwargs.items() if key not in self.head_loss.label_keys}
+        inputs = self.head_loss.inputs(kwargs)
         with parallel_logits(self.module):
             outputs = self.module(*args, **{**inputs, "return_dict": True})
             value = loss.share(outputs, 0)

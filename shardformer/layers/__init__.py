@@ -1,7 +1,7 @@
 """The parallel layers."""
 
 from shardformer.layers.dropout import ParallelDropout, SharedDropout
-from shardformer.layers.embedding import VocabParallelEmbedding
+from shardformer.layers.embedding import HeadParallelEmbedding, VocabParallelEmbedding
 from shardformer.layers.head import VocabParallelLMHead, parallel_logits
 from shardformer.layers.linear import ColumnParallelLinear, RowParallelLinear, SharedInput
 from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
@@ -11,6 +11,7 @@ __all__ = [
     "ColumnParallelLinear",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "HeadParallelEmbedding",
     "ParallelDropout",
     "ParallelModule",
     "RowParallelLinear",

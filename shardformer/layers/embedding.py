@@ -1,6 +1,8 @@
-"""Vocabulary-parallel embedding: each rank holds a range of rows."""
+"""Embeddings cut over the axis: by rows (a vocabulary), or by columns that belong to heads (position biases)."""
 
 from __future__ import annotations
+
+import copy
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,7 +53,8 @@ class VocabParallelEmbedding(ParallelModule):
             module.num_embeddings, padded_size=pad_to_multiple(module.num_embeddings, divisible_by * world_size)
         )
         spec = ShardSpec(tuple(module.weight.shape), 0, (part,), rank, world_size)
-        return VocabParallelEmbedding(module, shard_parameter(module.weight, spec), process_group)
+        local = VocabParallelEmbedding(module, shard_parameter(module.weight, spec), process_group)
+        return local if type(module).forward is nn.Embedding.forward else _keep_forward(module, local)
 
     def forward(self, ids: Tensor) -> Tensor:
         elsewhere = (ids < self.first_row) | (ids >= self.end_row)
@@ -67,3 +70,44 @@ class VocabParallelEmbedding(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, rows={self.first_row}:{self.end_row}"
+
+
+class HeadParallelEmbedding(ParallelModule):
+    """A table of biases, [positions, heads], of which each rank holds the columns of its heads.
+
+    Input: indices [...]. Output: [..., local heads].
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup) -> HeadParallelEmbedding:
+        """Share out the columns of an `nn.Embedding`."""
+        positions, heads = module.weight.shape
+        rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
+        spec = ShardSpec((positions, heads), 1, (Part(heads),), rank, world_size)
+        return HeadParallelEmbedding(shard_parameter(module.weight, spec))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class _LocalLookup(nn.Embedding):
+    """The lookup that an embedding class with a forward of its own reaches by `super().forward(ids)`."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return VocabParallelEmbedding.forward(self, ids)
+
+    _local_padding_idx = VocabParallelEmbedding._local_padding_idx
+    extra_repr = VocabParallelEmbedding.extra_repr
+
+
+def _keep_forward(native: nn.Embedding, local: VocabParallelEmbedding) -> nn.Embedding:
+    """An embedding that scales what it looks up (Gemma) keeps its own forward around the lookup of local rows."""
+    kept = copy.copy(native)
+    kept._parameters = {"weight": local.weight}
+    kept.group, kept.first_row, kept.end_row = local.group, local.first_row, local.end_row
+    kept.__class__ = type(type(native).__name__, (type(native), _LocalLookup), {})
+    return kept

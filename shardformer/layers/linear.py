@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import gather_from_axis, reduce_from_axis
+from shardformer.collectives import gather_from_axis, reduce_from_axis, split_to_axis
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.sequence import SequenceParallel
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, shard_parameter
@@ -133,6 +133,7 @@ class RowParallelLinear(ParallelModule):
         group: process group of the axis.
         transposed: the weight is stored as in `Conv1D`.
         sequence: the sequence-parallel region that the output enters, or None.
+        splits_input: the input is whole on every rank; each reads its features of it.
     """
 
     def __init__(
@@ -143,10 +144,12 @@ class RowParallelLinear(ParallelModule):
         *,
         transposed: bool = False,
         sequence: SequenceParallel | None = None,
+        splits_input: bool = False,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
         self.group, self.transposed, self.sequence = group, transposed, sequence
+        self.splits_input = splits_input
 
     @staticmethod
     def from_native_module(
@@ -155,6 +158,7 @@ class RowParallelLinear(ParallelModule):
         *,
         num_heads: int | None = None,
         sequence: SequenceParallel | None = None,
+        splits_input: bool = False,
     ) -> RowParallelLinear:
         """Share out a native linear layer; `num_heads` attention heads along the input are never cut."""
         transposed = is_transposed(module)
@@ -170,9 +174,14 @@ class RowParallelLinear(ParallelModule):
             bias = nn.Parameter(bias.data, requires_grad=bias.requires_grad)
             replicated = ShardSpec(tuple(bias.shape), rank=rank, world_size=world_size)
             annotate(bias, replicated, process_group if sequence is not None else None)
-        return RowParallelLinear(weight, bias, process_group, transposed=transposed, sequence=sequence)
+        return RowParallelLinear(
+            weight, bias, process_group, transposed=transposed, sequence=sequence, splits_input=splits_input
+        )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.splits_input:
+            start, stop, _ = self.weight.shard_spec.pieces()[0]
+            x = split_to_axis(x, start, stop, self.group)
         out = F.linear(x, self.weight.t() if self.transposed else self.weight)
         out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None else out + self.bias

@@ -67,12 +67,14 @@ class Policy(ABC):
         prefix: of the names of the family's classes.
         heads: what follows the prefix in the names of the model classes that the policy is for.
         stages: where the family may be cut into pipeline stages; None where it may not.
+        rest_is_replicated: whether modules that the table does not name are replicated, in the place of an error.
     """
 
     family: str | None = None
     prefix: str = ""
     heads: tuple[str, ...] = ()
     stages: StageLayout | None = None
+    rest_is_replicated = False
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None

@@ -65,6 +65,10 @@ def policy_for(model: nn.Module) -> Policy:
         policy = supported.get(qualified_name) or by_bare_name.get(cls.__name__)
         if policy is not None:
             return policy()
+    if getattr(model, "tp_plan", None):
+        from shardformer.policies.hf_plan import PlanPolicy
+
+        return PlanPolicy()
     raise ValueError(
         f"model class {type(model).__name__} has no sharding policy; use one of {', '.join(sorted(by_bare_name))}, "
         "or pass custom_policy=… (docs/writing_a_policy.md)"

@@ -12,6 +12,7 @@ from shardformer.layers import (
     ColumnParallelLinear,
     FusedLayerNorm,
     FusedRMSNorm,
+    HeadParallelEmbedding,
     ParallelDropout,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -57,6 +58,10 @@ class Shorthand:
         """A language-model head, cut over the vocabulary."""
         return [_replace(suffix, VocabParallelLMHead, self.config.vocab_options)]
 
+    def whole_head(self, suffix: str) -> list[Replacement]:
+        """A language-model head whose logits are gathered at once, where the model does something with them."""
+        return [_replace(suffix, ColumnParallelLinear, {**self.config.vocab_options, "gather_output": True})]
+
     def layer_norm(self, *suffixes: str) -> list[Replacement]:
         """Layer norms inside the stack of layers."""
         return self._norm(FusedLayerNorm, suffixes)
@@ -78,10 +83,6 @@ class Shorthand:
     def replicated(self, *suffixes: str) -> list[Replacement]:
         """Sub-modules that every rank computes the same with."""
         return [_replace(suffix, None, {}) for suffix in suffixes]
-
-    def head_dropout(self, suffix: str) -> list[Replacement]:
-        """Dropout inside a tensor-parallel region, where attention does not go through transformers' registry."""
-        return [_replace(suffix, ParallelDropout, {})]
 
     def own_parameters(self, *names: str) -> list[Change]:
         """Parameters of the module itself between tensor-parallel regions (layer scales): whole on every rank.
@@ -111,6 +112,14 @@ class Shorthand:
             setattr(module, name, shard_parameter(parameter, spec))
 
         return [share_out] if size > 1 else []
+
+    def region_dropout(self, *suffixes: str) -> list[Replacement]:
+        """Dropout inside a tensor-parallel region: each rank has features, or heads, of its own."""
+        return [_replace(suffix, ParallelDropout, {}) for suffix in suffixes]
+
+    def head_table(self, suffix: str) -> list[Replacement]:
+        """An embedding table [positions, heads] of biases, of which a rank needs its heads' columns."""
+        return [_replace(suffix, HeadParallelEmbedding, {})]
 
     def _norm(self, fused: type, suffixes: tuple[str, ...]) -> list[Replacement]:
         target = fused if self.config.enable_fused_normalization else None

@@ -123,7 +123,7 @@ class Swinv2Policy(SwinPolicy):
             *cut.column("query", "key", "value"),
             *cut.column("continuous_position_bias_mlp.2"),
             *cut.replicated("continuous_position_bias_mlp.0"),
-            *cut.head_dropout("dropout"),
+            *cut.region_dropout("dropout"),
         ]
         return {
             "Swinv2SelfAttention": ModulePolicyDescription(

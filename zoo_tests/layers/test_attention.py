@@ -35,8 +35,7 @@ def _model(family: str, implementation: str, dropout: float = 0.0) -> nn.Module:
 
 
 def _found(model: nn.Module, family: str) -> Tensor:
-    batch = FAMILIES[family].batch(_head(family), 0, 4, torch.float32)
-    outputs = model(**{key: value for key, value in batch.items() if key != "labels"})
+    outputs = model(**FAMILIES[family].batch(_head(family), 0, 4, torch.float32))
     return outputs.logits if "logits" in outputs else outputs.last_hidden_state
 
 

@@ -19,7 +19,7 @@ from zoo_tests.zoo import FAMILIES
 def _heads() -> list:
     cases = [
         Case(
-            recipe=Recipe(family=family, head=name),
+            recipe=Recipe(family=family, head=name, precision=members.precision),
             layout=head.layout or layout,
             options=(("num_microbatches", 1),) if head.samples_are_coupled else (),
         )

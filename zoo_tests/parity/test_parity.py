@@ -33,7 +33,7 @@ def _matrix() -> list:
             for zero_stage in (0, 1) if is_engine else (1,):
                 for sequence_parallel in (False, True) if sizes.tp_size > 1 and members.sequence_parallel else (False,):
                     case = Case(
-                        recipe=Recipe(family=family, head=members.main_head),
+                        recipe=Recipe(family=family, head=members.main_head, precision=members.precision),
                         layout=layout,
                         zero_stage=zero_stage,
                         sequence_parallel=sequence_parallel,

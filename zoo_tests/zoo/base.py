@@ -64,7 +64,8 @@ class Family:
             none.
         attention_output: end of the path of the projection behind the attention.
         attention_by_hand: whether its attention does not go through transformers' registry.
-        sequence_parallel: whether it supports sequence parallelism.
+        precision: what it is compared in; "fp32" where transformers itself rounds to it, or has no fp64 kernel.
+        sequence_parallel: whether its policy knows split-gather.
     """
 
     config_class: str
@@ -75,6 +76,7 @@ class Family:
     attention_dropout: str | None = None
     attention_output: str = ""
     attention_by_hand: bool = False
+    precision: str = "fp64"
     sequence_parallel: bool = True
 
     @property

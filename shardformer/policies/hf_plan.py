@@ -1,0 +1,240 @@
+"""Models that describe themselves: policies made from transformers' own tensor-parallel plan.
+
+A plan maps paths with `*` in the place of numbers ("layers.*.self_attn.q_proj") to styles. Each style is lowered to
+what the engine has; one that is not known is refused by name. Where stages may be cut is read from the model's tree:
+the plan names the list of layers, and modules run in the order in which they were registered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+from torch import nn
+
+from shardformer.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelLMHead
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, divisors_phrase
+from shardformer.policies.plan_styles import (
+    reduce_output,
+    scale_input,
+    shard_own_parameter,
+    share_expert_inputs,
+    sum_gradient_of_rotary_part,
+)
+from shardformer.policies.plan_tree import layer_paths, stage_layout
+
+Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
+
+
+class PlanPolicy(Policy):
+    """Any model with a `tp_plan`. What the plan does not name is replicated."""
+
+    rest_is_replicated = True
+
+    @property
+    def base_path(self) -> str:
+        return ""  # the paths of a plan start at the model itself
+
+    @cached_property
+    def plan(self) -> Mapping[str, str]:
+        return dict(self.model.tp_plan)
+
+    @cached_property
+    def stages(self) -> Any:
+        return stage_layout(self.model, layer_paths(self.model, self.plan))
+
+    def set_model(self, model: nn.Module) -> None:
+        super().set_model(model)
+        for name in ("plan", "stages"):
+            self.__dict__.pop(name, None)
+
+    def check(self) -> list[str]:
+        unknown = sorted({style for style in self.plan.values() if style not in _STYLES})
+        problems = [
+            f"tensor-parallel style '{style}' in the plan of {type(self.model).__name__} is not known; "
+            f"known are {', '.join(sorted(_STYLES))}: use tp_size=1 or a policy"
+            for style in unknown
+            if self.tp_size > 1
+        ]
+        if self.shard_config.sequence is not None:
+            problems.append(
+                f"enable_sequence_parallelism=True needs a policy, and {type(self.model).__name__} is sharded by its "
+                "plan; use enable_sequence_parallelism=False"
+            )
+        if self.tp_size > 1 and not unknown:
+            problems += self._check_heads()
+        return problems
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table: dict[str, ModulePolicyDescription] = {}
+        for path, owner, name in self._planned():
+            description = table.setdefault(path, ModulePolicyDescription())
+            change = _STYLES[self.plan[_pattern(_join(path, name))]](self, owner, name)
+            if isinstance(change, SubModuleReplacementDescription):
+                description.sub_module_replacement.append(change)
+            elif change is not None:
+                description.param_replacement.append(change)
+        for path, description in table.items():
+            description.attribute_replacement.update(self._local_groups(self.model.get_submodule(path)))
+        for target, module in self._vocabulary():
+            path, _, name = _name_of(self.model, module).rpartition(".")
+            description = table.setdefault(path, ModulePolicyDescription())
+            if all(replacement.suffix != name for replacement in description.sub_module_replacement):
+                options = self.shard_config.vocab_options
+                description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
+        return table
+
+    # ----- what a plan names -----
+
+    def _planned(self) -> list[tuple[str, nn.Module, str]]:
+        """(path of the owner, owner, name of its module or parameter) of everything that the plan names."""
+        found = []
+        heads = {id(module) for _, module in self._vocabulary()}
+        for path, owner in self.model.named_modules():
+            names = [*(name for name, _ in owner.named_children()), *owner._parameters]
+            for name in names:
+                is_planned = _pattern(_join(path, name)) in self.plan
+                if is_planned and id(getattr(owner, name)) not in heads and getattr(owner, name) is not None:
+                    found.append((path, owner, name))
+        return found
+
+    def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
+        """The token embedding and the language-model head, which are cut alike because they may be one parameter."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        cut = []
+        if type(head) is nn.Linear and _name_of(self.model, head):
+            cut.append((VocabParallelLMHead, head))
+        is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
+        if isinstance(embedding, nn.Embedding) and _name_of(self.model, embedding) and (cut or not is_tied):
+            cut.append((VocabParallelEmbedding, embedding))
+        return cut
+
+    # ----- attention heads -----
+
+    def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
+        """How many heads a projection to, or from, `features` has; None where it is no attention's."""
+        if not _is_attention(owner):
+            return None
+        config = getattr(owner, "config", None) or self.model.config.get_text_config()
+        head_dim = getattr(owner, "head_dim", None)
+        is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
+        if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:
+            return features // head_dim
+        heads = getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
+        return heads if isinstance(heads, int) and features % heads == 0 else None
+
+    def _check_heads(self) -> list[str]:
+        problems = {}
+        for path, owner, name in self._planned():
+            module = getattr(owner, name)
+            if self.plan[_pattern(_join(path, name))] != "colwise" or not isinstance(module, nn.Linear):
+                continue
+            count = self.heads_of(owner, name, module.out_features)
+            is_shared_out = count is None or count % self.tp_size == 0
+            is_copied = name in ("k_proj", "v_proj") and count is not None and self.tp_size % count == 0
+            if not is_shared_out and not is_copied:
+                problems[count] = f"tp_size={self.tp_size} does not divide the {count} heads of '{path}.{name}'"
+        return [f"{problem}; use {divisors_phrase(count)}" for count, problem in problems.items()]
+
+    def _local_groups(self, owner: nn.Module) -> dict[str, int]:
+        """Query heads that share a key/value head on this rank, where those are copied."""
+        groups, key = getattr(owner, "num_key_value_groups", None), getattr(owner, "k_proj", None)
+        path = _name_of(self.model, owner)
+        if not isinstance(groups, int) or self.plan.get(_pattern(_join(path, "k_proj"))) != "colwise":
+            return {}
+        kv_heads = self.heads_of(owner, "k_proj", key.out_features)
+        if kv_heads is None or kv_heads % self.tp_size == 0:
+            return {}
+        return {"num_key_value_groups": groups * kv_heads // self.tp_size}
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return any(hasattr(module, name) for name in ("head_dim", "num_key_value_groups", "qk_head_dim", "num_heads"))
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next((name for name, other in model.named_modules() if other is module), "")
+
+
+# ----- styles: (policy, owner, name of its module or parameter) -> what changes -----
+
+Style = Callable[[PlanPolicy, nn.Module, str], Change | None]
+
+
+def _column(policy: PlanPolicy, owner: nn.Module, name: str, gather: bool = False) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        return partial(shard_own_parameter, name=name, from_end=2, num_parts=1, group=policy.shard_config.group)
+    if gather:
+        return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
+    heads = policy.heads_of(owner, name, module.out_features)
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads="input")
+
+
+def _row(policy: PlanPolicy, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
+    if splits_input:
+        return SubModuleReplacementDescription(name, RowParallelLinear, {"splits_input": True})
+    heads = policy.heads_of(owner, name, module.in_features)
+    return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
+
+
+def _packed(policy: PlanPolicy, owner: nn.Module, name: str, from_end: int) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        group = policy.shard_config.group
+        return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=2, group=group)
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": module.out_features // 2})
+
+
+def _embedding(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
+
+
+def _partial_gradient(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, None, partial_gradient=True)
+
+
+def _hooked(hook: Callable[..., None]) -> Style:
+    """A style that changes what goes into a module or comes out of it."""
+
+    def style(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+        return lambda module: hook(getattr(module, name), policy.shard_config.group)
+
+    return style
+
+
+def _nothing(policy: PlanPolicy, owner: nn.Module, name: str) -> None:
+    return None
+
+
+_STYLES: dict[str, Style] = {
+    "colwise": _column,
+    "colwise_gather_output": partial(_column, gather=True),
+    "colwise_rep": partial(_column, gather=True),
+    "rowwise": _row,
+    "rowwise_split_input": partial(_row, splits_input=True),
+    "rowwise_rep": partial(_row, splits_input=True),
+    "packed_colwise": partial(_packed, from_end=2),
+    "packed_rowwise": partial(_packed, from_end=1),
+    "embedding_rowwise": _embedding,
+    "replicated_with_grad_allreduce": _partial_gradient,
+    "mla_kv_a_proj": _hooked(sum_gradient_of_rotary_part),
+    "moe_tp_experts": _hooked(share_expert_inputs),
+    "moe_identity_expert": _hooked(scale_input),
+    "all_reduce": _hooked(reduce_output),
+    "local_params": _nothing,
+    "replicate": _nothing,
+}

@@ -1,0 +1,94 @@
+"""What the styles of transformers' tensor-parallel plans do to single parameters and to the edges of modules."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.collectives import copy_to_axis, reduce_from_axis
+from shardformer.shard_spec import Part, ShardSpec, shard_parameter
+
+_log = logging.getLogger(__name__)
+
+
+def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts: int, group: ProcessGroup) -> None:
+    """Cut a parameter that `owner` uses itself, such as the stacked weights of experts [experts, out, in].
+
+    Args:
+        from_end: the dim that is cut, counted from the last; vectors are cut along their only one.
+        num_parts: fused parts along that dim (gate and up), each cut on its own.
+    """
+    parameter = getattr(owner, name)
+    dim = max(parameter.dim() - from_end, 0)
+    size = parameter.shape[dim]
+    parts = (Part(size // num_parts),) * (num_parts if parameter.dim() > 1 else 1)
+    if parameter.dim() == 1:
+        parts = (Part(size),)
+    spec = ShardSpec(tuple(parameter.shape), dim, parts, dist.get_rank(group), dist.get_world_size(group))
+    setattr(owner, name, shard_parameter(parameter, spec))
+
+
+def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
+    """Every rank has a part of each expert: hidden states [tokens, hidden] and routing weights are read by all of them,
+    and what they find is summed."""
+
+    def read(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(copy_to_axis(x, group) if _is_differentiable(x) else x for x in args)
+
+    experts.register_forward_pre_hook(read)
+    reduce_output(experts, group)
+    _avoid_unaligned_kernel(experts, dist.get_world_size(group))
+
+
+def _avoid_unaligned_kernel(experts: nn.Module, world_size: int) -> None:
+    """The grouped matrix product wants rows of whole 16 bytes; a rank's part of an odd size runs expert by expert."""
+    stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
+    sizes = [size // world_size * parameter.element_size() for parameter in stacked for size in parameter.shape[1:]]
+    if all(size % 16 == 0 for size in sizes) or getattr(experts, "config", None) is None:
+        return
+    _log.warning(
+        "the local part of %s is not aligned to 16 bytes: its experts run one by one; an intermediate size that "
+        "%d ranks divide into multiples of 16 bytes is faster",
+        type(experts).__name__,
+        world_size,
+    )
+    experts.config = copy.copy(experts.config)
+    experts.config._experts_implementation = "eager"
+
+
+def reduce_output(module: nn.Module, group: ProcessGroup) -> None:
+    """The output is a partial sum; the whole is the sum over ranks."""
+    # A copy, because the reduction works in place and the module may have returned a view.
+    module.register_forward_hook(lambda _, __, output: reduce_from_axis(output.clone(), group))
+
+
+def scale_input(module: nn.Module, group: ProcessGroup) -> None:
+    """The output is summed over ranks that all find the same: divide by their number first."""
+    size = dist.get_world_size(group)
+    module.register_forward_pre_hook(lambda _, args: (args[0] / size, *args[1:]))
+
+
+def sum_gradient_of_rotary_part(module: nn.Module, group: ProcessGroup) -> None:
+    """The compressed key/value projection of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Its last features are the rotary key, which every head reads, so that a rank's gradient of them is partial; the
+    others go into a column-parallel layer, which sums their gradient itself.
+    """
+    size = module.config.qk_rope_head_dim if hasattr(module, "config") else None
+
+    def split(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+        rotary = size if size is not None else module.rotary_size
+        compressed, rotary_key = output.split([output.shape[-1] - rotary, rotary], dim=-1)
+        return torch.cat([compressed, copy_to_axis(rotary_key, group)], dim=-1)
+
+    module.register_forward_hook(split)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

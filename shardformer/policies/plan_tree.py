@@ -1,0 +1,98 @@
+"""Where a model that describes itself may be cut into stages, read from its tree of modules."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardformer.stage import Elsewhere, PassedThrough, Received, StageLayout, StandIn
+
+# Inputs that are turned into embeddings by the first stage; later stages go without.
+_ENCODED_INPUTS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "pixel_attention_mask",
+    "input_features",
+    "input_audio_embeds",
+    "audio_values",
+)
+
+
+def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
+    """Path of the list of layers that most of the plan is about."""
+    lists = Counter(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for pattern in plan
+        if re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) == pattern.partition(".*.")[0]
+    )
+    return lists.most_common(1)[0][0] if lists else None
+
+
+def stage_layout(model: nn.Module, layers: str | None) -> StageLayout | None:
+    """Cut at `layers`: modules registered before it, on any level, run before it, and those after it behind it.
+
+    Modules without parameters (rotary tables) stay on every stage.
+    """
+    if layers is None or len(model.get_submodule(layers)) == 0:
+        return None
+    first: dict[str, type[StandIn]] = {}
+    last: list[str] = []
+    parts = layers.split(".")
+    for depth in range(len(parts)):
+        parent = ".".join(parts[:depth])
+        seen = False
+        for name, module in model.get_submodule(parent).named_children():
+            path = f"{parent}.{name}" if parent else name
+            if name == parts[depth]:
+                seen = True
+            elif any(True for _ in module.parameters()):
+                if seen:
+                    last.append(path)
+                else:
+                    first[path] = _stand_in_for(module)
+    layer = model.get_submodule(layers)[0]
+    skips_encoders = any(stand_in is Elsewhere for stand_in in first.values())
+    return StageLayout(
+        layers=layers,
+        first=first,
+        last=tuple(last),
+        tuple_output=num_outputs(layer),
+        first_inputs=_ENCODED_INPUTS if skips_encoders else (),
+    )
+
+
+def _stand_in_for(module: nn.Module) -> type[StandIn]:
+    if isinstance(module, nn.Embedding):
+        return Received
+    # An encoder of another modality is not called where its inputs are not given.
+    is_tower = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+    return Elsewhere if is_tower else PassedThrough
+
+
+def num_outputs(layer: nn.Module) -> int:
+    """How many values the forward of `layer` returns as a tuple; 0 where it returns the bare hidden state.
+
+    Read from the source: annotations are often those of an earlier release.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(layer).forward)))
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
+    if not returned:
+        return 0
+    value = returned[-1]
+    if isinstance(value, ast.Name):
+        assigned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and _assigns(node, value.id)]
+        tuples = [each for each in assigned if isinstance(each, ast.Tuple)]
+        value = tuples[0] if tuples else value
+    return len(value.elts) if isinstance(value, ast.Tuple) else 0
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)

@@ -1,0 +1,92 @@
+"""T5 and mT5: encoder-decoders whose first layer's position bias serves all layers of its stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.shorthand import Shorthand
+from shardformer.stage import Received, StageLayout
+
+# Layers return (hidden state, position bias, cross-attention's position bias).
+_DECODER = StageLayout(
+    layers="decoder.block",
+    first={"decoder.embed_tokens": Received},
+    last=("decoder.final_layer_norm", "lm_head", "qa_outputs"),
+    tuple_output=3,
+    carries=("position_bias",),
+)
+
+
+class T5Policy(Policy):
+    """All heads of T5. A rank has the position biases of its own heads."""
+
+    family, prefix = "t5", "T5"
+    heads = (
+        "Model",
+        "ForConditionalGeneration",
+        "EncoderModel",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+
+    @property
+    def stages(self) -> StageLayout:
+        has_decoder = hasattr(self.model.get_submodule(self.base_path), "decoder")
+        return StageLayout(
+            layers="encoder.block",
+            first={"encoder.embed_tokens": Received, "shared": Received},
+            last=("encoder.final_layer_norm",),
+            tuple_output=3,
+            carries=("position_bias",),
+            done={"encoder": ("last_hidden_state",)} if has_decoder else {},
+            then=_DECODER if has_decoder else None,
+        )
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {"num_heads": self.model.config.num_heads}
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads = config.num_heads
+
+        def attention(name: str, *read_together: str) -> ModulePolicyDescription:
+            together = [f"{name}.{projection}" for projection in read_together]
+            query = [] if "q" in read_together else cut.column(f"{name}.q", num_heads=heads)
+            return ModulePolicyDescription(
+                sub_module_replacement=[
+                    *query,
+                    *cut.column(*together, num_heads=heads),
+                    *cut.row(f"{name}.o", num_heads=heads),
+                    *cut.head_table(f"{name}.relative_attention_bias?"),
+                    *cut.rms_norm("layer_norm"),
+                    *cut.residual_dropout("dropout"),
+                ],
+            )
+
+        def dense(*column: str) -> ModulePolicyDescription:
+            return ModulePolicyDescription(
+                sub_module_replacement=[*cut.column(*column), *cut.row("wo"), *cut.region_dropout("dropout")]
+            )
+
+        vocabulary = ModulePolicyDescription(sub_module_replacement=[*cut.vocab("shared?"), *cut.head("lm_head?")])
+        return {
+            f"{self.prefix}Stack": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Attention": ModulePolicyDescription({"n_heads": heads // self.tp_size}),
+            f"{self.prefix}LayerSelfAttention": attention("SelfAttention", "q", "k", "v"),
+            f"{self.prefix}LayerCrossAttention": attention("EncDecAttention", "k", "v"),
+            f"{self.prefix}DenseActDense": dense("wi"),
+            f"{self.prefix}DenseGatedActDense": dense("wi_0", "wi_1"),
+            f"{self.prefix}LayerFF": ModulePolicyDescription(
+                sub_module_replacement=[*cut.rms_norm("layer_norm"), *cut.residual_dropout("dropout")]
+            ),
+            **{f"{self.prefix}{head}": vocabulary for head in self.heads},
+        }
+
+
+class MT5Policy(T5Policy):
+    """mT5: T5's table under its names."""
+
+    family, prefix = "mt5", "MT5"

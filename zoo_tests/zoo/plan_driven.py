@@ -1,0 +1,58 @@
+"""Decoders that are sharded by transformers' own plan: Gemma, Phi-3, GLM and mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import transformers
+
+from zoo_tests.zoo.base import Family
+from zoo_tests.zoo.llama import _like_llama
+
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 48,
+}
+
+
+def _rounding(family: Family) -> Family:
+    """Gemma's norms and masks round to fp32, and the kernel of experts has no fp64."""
+    return replace(family, precision="fp32")
+
+
+def _gemma3(**config: Any) -> Family:
+    family = _like_llama("Gemma3", **config)
+    heads = {
+        "causal_lm": family.heads["causal_lm"],
+        "sequence": replace(family.heads["sequence"], model_class="Gemma3TextForSequenceClassification"),
+    }
+    return _rounding(replace(family, heads=heads, config_class="Gemma3TextConfig", sequence_parallel=False))
+
+
+def _plan_driven(prefix: str, **config: Any) -> Family:
+    family = _like_llama(prefix, **config)
+    heads = {name: head for name, head in family.heads.items() if hasattr(transformers, head.model_class)}
+    return replace(family, heads=heads, sequence_parallel=False)
+
+
+GEMMA2 = _rounding(_plan_driven("Gemma2", head_dim=16, sliding_window=5))
+GEMMA3 = _gemma3(head_dim=16, sliding_window=5)
+PHI3 = _plan_driven("Phi3")
+GLM = _plan_driven("Glm", head_dim=16)
+GLM4 = _plan_driven("Glm4", head_dim=16)
+MIXTRAL = _rounding(_plan_driven("Mixtral", **_EXPERTS))
+QWEN3_MOE = _rounding(_plan_driven("Qwen3Moe", head_dim=16, **_EXPERTS))
+
+FAMILIES = {
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi3": PHI3,
+    "glm": GLM,
+    "glm4": GLM4,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+}
