@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 from shardformer.policies.base import ModulePolicyDescription
 from shardformer.policies.shorthand import Shorthand
 from shardformer.policies.vit import ViTPolicy
@@ -35,4 +38,18 @@ class BeitPolicy(ViTPolicy):
             param_replacement=cut.heads_of_parameter("relative_position_bias_table", dim=1)
         )
         table["BeitForMaskedImageModeling"] = ModulePolicyDescription(sub_module_replacement=cut.head("lm_head"))
+        table["BatchNorm2d"] = ModulePolicyDescription(method_replacement={"forward": _batch_norm})
         return table
+
+
+def _batch_norm(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """[rows, channels, height, width]: in the precision of the statistics.
+
+    They are buffers and keep theirs where parameters are cast to 16 bit, which no kernel of torch takes together.
+    """
+    if self.training:
+        self.num_batches_tracked.add_(1)
+    dtype = self.running_mean.dtype
+    weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+    statistics = (self.running_mean, self.running_var)
+    return F.batch_norm(x.to(dtype), *statistics, weight, bias, self.training, self.momentum, self.eps).to(x.dtype)

@@ -138,7 +138,18 @@ class Swinv2Policy(SwinPolicy):
             ),
         }
 
+    def postprocess(self) -> nn.Module:
+        # The coordinates are a buffer, and buffers keep their precision where parameters are cast to 16 bit.
+        for module in self.model.modules():
+            if type(module).__name__ == "Swinv2SelfAttention":
+                module.continuous_position_bias_mlp.register_forward_pre_hook(_cast_to_weights)
+        return self.model
+
     def _count_local_heads(self, attention: nn.Module) -> None:
         # Not an attribute_replacement: the lists of layers differ in their heads.
         attention.num_attention_heads //= self.tp_size
         attention.all_head_size //= self.tp_size
+
+
+def _cast_to_weights(mlp: nn.Sequential, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0].to(mlp[0].weight.dtype),)
