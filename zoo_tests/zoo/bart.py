@@ -18,7 +18,7 @@ from zoo_tests.zoo.t5 import (
 )
 
 _CLASSES = {"num_labels": NUM_CLASSES}
-_DECODER_ALONE = {"is_decoder": True, "is_encoder_decoder": False, "use_cache": False}
+_DECODER_ALONE = {"is_decoder": True, "is_encoder_decoder": False, "encoder_layers": 4}
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "d_model": 48,
@@ -47,12 +47,7 @@ def _like_bart(prefix: str, *heads: str, **config: Any) -> Family:
         "translation": Head(f"{prefix}MTModel", target_tokens, reference_loss=token_loss),
         "sequence": Head(f"{prefix}ForSequenceClassification", of_samples(), _CLASSES),
         "question_answering": Head(f"{prefix}ForQuestionAnswering", answer_in_sequence),
-        "causal_lm": Head(
-            f"{prefix}ForCausalLM",
-            of_tokens(),
-            {"is_decoder": True, "is_encoder_decoder": False},
-            reference_loss=token_loss,
-        ),
+        "causal_lm": Head(f"{prefix}ForCausalLM", of_tokens(), _DECODER_ALONE, reference_loss=token_loss),
         "bare": Head(f"{prefix}Model", _decoder_tokens, criterion=mean_of_hidden),
     }
     return Family(
