@@ -16,7 +16,11 @@ _READ_HIDDEN_STATES = ("BeitForSemanticSegmentation", "BeitBackbone")
 
 
 class BeitPolicy(ViTPolicy):
-    """BEiT with any of its heads: ViT's modules, biases of relative positions in each layer or one for all of them."""
+    """BEiT with any of its heads: ViT's modules, biases of relative positions in each layer or one for all of them.
+
+    The batch norms of the segmentation head normalise each micro-batch of a rank by itself, as they do in any training
+    that cuts its batches.
+    """
 
     family, prefix = "beit", "Beit"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")

@@ -27,14 +27,16 @@ class CLIPPolicy(Policy):
     @property
     def stages(self) -> StageLayout:
         base = self.model.get_submodule(self.base_path)
+        if hasattr(base, "final_layer_norm"):
+            return _text_layout("")
+        if hasattr(base, "post_layernorm"):
+            return _vision_layout("")
+        vision = _vision_layout("vision_model.")
         if not hasattr(base, "text_model"):
-            if hasattr(base, "vision_model"):
-                vision = _vision_layout("vision_model.")
-                return replace(vision, last=(*vision.last, "classifier"))
-            return _vision_layout("") if hasattr(base, "post_layernorm") else _text_layout("")
+            return replace(vision, last=(*vision.last, "classifier"))
         text = _text_layout("text_model.")
         return replace(
-            _vision_layout("vision_model."),
+            vision,
             # The last stage projects what the tower of images has found on an earlier one.
             every=("visual_projection", "logit_scale"),
             done={"vision_model": ("pooler_output",)},

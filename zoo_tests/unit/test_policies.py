@@ -142,6 +142,8 @@ class TestStages:
     [
         ("bert", {}, 3, "tp_size=3 does not divide num_attention_heads=4; use 1, 2 or 4"),
         ("gpt2", {}, 8, "tp_size=8 does not divide num_attention_heads=4; use 1, 2 or 4"),
+        ("swin", {}, 8, "tp_size=8 does not divide num_heads[0]=4; use 1, 2 or 4"),
+        ("clip", {}, 3, "tp_size=3 does not divide vision_config.num_attention_heads=4; use 1, 2 or 4"),
         (
             "llama",
             {"num_attention_heads": 12, "num_key_value_heads": 6},
