@@ -8,7 +8,7 @@ batch, which every stage has; only hidden states travel, and what later layers r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ class StageLayout:
     """
 
     layers: str
-    first: Mapping[str, type[StandIn]] = field(default_factory=dict)
+    first: Mapping[str, Callable[[], StandIn]] = field(default_factory=dict)
     every: Sequence[str] = ()
     last: Sequence[str] = ()
     tuple_output: bool | int = False

@@ -179,4 +179,4 @@ def share_of(batch: Batch, rank: int, world_size: int) -> dict[str, Tensor]:
     """A data-parallel rank's contiguous share of a global batch."""
     rows = num_rows(batch)
     first, last = rows * rank // world_size, rows * (rank + 1) // world_size
-    return {key: value[first:last] for key, value in batch.items()}
+    return {key: value[first:last] if isinstance(value, Tensor) else value for key, value in batch.items()}

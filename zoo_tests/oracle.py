@@ -131,6 +131,8 @@ def loss_of(model: nn.Module, head: Head, batch: Batch) -> Tensor:
 
 def inputs_of(head: Head, batch: Batch) -> dict[str, Any]:
     """What is given to the model: with a criterion, no labels (computing another loss would only cost time)."""
+    if head.native_labels is not None:
+        batch = batch | head.native_labels(batch)
     return {key: value for key, value in batch.items() if head.criterion is None or "labels" not in key}
 
 

@@ -21,8 +21,8 @@ from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.step_loss import CriterionStepLoss, HeadStepLoss, ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.collectives import gather_from_axis
-from shardformer.head_loss import head_loss_of
 from shardformer.layers.head import VocabParallelLMHead, parallel_logits
+from shardformer.losses import head_loss_of
 from shardformer.rng import SharedStream
 from shardformer.sharder import tied_names
 

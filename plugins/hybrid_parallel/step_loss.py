@@ -17,7 +17,7 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.microbatch import num_rows
-from shardformer.head_loss import HeadLoss
+from shardformer.losses import HeadLoss
 
 Microbatches = Sequence[Mapping[str, Any]]
 
@@ -83,6 +83,11 @@ class HeadStepLoss(StepLoss):
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh, head_loss: HeadLoss) -> None:
         super().__init__(microbatches, mesh)
+        if head_loss.couples_samples and (len(microbatches) > 1 or mesh.size("dp") > 1):
+            raise ConfigurationError(
+                f"a contrastive loss compares all samples of a batch, which is cut into {len(microbatches)} "
+                f"micro-batches on each of dp_size={mesh.size('dp')} replicas; use num_microbatches=1 and dp_size=1"
+            )
         self.head_loss = head_loss
         counts = torch.zeros(len(head_loss.terms), dtype=torch.float64, device=mesh.device)
         for microbatch in microbatches:

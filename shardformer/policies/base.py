@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +124,18 @@ class Policy(ABC):
             for name, count in self.head_counts().items()
             if count % self.tp_size
         ]
+
+    def check_hidden_states(self, classes: Collection[str]) -> list[str]:
+        """Sentences for a model of one of `classes`, whose head reads the hidden states of all layers."""
+        name, problems = type(self.model).__name__, []
+        if name in classes and self.shard_config.stage_manager.num_stages > 1:
+            problems.append(f"{name} reads hidden states that lie on several pipeline stages; use pp_size=1")
+        if name in classes and self.shard_config.sequence is not None:
+            problems.append(
+                f"enable_sequence_parallelism=True leaves {name} parts of the hidden states that it reads; "
+                "use enable_sequence_parallelism=False"
+            )
+        return problems
 
     def preprocess(self) -> nn.Module:
         """Work on the model before anything is replaced; returns the model."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch.distributed as dist
+from torch import nn
 
 from shardformer.layers import (
     ColumnParallelLinear,
@@ -16,10 +20,15 @@ from shardformer.layers import (
 )
 from shardformer.policies.base import SubModuleReplacementDescription as Replacement
 from shardformer.shard_config import ShardConfig
+from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
+
+Change = Callable[[nn.Module], None]
 
 
 class Shorthand:
     """The vocabulary of a table for one `ShardConfig`; each method returns descriptions of sub-modules.
+
+    (Those for parameters of a module itself return changes for its `param_replacement`.)
 
     A suffix that ends in "?" may be missing.
     """
@@ -70,6 +79,39 @@ class Shorthand:
         """Dropout between tensor-parallel regions: the same on every rank unless each has tokens of its own."""
         target = ParallelDropout if self.config.sequence is not None else None
         return [_replace(suffix, target, {}) for suffix in suffixes]
+
+    def replicated(self, *suffixes: str) -> list[Replacement]:
+        """Sub-modules that every rank computes the same with."""
+        return [_replace(suffix, None, {}) for suffix in suffixes]
+
+    def own_parameters(self, *names: str) -> list[Change]:
+        """Parameters of the module itself between tensor-parallel regions (layer scales): whole on every rank.
+
+        They may be missing, or be plain numbers.
+        """
+        size = self.config.tensor_parallel_size
+        rank = dist.get_rank(self.config.group) if size > 1 else 0
+        group = self.config.group if self.config.sequence is not None else None
+
+        def declare(module: nn.Module) -> None:
+            for name in names:
+                parameter = getattr(module, name, None)
+                if isinstance(parameter, nn.Parameter):
+                    annotate(parameter, ShardSpec(tuple(parameter.shape), rank=rank, world_size=size), group)
+
+        return [declare]
+
+    def heads_of_parameter(self, name: str, dim: int) -> list[Change]:
+        """A parameter of the module itself with something for each head along `dim`; a rank gets that of its heads."""
+        group, size = self.config.group, self.config.tensor_parallel_size
+
+        def share_out(module: nn.Module) -> None:
+            parameter = getattr(module, name)
+            parts = (Part(parameter.shape[dim]),)
+            spec = ShardSpec(tuple(parameter.shape), dim, parts, dist.get_rank(group), size)
+            setattr(module, name, shard_parameter(parameter, spec))
+
+        return [share_out] if size > 1 else []
 
     def region_dropout(self, *suffixes: str) -> list[Replacement]:
         """Dropout inside a tensor-parallel region: each rank has features, or heads, of its own."""

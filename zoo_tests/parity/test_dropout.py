@@ -22,8 +22,10 @@ _DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     "llama": {"attention_dropout": 0.1},
+    "beit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
+    "swinv2": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
 }
-_HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
+_HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "beit": "image", "swinv2": "image"}
 
 
 def _case(family: str, layout: str, *, sp: bool = False, **options: Any) -> Case:
@@ -55,7 +57,18 @@ def test_the_same_seed_gives_the_same_numbers(family: str, layout: str, sp: bool
     assert first[0].losses != other[0].losses
 
 
-@pytest.mark.parametrize(("family", "sp"), [("bert", False), ("gpt2", False), ("bert", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("family", "sp"),
+    [
+        ("bert", False),
+        ("gpt2", False),
+        ("bert", True),
+        ("llama", False),
+        pytest.param("beit", False, marks=pytest.mark.slow),
+        pytest.param("beit", True, marks=pytest.mark.slow),
+        pytest.param("swinv2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_replicated_activations_are_dropped_alike_on_all_ranks(family: str, sp: bool, tmp_path: Path) -> None:
     """Norms and biases of a row-parallel layer get the same gradient on both ranks, and so does the loss."""
     reports = _train(_case(family, "tp2", sp=sp), tmp_path, "run")

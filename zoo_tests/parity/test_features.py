@@ -20,7 +20,7 @@ _CLIP = 0.05  # far below the norms of these models: it bites at every step
 
 def _case(family: str, layout: str, *, zero: int = 1, sp: bool = False, **recipe: Any) -> Case:
     options = tuple(recipe.pop("options", {}).items())
-    recipe = {"head": _HEADS[family], **recipe, "config": tuple(recipe.get("config", {}).items())}
+    recipe = {"head": _HEADS.get(family), **recipe, "config": tuple(recipe.get("config", {}).items())}
     return Case(
         recipe=Recipe(family=family, **recipe), layout=layout, zero_stage=zero, sequence_parallel=sp, options=options
     )
@@ -83,6 +83,12 @@ SLOW = [
     _case("bert", "pp2", head="lm_head", config=_EAGER),
     _case("gpt2", "tp2pp2", config=_EAGER, max_norm=_CLIP),
     _case("gpt2", "tp2", config={"scale_attn_by_inverse_layer_idx": True}),
+    # Tables of positions that are cut over heads, or shared by the stages, and parameters that every stage has.
+    _case("beit", "tp2pp2", head="image_shared_bias", sp=True, optimizer="momentum", max_norm=_CLIP),
+    _case("swinv2", "tp4", head="image", optimizer="momentum", max_norm=_CLIP),
+    _case("swin", "tp2pp2", head="image", options={"gradient_checkpointing": "full"}, max_norm=_CLIP),
+    _case("clip_towers", "pp4", head="contrastive", options={"num_microbatches": 1}, max_norm=_CLIP),
+    _case("vit", "pp2dp2", head="masked_image", zero=0, optimizer="adamw"),
 ]
 
 

@@ -1,7 +1,7 @@
 """Every head class of every family, in tensor and pipeline parallelism: fp64, SGD, against plain training.
 
 What breaks here first: the sums and counts of a head's loss, a module of a head that no stage has, and heads of new
-releases of transformers. A head that fails alone points at `shardformer/head_loss.py` or at the family's policy.
+releases of transformers. A head that fails alone points at `shardformer/losses` or at the family's policy.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from zoo_tests.zoo import FAMILIES
 
 def _heads() -> list:
     cases = [
-        Case(recipe=Recipe(family=family, head=head, precision=members.precision), layout=layout)
+        Case(
+            recipe=Recipe(family=family, head=name, precision=members.precision),
+            layout=head.layout or layout,
+            options=(("num_microbatches", 1),) if head.samples_are_coupled else (),
+        )
         for family, members in FAMILIES.items()
-        for head in members.heads
+        for name, head in members.heads.items()
         for layout in (("tp2", "pp2", "tp2pp2", "dp2") if family in ENGINE_FAMILIES else ("tp2pp2",))
     ]
     fast = [case for case in cases if case.layout == "tp2pp2" and case.recipe.family in ENGINE_FAMILIES]

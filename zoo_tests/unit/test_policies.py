@@ -142,6 +142,8 @@ class TestStages:
     [
         ("bert", {}, 3, "tp_size=3 does not divide num_attention_heads=4; use 1, 2 or 4"),
         ("gpt2", {}, 8, "tp_size=8 does not divide num_attention_heads=4; use 1, 2 or 4"),
+        ("swin", {}, 8, "tp_size=8 does not divide num_heads[0]=4; use 1, 2 or 4"),
+        ("clip", {}, 3, "tp_size=3 does not divide vision_config.num_attention_heads=4; use 1, 2 or 4"),
         (
             "llama",
             {"num_attention_heads": 12, "num_key_value_heads": 6},
@@ -167,6 +169,33 @@ def test_fewer_key_value_heads_than_ranks_are_fine(monkeypatch: pytest.MonkeyPat
     policy.set_model(FAMILIES["llama"].build("causal_lm", num_key_value_heads=1))
     policy.set_shard_config(ShardConfig())
     assert policy.check() == []
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(
+    ("family", "head", "options", "message"),
+    [
+        ("swin", "image", {"sequence": True}, "does not support the windows of SwinForImageClassification; use enable"),
+        ("beit", "segmentation", {"stages": 2}, "BeitForSemanticSegmentation reads hidden states that lie on several"),
+        ("swinv2", "backbone", {"stages": 2}, "Swinv2Backbone reads hidden states that lie on several pipeline stages"),
+        ("beit", "backbone", {"sequence": True}, "leaves BeitBackbone parts of the hidden states that it reads; use"),
+        ("swinv2", "image", {"stages": 2, "recompute": True}, "recomputes whole lists of layers of Swinv2ForImage"),
+    ],
+)
+def test_what_a_family_cannot_do(family: str, head: str, options: dict[str, int], message: str) -> None:
+    model = FAMILIES[family].build(head)
+    if options.get("recompute"):
+        model.gradient_checkpointing_enable()
+    policy = policy_for(model)
+    policy.set_model(model)
+    policy.set_shard_config(
+        ShardConfig(
+            pipeline_stage_manager=PipelineStageManager(0, options.get("stages", 1)),
+            enable_sequence_parallelism=options.get("sequence", False),
+        )
+    )
+    (problem,) = policy.check()
+    assert message in problem
 
 
 # ----- the registry -----

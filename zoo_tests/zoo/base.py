@@ -34,6 +34,9 @@ class Head:
         reference_loss: (outputs, labels) -> the head's loss where transformers computes it in fp32 whatever the
             model's dtype, so that it is no reference for fp64. Also checked against transformers' own.
         num_choices: sequences a sample, for multiple choice; 0 for the usual [batch, seq].
+        layout: the layout that it is trained on beside the family's first head; None for the usual ones.
+        samples_are_coupled: its numbers depend on which samples are together: the batch is not cut.
+        native_labels: batch -> its labels as transformers takes them, where the library also takes another form.
     """
 
     model_class: str
@@ -42,6 +45,9 @@ class Head:
     criterion: Callable[[Any, Mapping[str, Any]], Any] | None = None
     reference_loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
     num_choices: int = 0
+    layout: str | None = None
+    samples_are_coupled: bool = False
+    native_labels: Callable[[Batch], Batch] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Family:
         attention_dropout: name in the configuration of the dropout of attention probabilities; None where there is
             none.
         attention_output: end of the path of the projection behind the attention.
+        attention_by_hand: whether its attention does not go through transformers' registry.
         precision: what it is compared in; "fp32" where transformers itself rounds to it, or has no fp64 kernel.
         sequence_parallel: whether its policy knows split-gather.
     """
@@ -68,6 +75,7 @@ class Family:
     inputs: Callable[[int, int, torch.Generator], Batch] | None = None
     attention_dropout: str | None = None
     attention_output: str = ""
+    attention_by_hand: bool = False
     precision: str = "fp64"
     sequence_parallel: bool = True
 
@@ -102,7 +110,11 @@ class Family:
         if self.token_types:
             batch["token_type_ids"] = torch.randint(0, 2, batch["input_ids"].shape, generator=generator)
         batch |= chosen.labels(batch, generator)
-        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+        return {key: value.to(dtype) if _is_floating_point(value) else value for key, value in batch.items()}
+
+
+def _is_floating_point(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def num_rows(batch: Batch) -> int:

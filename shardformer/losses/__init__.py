@@ -1,0 +1,67 @@
+"""Which loss a head computes, by the name of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from shardformer.losses.image import ContrastiveLoss, masked_pixels, masked_visual_tokens, segmentation
+from shardformer.losses.terms import HeadLoss, LossTerm
+from shardformer.losses.text import (
+    causal_lm,
+    conditional_generation,
+    masked_lm,
+    plain_classes,
+    pretraining,
+    question_answering,
+    replaced_tokens,
+    sequence_classification,
+)
+
+__all__ = ["HeadLoss", "LossTerm", "head_loss_of"]
+
+
+def head_loss_of(model: nn.Module) -> HeadLoss | None:
+    """The loss of the model's head by its class name, or None for a head (or a bare model) that has none."""
+    name = type(model).__name__
+    if name in _BY_NAME:
+        return _BY_NAME[name](model)
+    for suffix, build in _BY_SUFFIX.items():
+        if name.endswith(suffix):
+            return build(model)
+    return None
+
+
+# Decoders of these encoder-decoders take labels that are already those of the next token.
+_NOT_SHIFTED = ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall", "Marian", "Whisper")
+
+# Heads whose loss is not that of others with their suffix.
+_BY_NAME: dict[str, Callable[[nn.Module], HeadLoss]] = {
+    **{f"{family}ForCausalLM": masked_lm for family in _NOT_SHIFTED},
+    "ElectraForPreTraining": replaced_tokens,
+    "AlbertForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
+}
+
+# The first suffix that fits the class name counts.
+_BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
+    "ForCausalLM": causal_lm,
+    "LMHeadModel": causal_lm,
+    "DoubleHeadsModel": causal_lm,
+    "ForMaskedLM": masked_lm,
+    "MTModel": conditional_generation,
+    "ForConditionalGeneration": conditional_generation,
+    "ForPreTraining": pretraining,
+    "ForNextSentencePrediction": plain_classes,
+    "ForTokenClassification": plain_classes,
+    "ForMultipleChoice": plain_classes,
+    "ForAudioClassification": plain_classes,
+    "ForSequenceClassification": sequence_classification,
+    "ForImageClassification": sequence_classification,
+    "BeitForMaskedImageModeling": masked_visual_tokens,
+    "ForMaskedImageModeling": masked_pixels,
+    "ForSemanticSegmentation": segmentation,
+    "ForQuestionAnswering": question_answering,
+    "CLIPModel": lambda _: ContrastiveLoss(),
+}

@@ -1,0 +1,133 @@
+"""The losses of text heads."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.cross_entropy import cross_entropy_sum
+from shardformer.layers.head import VocabParallelLMHead
+from shardformer.losses.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
+
+
+def not_ignored(labels: Tensor, _: Batch) -> Tensor:
+    return (labels != IGNORE_INDEX).sum()
+
+
+def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of [..., classes] logits, cut over the vocabulary where the head left them so."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
+    if head is None or head.gather_output:
+        return cross_entropy_sum(flat, labels.reshape(-1))
+    return cross_entropy_sum(flat, labels.reshape(-1), head.vocab_range, head.group)
+
+
+def causal_lm(model: nn.Module) -> HeadLoss:
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        # Token t predicts label t + 1. The labels move, not the logits: no copy of [batch, seq, vocabulary].
+        return token_sum(model, outputs.logits, F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:])
+
+    return HeadLoss(LossTerm("labels", lambda labels, batch: not_ignored(labels[..., 1:], batch), total))
+
+
+def masked_lm(model: nn.Module) -> HeadLoss:
+    return HeadLoss(LossTerm("labels", not_ignored, lambda outputs, labels: token_sum(model, outputs.logits, labels)))
+
+
+def conditional_generation(model: nn.Module) -> HeadLoss:
+    if not model.config.is_encoder_decoder:
+        return causal_lm(model)
+    return HeadLoss(*masked_lm(model).terms, decoder_inputs=shift_right(model))
+
+
+def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """How the family makes decoder inputs of labels: a method, or a function beside the class."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels
+    family, config = sys.modules[type(model).__module__], model.config
+    special = (config.pad_token_id, config.decoder_start_token_id)
+    takes = len(inspect.signature(family.shift_tokens_right).parameters) - 1
+    return lambda labels: family.shift_tokens_right(labels, *special[:takes])
+
+
+def replaced_tokens(_: nn.Module) -> HeadLoss:
+    """ELECTRA's discriminator: the mean over tokens that are not padding."""
+
+    def of_tokens(labels: Tensor, batch: Batch) -> Tensor:
+        mask = batch.get("attention_mask")
+        return labels if mask is None else labels.masked_fill(mask != 1, IGNORE_INDEX)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        logits, kept = outputs.logits.view(labels.shape), labels != IGNORE_INDEX
+        return F.binary_cross_entropy_with_logits(logits[kept], labels[kept].to(logits.dtype), reduction="sum")
+
+    return HeadLoss(LossTerm("labels", not_ignored, total, prepare=of_tokens))
+
+
+def pretraining(
+    model: nn.Module, pair_label: str = "next_sentence_label", pair_logits: str = "seq_relationship_logits"
+) -> HeadLoss:
+    return HeadLoss(
+        LossTerm("labels", not_ignored, lambda outputs, labels: token_sum(model, outputs.prediction_logits, labels)),
+        LossTerm(
+            pair_label,
+            not_ignored,
+            lambda outputs, labels: cross_entropy_sum(outputs[pair_logits].view(-1, 2), labels.view(-1)),
+        ),
+    )
+
+
+def plain_classes(_: nn.Module) -> HeadLoss:
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        return cross_entropy_sum(outputs.logits.reshape(-1, outputs.logits.shape[-1]), labels.reshape(-1))
+
+    return HeadLoss(LossTerm("labels", not_ignored, total))
+
+
+def sequence_classification(model: nn.Module) -> HeadLoss:
+    config = model.config
+
+    def problem(labels: Tensor) -> str:
+        if config.problem_type is not None:
+            return config.problem_type
+        if config.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def count(labels: Tensor, batch: Batch) -> Tensor:
+        if problem(labels) == "single_label_classification":
+            return not_ignored(labels, batch)
+        return torch.tensor(labels.numel(), device=labels.device)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        logits, kind = outputs.logits, problem(labels)
+        if kind == "single_label_classification":
+            return cross_entropy_sum(logits.view(-1, config.num_labels), labels.view(-1))
+        pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+        return pointwise(logits.reshape(-1), labels.reshape(-1).to(logits.dtype), reduction="sum")
+
+    return HeadLoss(LossTerm("labels", count, total))
+
+
+def question_answering(_: nn.Module) -> HeadLoss:
+    def term(end: str) -> LossTerm:
+        def count(positions: Tensor, batch: Batch) -> Tensor:
+            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            return (positions < tokens.shape[1]).sum()
+
+        def total(outputs: Any, positions: Tensor) -> Tensor:
+            logits = outputs[f"{end}_logits"]  # [batch, seq]
+            length = logits.shape[1]
+            # A position behind the end of the (padded) sequence means that the answer was cut off: no loss.
+            return cross_entropy_sum(logits, positions.reshape(-1).clamp(0, length), ignore_index=length)
+
+        return LossTerm(f"{end}_positions", count, total, weight=0.5)
+
+    return HeadLoss(term("start"), term("end"))
