@@ -50,14 +50,15 @@ def _register(implementation: str) -> str:
 
 def _with_parallel_dropout(implementation: str) -> Any:
     def sharded_attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """query, key, value: [batch, local heads, seq, head_dim]; output: [batch, seq, local heads, head_dim]."""
         kernel = _kernel(implementation, module)
-        if not kwargs.get("dropout"):
-            return kernel(module, query, key, value, mask, **kwargs)
+        # Where all ranks run all heads they have to drop alike.
+        if not kwargs.get("dropout") or getattr(module, "attention_is_replicated", False):
+            return kernel(module, query, key, value, attention_mask, **kwargs)
         with parallel_region(module.sharded_attention_rank):
-            return kernel(module, query, key, value, mask, **kwargs)
+            return kernel(module, query, key, value, attention_mask, **kwargs)
 
     return sharded_attention
 

@@ -23,6 +23,7 @@ from shardformer.stand_ins import (
     Message,
     PassedThrough,
     Received,
+    ReceivedByTower,
     Skipped,
     StageBoundary,
     StandIn,
@@ -36,6 +37,7 @@ __all__ = [
     "PassedThrough",
     "PipelineStageManager",
     "Received",
+    "ReceivedByTower",
     "StageCut",
     "StageLayout",
     "StandIn",
@@ -108,7 +110,7 @@ class StageLayout:
         tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number for one of so
             many elements.
         carries: names of inputs of the layers that an earlier layer has computed (T5's position bias): they travel.
-        done: towers that are finished behind these layers: path -> fields of their output that later layers read.
+        done: towers that are finished behind these layers: path -> fields of their output that the next list reads.
         first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
         then: the layout of the list of layers that runs next.
     """
@@ -241,7 +243,7 @@ class StageCut:
             return [], []
         index = max(i for i, start in enumerate(self.starts[:-1]) if start <= position)
         carries = list(self.lists[index].carries) if position > self.starts[index] else []
-        finished = self.lists[:index]
+        finished = self.lists[max(index - 1, 0) : index]
         return carries, [(path, name) for each in finished for path, names in each.done.items() for name in names]
 
     def _stage_of(self, layer: int) -> int:

@@ -80,12 +80,25 @@ class StandIn(nn.Module):
         super().__init__()
         self.arrival = Arrival()
 
+    @property
+    def weight(self) -> Tensor:
+        """For models that ask a module that is elsewhere for its dtype or device."""
+        return self.arrival.dummy()
+
 
 class Received(StandIn):
     """Stands for an embedding on a later stage: returns a hidden state of the right shape."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.arrival.dummy()
+
+
+class ReceivedByTower(StandIn):
+    """Stands for an embedding in front of a tower that may be finished: then it fits what the tower returned."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        kept = next((value for value in self.arrival.kept.values() if value is not None), None)
+        return self.arrival.dummy() if kept is None else kept.detach()
 
 
 class AddsNothing(StandIn):
@@ -112,7 +125,10 @@ class Finished(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        return BaseModelOutputWithPooling(**{field: self.arrival.kept[self.path, field] for field in self.fields})
+        # What no layer reads any more only has to have a shape.
+        kept = {field: self.arrival.kept.get((self.path, field)) for field in ("last_hidden_state", *self.fields)}
+        dummy = self.arrival.dummy()
+        return BaseModelOutputWithPooling(**{field: dummy if value is None else value for field, value in kept.items()})
 
 
 class Skipped(StandIn):

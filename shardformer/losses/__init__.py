@@ -12,6 +12,7 @@ from shardformer.losses.terms import HeadLoss, LossTerm
 from shardformer.losses.text import (
     causal_lm,
     conditional_generation,
+    language_of_images,
     masked_lm,
     plain_classes,
     pretraining,
@@ -40,6 +41,7 @@ _NOT_SHIFTED = ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotS
 # Heads whose loss is not that of others with their suffix.
 _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss]] = {
     **{f"{family}ForCausalLM": masked_lm for family in _NOT_SHIFTED},
+    **{f"Blip2{head}": language_of_images for head in ("ForConditionalGeneration", "Model")},
     "ElectraForPreTraining": replaced_tokens,
     "AlbertForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
 }

@@ -47,6 +47,13 @@ def conditional_generation(model: nn.Module) -> HeadLoss:
     return HeadLoss(*masked_lm(model).terms, decoder_inputs=shift_right(model))
 
 
+def language_of_images(model: nn.Module) -> HeadLoss:
+    """BLIP-2's: that of its language model, whose logits it returns."""
+    if model.config.use_decoder_only_language_model:
+        return causal_lm(model)
+    return HeadLoss(*masked_lm(model).terms, decoder_inputs=shift_right(model.language_model))
+
+
 def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """How the family makes decoder inputs of labels: a method, or a function beside the class."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):

@@ -76,6 +76,8 @@ class PlanPolicy(Policy):
                 description.sub_module_replacement.append(change)
             elif change is not None:
                 description.param_replacement.append(change)
+            if change is not None and self._gathers_heads(owner, path, name):
+                description.attribute_replacement["attention_is_replicated"] = True
         for path, description in table.items():
             description.attribute_replacement.update(self._local_groups(self.model.get_submodule(path)))
         for target, module in self._vocabulary():
@@ -124,6 +126,12 @@ class PlanPolicy(Policy):
             return features // head_dim
         heads = getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
         return heads if isinstance(heads, int) and features % heads == 0 else None
+
+    def _gathers_heads(self, owner: nn.Module, path: str, name: str) -> bool:
+        return _is_attention(owner) and self.plan[_pattern(_join(path, name))] in (
+            "colwise_gather_output",
+            "colwise_rep",
+        )
 
     def _check_heads(self) -> list[str]:
         problems = {}

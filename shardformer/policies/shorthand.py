@@ -50,6 +50,14 @@ class Shorthand:
         """A row-parallel linear that ends a tensor-parallel region."""
         return [_replace(suffix, RowParallelLinear, {"num_heads": num_heads, "sequence": self.config.sequence})]
 
+    def gathered(self, *suffixes: str) -> list[Replacement]:
+        """Column-parallel linears whose output is put together at once."""
+        return [_replace(suffix, ColumnParallelLinear, {"gather_output": True}) for suffix in suffixes]
+
+    def row_of_whole(self, suffix: str) -> list[Replacement]:
+        """A row-parallel linear whose input is whole on every rank."""
+        return [_replace(suffix, RowParallelLinear, {"splits_input": True})]
+
     def vocab(self, suffix: str) -> list[Replacement]:
         """A token embedding, cut over the vocabulary."""
         return [_replace(suffix, VocabParallelEmbedding, self.config.vocab_options)]
@@ -84,14 +92,15 @@ class Shorthand:
         """Sub-modules that every rank computes the same with."""
         return [_replace(suffix, None, {}) for suffix in suffixes]
 
-    def own_parameters(self, *names: str) -> list[Change]:
+    def own_parameters(self, *names: str, partial_gradient: bool = False) -> list[Change]:
         """Parameters of the module itself between tensor-parallel regions (layer scales): whole on every rank.
 
-        They may be missing, or be plain numbers.
+        They may be missing, or be plain numbers. `partial_gradient` for those that a rank uses with its heads only.
         """
         size = self.config.tensor_parallel_size
         rank = dist.get_rank(self.config.group) if size > 1 else 0
-        group = self.config.group if self.config.sequence is not None else None
+        is_partial = size > 1 and (partial_gradient or self.config.sequence is not None)
+        group = self.config.group if is_partial else None
 
         def declare(module: nn.Module) -> None:
             for name in names:

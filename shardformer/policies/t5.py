@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.shorthand import Shorthand
-from shardformer.stage import Received, StageLayout
+from shardformer.stage import Received, ReceivedByTower, StageLayout
 
 # Layers return (hidden state, position bias, cross-attention's position bias).
 _DECODER = StageLayout(
@@ -36,7 +36,7 @@ class T5Policy(Policy):
         has_decoder = hasattr(self.model.get_submodule(self.base_path), "decoder")
         return StageLayout(
             layers="encoder.block",
-            first={"encoder.embed_tokens": Received, "shared": Received},
+            first={"encoder.embed_tokens": Received, "shared": ReceivedByTower},
             last=("encoder.final_layer_norm",),
             tuple_output=3,
             carries=("position_bias",),

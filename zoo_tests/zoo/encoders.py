@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from zoo_tests.zoo.base import NUM_CLASSES, PAD_TOKEN, VOCAB_SIZE, Batch, Family, Head
 from zoo_tests.zoo.bert import _SIZES, _pretraining_labels
@@ -26,6 +30,13 @@ def _heads(prefix: str) -> dict[str, Head]:
 def _replaced(batch: Batch, generator: torch.Generator) -> Batch:
     """Which tokens were replaced (ELECTRA's discriminator)."""
     return {"labels": torch.randint(0, 2, batch["input_ids"].shape, generator=generator)}
+
+
+def _replaced_loss(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """transformers' labels are fp32, and so is its loss."""
+    kept = batch["attention_mask"] == 1
+    logits = outputs.logits[kept]
+    return F.binary_cross_entropy_with_logits(logits, batch["labels"][kept].to(logits.dtype))
 
 
 def _order_labels(batch: Batch, generator: torch.Generator) -> Batch:
@@ -52,7 +63,7 @@ ELECTRA = Family(
     {**_SIZES, "embedding_size": 30, "summary_last_dropout": 0.0},
     _heads("Electra")
     | {
-        "discriminator": Head("ElectraForPreTraining", _replaced),
+        "discriminator": Head("ElectraForPreTraining", _replaced, reference_loss=_replaced_loss),
         "causal_lm": Head("ElectraForCausalLM", of_tokens(), {"is_decoder": True}, reference_loss=causal_loss),
     },
     attention_output="attention.output.dense",
