@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -146,7 +146,7 @@ def _load_gradients(case: Case, directory: Path) -> dict[str, Tensor]:
 
 def _load_weights(case: Case, directory: Path) -> dict[str, Tensor]:
     """What plain `from_pretrained` finds."""
-    model_class = getattr(transformers, case.recipe.zoo_head.model_class)
+    model_class = getattr(importlib.import_module(case.recipe.zoo_family.module), case.recipe.zoo_head.model_class)
     model, info = model_class.from_pretrained(directory, dtype=_saved_dtype(case), output_loading_info=True)
     assert not any(info.values()), f"from_pretrained is not content: {info}"
     return model.state_dict()

@@ -128,7 +128,8 @@ def test_transformers_is_imported_where_needed() -> None:
         f"{named(path)} imports {target}"
         for path in files_of(*LIBRARY)
         for target in imports_in(at_import_time(tree_of(path)))
-        if target.partition(".")[0] == "transformers"
+        # A model that we ship is one of transformers', and imported only by who uses it.
+        if target.partition(".")[0] == "transformers" and "modeling" not in path.parts
     ]
     assert not early, "\n".join(early)
 

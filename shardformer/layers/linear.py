@@ -62,6 +62,7 @@ class ColumnParallelLinear(ParallelModule):
         *,
         num_heads: int | None = None,
         part_size: int | None = None,
+        parts: tuple[Part, ...] | None = None,
         divisible_by: int | None = None,
         **kwargs: Any,
     ) -> ColumnParallelLinear:
@@ -70,6 +71,7 @@ class ColumnParallelLinear(ParallelModule):
         Args:
             num_heads: attention heads in each part; a head is never cut, and heads fewer than ranks are copied.
             part_size: features of each part of a fused projection (query, key, value), each part cut on its own.
+            parts: the parts of a fused projection, where they differ in size.
             divisible_by: pad the output features to a multiple of this times the number of ranks (vocabularies).
 
         Raises:
@@ -89,7 +91,7 @@ class ColumnParallelLinear(ParallelModule):
         unit, copies = 1, 1
         if num_heads is not None:
             unit, copies = part_size // num_heads, max(1, world_size // num_heads)
-        parts = tuple(Part(part_size, unit, padded) for _ in range(out_features // part_size))
+        parts = parts or tuple(Part(part_size, unit, padded) for _ in range(out_features // part_size))
         grad_group = copies_group(process_group, copies)
 
         def share(parameter: nn.Parameter, dim: int) -> nn.Parameter:
@@ -191,33 +193,53 @@ class RowParallelLinear(ParallelModule):
 
 
 class HeadRowsLinear(ParallelModule):
-    """A fused projection [query heads, key, value] with one key/value head for all query heads.
+    """A fused projection [query heads, keys, values] with fewer key/value heads than ranks.
 
     Input: [..., in_features], the same on every rank. Output: [..., (local query heads + 2) * head_dim]. The weight
-    stays whole on every rank, which computes with the rows of its query heads and those of key and value: its gradient
-    is a partial sum.
+    stays whole on every rank, which computes with the rows of its query heads and of the key and value that they
+    share: its gradient is a partial sum.
     """
 
-    def __init__(self, native: nn.Linear, num_heads: int, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        native: nn.Linear,
+        group: ProcessGroup,
+        sizes: tuple[int, int, int],
+        input_is_gathered: bool,
+    ) -> None:
         super().__init__()
         self.weight, self.bias, self.group = native.weight, native.bias, group
+        self.input_is_gathered = input_is_gathered
+        num_heads, num_groups, head_dim = sizes
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group))
-        head_dim = native.out_features // (num_heads + 2)
-        share = num_heads // world_size * head_dim
-        self.rows = (slice(rank * share, (rank + 1) * share), slice(num_heads * head_dim, None))
+        local = num_heads // world_size
+        kv_head = rank * num_groups // world_size
+        starts = (rank * local, num_heads + kv_head, num_heads + num_groups + kv_head)
+        counts = (local, 1, 1)
+        self.rows = [
+            slice(start * head_dim, (start + count) * head_dim) for start, count in zip(starts, counts, strict=True)
+        ]
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 annotate(parameter, ShardSpec(tuple(parameter.shape), rank=rank, world_size=world_size), group)
 
     @staticmethod
-    def from_native_module(module: nn.Module, process_group: ProcessGroup, *, num_heads: int) -> HeadRowsLinear:
-        """Take over a fused projection of `num_heads` query heads, a key and a value head of the same size."""
-        return HeadRowsLinear(module, num_heads, process_group)
+    def from_native_module(
+        module: nn.Module,
+        process_group: ProcessGroup,
+        *,
+        num_heads: int,
+        num_groups: int = 1,
+        head_dim: int,
+        input_is_gathered: bool = False,
+    ) -> HeadRowsLinear:
+        """Take over a fused projection of `num_heads` query and `num_groups` key and value heads of `head_dim`."""
+        return HeadRowsLinear(module, process_group, (num_heads, num_groups, head_dim), input_is_gathered)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.cat([self.weight[rows] for rows in self.rows])
         bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
-        return F.linear(copy_to_axis(x, self.group), weight, bias)
+        return F.linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)
 
 
 class SharedInput:

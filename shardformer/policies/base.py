@@ -64,6 +64,7 @@ class Policy(ABC):
 
     Attributes:
         family: of transformers, `transformers.models.<family>.modeling_<family>`; None for a policy of another model.
+        module: where the family's classes are, if not there.
         prefix: of the names of the family's classes.
         heads: what follows the prefix in the names of the model classes that the policy is for.
         stages: where the family may be cut into pipeline stages; None where it may not.
@@ -72,6 +73,7 @@ class Policy(ABC):
     """
 
     family: str | None = None
+    module: str = ""
     prefix: str = ""
     heads: tuple[str, ...] = ()
     stages: StageLayout | None = None

@@ -107,7 +107,11 @@ class FalconPolicy(BloomPolicy):
             fused = cut.column("query_key_value", num_heads=config.num_kv_heads)
             local["num_kv_heads"] = config.num_kv_heads // self.tp_size
         elif config.multi_query:
-            fused = [SubModuleReplacementDescription("query_key_value", HeadRowsLinear, {"num_heads": heads})]
+            fused = [
+                SubModuleReplacementDescription(
+                    "query_key_value", HeadRowsLinear, {"num_heads": heads, "head_dim": config.hidden_size // heads}
+                )
+            ]
         else:
             fused = cut.column("query_key_value", num_heads=heads)
             local["num_kv_heads"] = heads // self.tp_size

@@ -29,7 +29,7 @@ def family_policies() -> dict[str, type[Policy]]:
 def supported_classes() -> dict[str, type[Policy]]:
     """Qualified name of a model class of transformers -> its policy."""
     return {
-        f"transformers.models.{family}.modeling_{family}.{policy.prefix}{head}": policy
+        f"{policy.module or f'transformers.models.{family}.modeling_{family}'}.{policy.prefix}{head}": policy
         for family, policy in family_policies().items()
         for head in policy.heads
     }

@@ -7,6 +7,7 @@ side by side, other content in every sample, other counts of ignored labels, oth
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,7 @@ class Family:
         attention_by_hand: whether its attention does not go through transformers' registry.
         precision: what it is compared in; "fp32" where transformers itself rounds to it, or has no fp64 kernel.
         sequence_parallel: whether its policy knows split-gather.
+        module: where its classes are.
     """
 
     config_class: str
@@ -78,6 +80,7 @@ class Family:
     attention_by_hand: bool = False
     precision: str = "fp64"
     sequence_parallel: bool = True
+    module: str = "transformers"
 
     @property
     def main_head(self) -> str:
@@ -85,13 +88,11 @@ class Family:
 
     def build(self, head: str, dtype: torch.dtype = torch.float64, **config: Any) -> nn.Module:
         """A model with weights that depend on nothing but the arguments, in training mode."""
-        import transformers
-
-        chosen = self.heads[head]
+        chosen, library = self.heads[head], importlib.import_module(self.module)
         values = {**self.config, **chosen.config, **config}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(20)
-            model = getattr(transformers, chosen.model_class)(getattr(transformers, self.config_class)(**values))
+            model = getattr(library, chosen.model_class)(getattr(library, self.config_class)(**values))
             with torch.no_grad():
                 # Biases start at 0 and norms at 1: noise lets mistakes in them show.
                 for param in model.parameters():
