@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import all_gather_dim, local_slice, reduce_scatter_dim
+from shardformer.collectives import (
+    all_gather_dim,
+    all_gather_flat,
+    local_slice,
+    reduce_scatter_dim,
+    reduce_scatter_flat,
+)
 from shardformer.shard_spec import pad_to_multiple
 
 _SEQ_DIM = 1  # tensors are [batch, seq, hidden]
@@ -50,6 +56,12 @@ class SequenceParallel:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """`g-bar*`: partial sums [batch, seq, hidden] -> their sum's slice [batch, seq/tp, hidden]."""
         return _ReduceScatterSequence.apply(x, self)
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Begin to sum partial [batch, seq, hidden] over ranks: this rank's [seq/tp, batch, hidden], and the work."""
+        full = self.pad(x).movedim(_SEQ_DIM, 0).contiguous()
+        out = full.new_empty((len(full) // self.world_size, *full.shape[1:]))
+        return out, reduce_scatter_flat(out, full, group=self.group, async_op=True)
 
     def pad(self, x: Tensor) -> Tensor:
         missing = pad_to_multiple(x.shape[_SEQ_DIM], self.world_size) - x.shape[_SEQ_DIM]
@@ -113,9 +125,53 @@ def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
-def gather_on_entry(module: nn.Module, region: SequenceParallel) -> None:
-    """Let `module`, a tensor-parallel region, see the whole sequence."""
-    module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, region.gather), with_kwargs=True)
+class PendingGather:
+    """A gather of the sequence that is on its way.
+
+    Attributes:
+        local: this rank's tokens, [batch, seq/tp, hidden], to differentiate by.
+        own: the same values, [seq/tp, batch, hidden].
+        rows, other_rows: of the gathered [seq, batch, hidden], those of this rank, and the others'.
+        length: of the sequence without padding.
+    """
+
+    def __init__(self, local: Tensor, region: SequenceParallel) -> None:
+        self.local, self.region, self.length = local, region, region.length
+        self.own = local.detach().movedim(_SEQ_DIM, 0).contiguous()
+        share, rank = len(self.own), dist.get_rank(region.group)
+        self.rows = slice(rank * share, (rank + 1) * share)
+        self.other_rows = [slice(0, self.rows.start), slice(self.rows.stop, share * region.world_size)]
+        self._gathered = self.own.new_empty((share * region.world_size, *self.own.shape[1:]))
+        self._work = all_gather_flat(self._gathered, self.own, group=region.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The gathered tokens, [seq, batch, hidden], with padding."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._gathered
+
+    def placeholder(self) -> Tensor:
+        """[batch, seq, hidden], for column-parallel layers to recognise; its values are not there yet."""
+        whole = self._gathered.movedim(0, _SEQ_DIM)[:, : self.length]
+        whole.pending_gather = self
+        return whole
+
+    @staticmethod
+    def of(x: Tensor) -> PendingGather | None:
+        return getattr(x, "pending_gather", None)
+
+
+def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool = False) -> None:
+    """Let `module`, a tensor-parallel region, see the whole sequence.
+
+    With `overlaps` its column-parallel layers, the only readers of its input, wait for the tokens of other ranks.
+    """
+
+    def start(x: Tensor) -> Tensor:
+        return PendingGather(x, region).placeholder() if overlaps else region.gather(x)
+
+    module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, start), with_kwargs=True)
 
 
 def wrap_layers(layers: list[nn.Module], region: SequenceParallel) -> None:
@@ -128,3 +184,27 @@ def wrap_layers(layers: list[nn.Module], region: SequenceParallel) -> None:
         return (region.leave(output[0]), *output[1:]) if isinstance(output, tuple) else region.leave(output)
 
     layers[-1].register_forward_hook(leave)
+
+
+def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:
+    """Let `layer`, which holds a slice of the sequence, see the positions of that slice alone."""
+
+    def own(x: Any, dim: int) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[dim] != region.length:
+            return x
+        share = pad_to_multiple(region.length, region.world_size) // region.world_size
+        first = dist.get_rank(region.group) * share
+        piece = x.narrow(dim, min(first, region.length), max(min(share, region.length - first), 0))
+        missing = share - piece.shape[dim]
+        return F.pad(piece, (0, 0) * (-dim - 1) + (0, missing)) if missing else piece
+
+    def narrow(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        changed = dict(kwargs)
+        tables = kwargs.get("position_embeddings")  # cos and sin, [..., seq, features]
+        if isinstance(tables, (tuple, list)):
+            changed["position_embeddings"] = tuple(own(table, -2) for table in tables)
+        if "position_ids" in kwargs:
+            changed["position_ids"] = own(kwargs["position_ids"], -1)
+        return args, changed
+
+    layer.register_forward_pre_hook(narrow, with_kwargs=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -24,11 +25,15 @@ class ShardConfig:
         pipeline_stage_manager: which pipeline stage this is; None for no pipeline.
         enable_tensor_parallelism: whether weights are cut over the group.
         enable_fused_normalization: use fused kernels for layer and RMS norms.
-        enable_flash_attention, enable_jit_fused, enable_sequence_overlap: not available yet; refused when set.
+        enable_flash_attention: True for the fastest attention backend that fits, or the name of one.
+        enable_jit_fused: fused elementwise operators.
+        enable_sequence_overlap: sequence-parallel communication runs while matrices are multiplied.
         enable_sequence_parallelism: cut activations between tensor-parallel regions along the sequence.
         enable_all_optimization: switch on every optimisation that is available.
         inference_only: only forward passes will run.
-        sequence_parallelism_mode: how the sequence is cut; `split_gather` is available.
+        sequence_parallelism_mode: `split_gather` between the regions of cut weights, or `all_to_all` around attention
+            with whole weights.
+        compute_dtype: what the model will run in, where that is not its present dtype.
         make_vocab_size_divisible_by: a vocabulary is padded to a multiple of this times the ranks.
 
     Raises:
@@ -39,7 +44,7 @@ class ShardConfig:
     pipeline_stage_manager: PipelineStageManager | None = None
     enable_tensor_parallelism: bool = True
     enable_fused_normalization: bool = False
-    enable_flash_attention: bool = False
+    enable_flash_attention: bool | str = False
     enable_jit_fused: bool = False
     enable_sequence_parallelism: bool = False
     enable_sequence_overlap: bool = False
@@ -47,15 +52,13 @@ class ShardConfig:
     inference_only: bool = False
     sequence_parallelism_mode: SequenceMode = "split_gather"
     make_vocab_size_divisible_by: int = 64
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("enable_flash_attention", "enable_jit_fused", "enable_sequence_overlap"):
-            if getattr(self, name):
-                raise ValueError(f"{name}=True is not available in this version; use {name}=False")
-        if self.enable_sequence_parallelism and self.sequence_parallelism_mode != "split_gather":
+        if self.enable_sequence_parallelism and self.sequence_parallelism_mode not in ("split_gather", "all_to_all"):
             raise ValueError(
                 f"sequence_parallelism_mode='{self.sequence_parallelism_mode}' is not available in this version; "
-                "use 'split_gather'"
+                "use 'split_gather' or 'all_to_all'"
             )
         if self.make_vocab_size_divisible_by < 1:
             raise ValueError(
@@ -63,6 +66,8 @@ class ShardConfig:
             )
         if self.enable_all_optimization:
             self.enable_fused_normalization = True
+            self.enable_jit_fused = True
+            self.enable_flash_attention = self.enable_flash_attention or True
             self.enable_sequence_parallelism = self.tensor_parallel_size > 1
 
     @property
@@ -87,6 +92,11 @@ class ShardConfig:
         if not self.enable_sequence_parallelism or self.tensor_parallel_size == 1:
             return None
         return SequenceParallel(self.group)
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether ranks hold whole layers and exchange the sequence for heads around attention."""
+        return self.sequence is not None and self.sequence_parallelism_mode == "all_to_all"
 
     @property
     def vocab_options(self) -> dict[str, Any]:

@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.attention import use_sharded_attention
+from shardformer.attention import use_backend, use_sharded_attention, uses_registry
+from shardformer.attention.ulysses import SequenceExchange
 from shardformer.layers import SharedInput
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+)
 from shardformer.policies.registry import policy_for
-from shardformer.sequence import gather_on_entry, wrap_layers
+from shardformer.sequence import gather_on_entry, slice_positions, wrap_layers
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
 from shardformer.stage import StageCut, StandIn, has_module, replace_module
@@ -76,6 +81,8 @@ class ModelSharder:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
             problems += self._check_table()
+        if self.config.exchanges_heads:
+            problems += self._check_exchange()
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -83,10 +90,25 @@ class ModelSharder:
         """Replace sub-modules and attributes as the policy's table says."""
         for _, module, description in self._described():
             self._apply(module, description)
-        if self.config.tensor_parallel_size > 1:
-            use_sharded_attention(self.model, dist.get_rank(self.config.group))
+        self._route_attention()
         if self.config.sequence is not None:
-            wrap_layers(self._held_layers(), self.config.sequence)
+            layers = self._held_layers()
+            wrap_layers(layers, self.config.sequence)
+            for layer in layers if self.config.exchanges_heads else ():
+                slice_positions(layer, self.config.sequence)
+
+    def _route_attention(self) -> None:
+        if self.config.enable_flash_attention:
+            first = next(self.model.parameters(), torch.empty(0))
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            use_backend(
+                self.model, self.config.enable_flash_attention, device, self.config.compute_dtype or first.dtype
+            )
+        if self.config.tensor_parallel_size > 1:
+            exchange = SequenceExchange(self.config.sequence) if self.config.exchanges_heads else None
+            use_sharded_attention(self.model, dist.get_rank(self.config.group), exchange)
+        elif self.config.enable_flash_attention:
+            use_sharded_attention(self.model, 0)
 
     @cached_property
     def _cut(self) -> StageCut | None:
@@ -126,17 +148,23 @@ class ModelSharder:
         for layers in readers.values():
             if len(layers) > 1:
                 SharedInput(layers)
-        if self.config.sequence is not None and description.gathers_sequence:
-            gather_on_entry(module, self.config.sequence)
+        for fuse in description.fusions if self.config.enable_jit_fused else ():
+            if not any(isinstance(child, StandIn) for child in module.children()):
+                fuse(module)
+        if self.config.sequence is not None and description.gathers_sequence and not self.config.exchanges_heads:
+            gather_on_entry(module, self.config.sequence, self.config.enable_sequence_overlap)
 
     def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
         native = module.get_submodule(replacement.suffix)
         target, new = replacement.target_module, None
+        stays_whole = target is not None and target.cuts_layer and self.config.exchanges_heads
+        if stays_whole:
+            target = None
         if target is not None and (self.config.tensor_parallel_size > 1 or not target.needs_axis):
             new = target.from_native_module(native, self.config.group, **(replacement.kwargs or {}))
             new.train(native.training)
             replace_module(module, replacement.suffix, new)
-        if replacement.partial_gradient:
+        if replacement.partial_gradient or stays_whole:
             for parameter in (new or native).parameters():
                 annotate(parameter, self._replicated_spec(parameter), self.config.group)
         return new
@@ -166,6 +194,20 @@ class ModelSharder:
             if missing
             else []
         )
+
+    def _check_exchange(self) -> list[str]:
+        """What `all_to_all` needs: attention that goes through the registry, without biases of single heads."""
+        mode, name = "sequence_parallelism_mode='all_to_all'", type(self.model).__name__
+        attends = [module for module in self.model.modules() if uses_registry(module)]
+        if not attends or not self.policy.exchanges_heads:
+            return [f"{mode} cannot reach the attention of {name}; use 'split_gather' or no sequence parallelism"]
+        size, config = self.config.tensor_parallel_size, self.model.config
+        kv_heads = getattr(config, "num_key_value_heads", None) or size
+        if kv_heads % size and size % kv_heads:
+            return [
+                f"{mode} with tp_size={size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"
+            ]
+        return []
 
     def _check_table(self) -> list[str]:
         problems, claimed = [], set()

@@ -33,6 +33,7 @@ from typing import Any
 _PRELOAD = (
     "torch",
     "torch.distributed",
+    "torch._dynamo",
     "transformers",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
@@ -205,6 +206,7 @@ def _pool(world_size: int) -> RankPool:
 def _serve(rank: int, world_size: int, directory: str, tasks: Any, results: Any, mutant: str | None) -> None:
     """Run tasks until killed."""
     import torch
+    import torch._dynamo
     import torch.distributed as dist
 
     # Dumped by the C library's signal handler: it works while Python is blocked in a collective.
@@ -212,6 +214,7 @@ def _serve(rank: int, world_size: int, directory: str, tasks: Any, results: Any,
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(directory) / "store"), world_size)
+        torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_GROUP_TIMEOUT)
         if mutant is not None:
             importlib.import_module("zoo_tests.mutants").apply(mutant)

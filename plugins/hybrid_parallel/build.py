@@ -136,8 +136,13 @@ def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> 
 
 def _shard(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
     """Shard in place; returns the parameters that several stages hold."""
-    wants_fusion = config.enable_fused_normalization or config.enable_all_optimization
-    if config.tp_size == 1 and config.pp_size == 1 and config.custom_policy is None and not wants_fusion:
+    changes_layers = (
+        config.enable_fused_normalization,
+        config.enable_flash_attention,
+        config.enable_jit_fused,
+        config.enable_all_optimization,
+    )
+    if config.tp_size == 1 and config.pp_size == 1 and config.custom_policy is None and not any(changes_layers):
         return []  # nothing to cut: a model of any kind will do
     stage = mesh.rank("pp")
     split = None if config.layers_per_stage is None else tuple(config.layers_per_stage)
@@ -146,9 +151,14 @@ def _shard(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> 
             tensor_parallel_process_group=mesh.group("tp"),
             pipeline_stage_manager=PipelineStageManager(stage, config.pp_size, split),
             enable_fused_normalization=config.enable_fused_normalization,
+            enable_flash_attention=config.enable_flash_attention,
+            enable_jit_fused=config.enable_jit_fused,
             enable_sequence_parallelism=config.enable_sequence_parallelism,
+            sequence_parallelism_mode=config.sequence_parallelism_mode,
+            enable_sequence_overlap=config.enable_sequence_overlap,
             enable_all_optimization=config.enable_all_optimization,
             make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+            compute_dtype=_DTYPES.get(config.precision),
         )
         return ShardFormer(shard_config).optimize(model, config.custom_policy)[1]
     except (ValueError, TypeError) as error:

@@ -20,7 +20,7 @@ class HybridParallelConfig:
 
     Attributes:
         tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is what is left of the
-            world; `sp_size` is that of `tp_size` under split-gather.
+            world; `sp_size` is that of `tp_size`, whose ranks share the sequence.
         zero_stage: 0 keeps optimizer states on every data-parallel rank, 1 cuts them over the ranks.
         precision: of parameters and activations; "fp32" leaves the model's own dtype alone.
         initial_scale, growth_interval: fp16 loss scale at the start; steps without overflow before it doubles.
@@ -57,7 +57,7 @@ class HybridParallelConfig:
     num_model_chunks: int = 1
     layers_per_stage: Sequence[int] | None = None
     enable_fused_normalization: bool = False
-    enable_flash_attention: bool = False
+    enable_flash_attention: bool | str = False
     enable_jit_fused: bool = False
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str = "split_gather"
@@ -142,7 +142,7 @@ class HybridParallelConfig:
             "zero_stage": (0, 1),
             "precision": PRECISIONS,
             "pp_style": SCHEDULES,
-            "sequence_parallelism_mode": ("split_gather",),
+            "sequence_parallelism_mode": ("split_gather", "all_to_all"),
             "gradient_checkpointing": (None, "full"),
         }
         return [
@@ -164,9 +164,8 @@ class HybridParallelConfig:
 
     def _check_availability(self) -> list[str]:
         problems = []
-        for name in ("enable_flash_attention", "enable_jit_fused", "enable_sequence_overlap"):
-            if getattr(self, name):
-                problems.append(f"{name}=True is not available in this version; use {name}=False")
+        if self.enable_sequence_overlap and not self.enable_sequence_parallelism:
+            problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
         if self.tp_info is not None:
             problems.append("tp_info is not available in this version; use custom_policy")
         if self.enable_sequence_parallelism and self.tp_size == 1:

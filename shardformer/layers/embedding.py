@@ -78,6 +78,8 @@ class HeadParallelEmbedding(ParallelModule):
     Input: indices [...]. Output: [..., local heads].
     """
 
+    cuts_layer = True
+
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight

@@ -19,6 +19,8 @@ class VocabParallelLMHead(ColumnParallelLinear):
     [batch, seq, padded vocabulary / ranks], for a loss that reads logits where they lie.
     """
 
+    cuts_layer = False
+
     @staticmethod
     def from_native_module(
         module: nn.Module, process_group: ProcessGroup, *, divisible_by: int = 1, **kwargs: Any

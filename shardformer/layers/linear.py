@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.collectives import copy_to_axis, gather_from_axis, reduce_from_axis, split_to_axis
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.sequence import SequenceParallel
+from shardformer.sequence import PendingGather, SequenceParallel
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, shard_parameter
 
 
@@ -38,6 +38,8 @@ class ColumnParallelLinear(ParallelModule):
         input_is_gathered: the input comes from a sequence-parallel gather, which already sums its gradient.
     """
 
+    cuts_layer = True
+
     def __init__(
         self,
         weight: nn.Parameter,
@@ -52,6 +54,7 @@ class ColumnParallelLinear(ParallelModule):
         self.weight, self.bias = weight, bias
         self.group = group
         self.transposed, self.gather_output, self.input_is_gathered = (transposed, gather_output, input_is_gathered)
+        self.adds_bias = True  # False where an activation behind it does
         self.full_out_features = weight.shard_spec.full_shape[1 if transposed else 0]
         self._shared_input: SharedInput | None = None
 
@@ -115,9 +118,11 @@ class ColumnParallelLinear(ParallelModule):
 
     def project(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., local out]."""
-        if self.input_is_gathered:
-            return F.linear(x, self.matrix, self.bias)
-        return _column_linear(x, [self], self.group)[0]
+        return _project(x, [self])[0]
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        return self.bias if self.adds_bias else None
 
     def extra_repr(self) -> str:
         return f"full_out_features={self.full_out_features}, local_weight={tuple(self.weight.shape)}"
@@ -138,6 +143,8 @@ class RowParallelLinear(ParallelModule):
         splits_input: the input is whole on every rank; each reads its features of it.
     """
 
+    cuts_layer = True
+
     def __init__(
         self,
         weight: nn.Parameter,
@@ -151,7 +158,7 @@ class RowParallelLinear(ParallelModule):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.group, self.transposed, self.sequence = group, transposed, sequence
-        self.splits_input = splits_input
+        self.splits_input, self.adds_bias = splits_input, True
 
     @staticmethod
     def from_native_module(
@@ -186,7 +193,7 @@ class RowParallelLinear(ParallelModule):
             x = split_to_axis(x, start, stop, self.group)
         out = F.linear(x, self.weight.t() if self.transposed else self.weight)
         out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None or not self.adds_bias else out + self.bias
 
     def extra_repr(self) -> str:
         return f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
@@ -199,6 +206,8 @@ class HeadRowsLinear(ParallelModule):
     stays whole on every rank, which computes with the rows of its query heads and of the key and value that they
     share: its gradient is a partial sum.
     """
+
+    cuts_layer = True
 
     def __init__(
         self,
@@ -239,6 +248,9 @@ class HeadRowsLinear(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.cat([self.weight[rows] for rows in self.rows])
         bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
+        pending = PendingGather.of(x)
+        if pending is not None:  # no overlap for this rare layer
+            x = pending.region.gather(pending.local)
         return F.linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)
 
 
@@ -258,11 +270,13 @@ class SharedInput:
             layer._shared_input = self
 
     def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
-        key = (id(x), x._version, torch.is_grad_enabled())
+        # The values of a gather that is on its way are written later, which counts as a new version.
+        version = x._version if PendingGather.of(x) is None else -1
+        key = (id(x), version, torch.is_grad_enabled())
         if self._key != key or id(layer) not in self._outputs:
             if layer is not self.layers[0]:
                 return layer.project(x)
-            outputs = self._project(x)
+            outputs = _project(x, self.layers)
             # The input is kept alive while outputs wait, so that its id cannot be reused.
             self._key, self._input = key, x
             self._outputs = {id(each): out for each, out in zip(self.layers, outputs, strict=True)}
@@ -270,12 +284,6 @@ class SharedInput:
         if not self._outputs:
             self._key = self._input = None
         return out
-
-    def _project(self, x: Tensor) -> Sequence[Tensor]:
-        first = self.layers[0]
-        if first.input_is_gathered:
-            return [layer.project(x) for layer in self.layers]
-        return _column_linear(x, self.layers, first.group)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -309,10 +317,61 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
 _COPIES_GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
 
 
-def _column_linear(x: Tensor, layers: Sequence[ColumnParallelLinear], group: ProcessGroup) -> tuple[Tensor, ...]:
+def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
+    """[..., in] -> [..., local out] of each layer; all of them read `x`."""
     weights = [layer.matrix for layer in layers]
-    biases = [layer.bias for layer in layers]
-    return _ColumnLinear.apply(x, group, len(layers), *weights, *biases)
+    biases = [layer.added_bias for layer in layers]
+    pending = PendingGather.of(x)
+    if pending is not None:
+        return _GatheredLinear.apply(pending.local, pending, len(layers), *weights, *biases)
+    if layers[0].input_is_gathered:
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return _ColumnLinear.apply(x, layers[0].group, len(layers), *weights, *biases)
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """y_i = gather(x) W_i^T + b_i for several i, with the communication behind the products (sequence overlap).
+
+    Forward, the rank's own tokens are multiplied while those of the others arrive; backward, the gradient of the
+    input is reduced and scattered while the gradients of the weights are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, pending: PendingGather, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        own = [F.linear(pending.own, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        gathered = pending.wait()  # [seq, batch, in]
+        outputs = []
+        for weight, bias, part in zip(weights, biases, own, strict=True):
+            out = part.new_empty((*gathered.shape[:-1], part.shape[-1]))
+            out[pending.rows] = part
+            for rows in pending.other_rows:
+                out[rows] = F.linear(gathered[rows], weight, bias)
+            outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
+        ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
+        ctx.save_for_backward(gathered, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gathered, *weights = ctx.saved_tensors
+        region, needs = ctx.pending_region, ctx.needs_input_grad
+        grad_x, work = None, None
+        if needs[0]:
+            whole = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))  # [batch, seq, in]
+            grad_x, work = region.start_reduce_scatter(whole)
+        flat_x = _matrix(gathered[: ctx.length].movedim(0, 1))
+        flat = [_matrix(grad) for grad in grads]
+        needs_weights, needs_biases = needs[3 : 3 + ctx.count], needs[3 + ctx.count :]
+        grad_weights = [grad.t() @ flat_x if need else None for grad, need in zip(flat, needs_weights, strict=True)]
+        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_biases, strict=True)]
+        if work is not None:
+            work.wait()
+            grad_x = grad_x.movedim(0, 1).contiguous()
+        return grad_x, None, None, *grad_weights, *grad_biases
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -46,14 +46,15 @@ def _apex_layer_norm() -> Callable[..., Tensor] | None:
 
 
 class FusedRMSNorm(ParallelModule):
-    """RMS norm over the last dim (arXiv 1910.07467) in one kernel instead of six."""
+    """RMS norm over the last dim (arXiv 1910.07467) in one kernel instead of six: Liger's on a GPU where it is
+    installed, else torch's."""
 
     needs_axis = False
 
     def __init__(self, native: nn.Module) -> None:
         super().__init__()
         self.weight = native.weight
-        self.variance_epsilon = native.variance_epsilon
+        self.variance_epsilon = native.variance_epsilon if hasattr(native, "variance_epsilon") else native.eps
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup) -> FusedRMSNorm:
@@ -61,4 +62,16 @@ class FusedRMSNorm(ParallelModule):
         return FusedRMSNorm(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+        kernel = _liger_rms_norm() if x.is_cuda else None
+        if kernel is None:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+        return kernel(x, self.weight, self.variance_epsilon)
+
+
+@cache
+def _liger_rms_norm() -> Callable[..., Tensor] | None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply

@@ -14,9 +14,11 @@ class ParallelModule(nn.Module, ABC):
 
     Attributes:
         needs_axis: whether the replacement only makes sense where a tensor-parallel axis has several ranks.
+        cuts_layer: whether it cuts weights of a layer, which stay whole where ranks exchange heads.
     """
 
     needs_axis = True
+    cuts_layer = False
 
     @staticmethod
     @abstractmethod

@@ -46,6 +46,7 @@ class ModulePolicyDescription:
         param_replacement: functions that change the module's own parameters in place.
         sub_module_replacement: the sub-modules to replace.
         method_replacement: method name -> function, bound to the module.
+        fusions: functions that fuse operators of the module in place, once its sub-modules are replaced.
         gathers_sequence: under sequence parallelism the module's input is gathered: it starts a tensor-parallel region.
     """
 
@@ -54,6 +55,7 @@ class ModulePolicyDescription:
     sub_module_replacement: list[SubModuleReplacementDescription] = field(default_factory=list)
     method_replacement: dict[str, Callable] = field(default_factory=dict)
     gathers_sequence: bool = False
+    fusions: list[Callable[[nn.Module], None]] = field(default_factory=list)
 
 
 class Policy(ABC):
@@ -69,6 +71,7 @@ class Policy(ABC):
         heads: what follows the prefix in the names of the model classes that the policy is for.
         stages: where the family may be cut into pipeline stages; None where it may not.
         splits_sequence: whether the family can be cut along the sequence (split-gather).
+        exchanges_heads: whether ranks may exchange the sequence for heads around its attention (all-to-all).
         rest_is_replicated: whether modules that the table does not name are replicated, in the place of an error.
     """
 
@@ -78,6 +81,7 @@ class Policy(ABC):
     heads: tuple[str, ...] = ()
     stages: StageLayout | None = None
     splits_sequence = True
+    exchanges_heads = True
     rest_is_replicated = False
 
     def __init__(self) -> None:
@@ -94,7 +98,8 @@ class Policy(ABC):
 
     @property
     def tp_size(self) -> int:
-        return self.shard_config.tensor_parallel_size
+        """Ranks that share the weights of a layer."""
+        return 1 if self.shard_config.exchanges_heads else self.shard_config.tensor_parallel_size
 
     @property
     def base_path(self) -> str:
@@ -121,10 +126,11 @@ class Policy(ABC):
                 f"enable_sequence_parallelism=True is not supported for {type(self.model).__name__}; "
                 "use enable_sequence_parallelism=False"
             )
+        size = self.shard_config.tensor_parallel_size
         return problems + [
-            f"tp_size={self.tp_size} does not divide {name}={count}; use {divisors_phrase(count)}"
+            f"tp_size={size} does not divide {name}={count}; use {divisors_phrase(count)}"
             for name, count in self.head_counts().items()
-            if count % self.tp_size
+            if count % size
         ]
 
     def check_hidden_states(self, classes: Collection[str]) -> list[str]:

@@ -22,6 +22,7 @@ class BeitPolicy(ViTPolicy):
     that cuts its batches.
     """
 
+    exchanges_heads = False  # attention has biases of single heads
     family, prefix = "beit", "Beit"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
     stages = StageLayout(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+from shardformer.layers.fused import fuse_bias_gelu, fuse_output
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.shorthand import Shorthand
 from shardformer.stage import Received, StageLayout
@@ -43,12 +45,17 @@ class BertPolicy(Policy):
                 local_heads, [], cross_attention, gathers_sequence=True
             ),
             f"{self.prefix}SelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output]
+                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output],
+                fusions=[fuse_output],
             ),
             f"{self.prefix}Intermediate": ModulePolicyDescription(
-                sub_module_replacement=cut.column("dense"), gathers_sequence=True
+                sub_module_replacement=cut.column("dense"),
+                gathers_sequence=True,
+                fusions=[partial(fuse_bias_gelu, linear="dense", activation="intermediate_act_fn")],
             ),
-            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *output]),
+            f"{self.prefix}Output": ModulePolicyDescription(
+                sub_module_replacement=[*cut.row("dense"), *output], fusions=[fuse_output]
+            ),
             f"{self.prefix}LMPredictionHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
         }
 

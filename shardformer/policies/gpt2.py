@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+from shardformer.layers.fused import fuse_bias_gelu
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.shorthand import Shorthand
 from shardformer.stage import AddsNothing, PassedThrough, Received, StageLayout
@@ -44,6 +46,7 @@ class GPT2Policy(Policy):
             "GPT2MLP": ModulePolicyDescription(
                 sub_module_replacement=[*cut.column("c_fc"), *cut.row("c_proj"), *cut.residual_dropout("dropout")],
                 gathers_sequence=True,
+                fusions=[partial(fuse_bias_gelu, linear="c_fc", activation="act")],
             ),
             "GPT2Block": ModulePolicyDescription(
                 sub_module_replacement=cut.layer_norm("ln_1", "ln_2", "ln_cross_attn?")

@@ -12,6 +12,7 @@ from shardformer.stage import AddsNothing, PassedThrough, Received, StageLayout
 class GPTNeoPolicy(Policy):
     """GPT-Neo."""
 
+    exchanges_heads = False  # attention does not go through the registry
     family, prefix = "gpt_neo", "GPTNeo"
     heads: tuple[str, ...] = (
         "Model",

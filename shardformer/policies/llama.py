@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.layers.fused import fuse_gated_mlp
 from shardformer.policies.base import ModulePolicyDescription, Policy, divisors_phrase
 from shardformer.policies.shorthand import Shorthand
 from shardformer.stage import Received, StageLayout
@@ -41,6 +42,7 @@ class LlamaPolicy(Policy):
             f"{self.prefix}MLP": ModulePolicyDescription(
                 sub_module_replacement=[*cut.column("gate_proj", "up_proj"), *cut.row("down_proj")],
                 gathers_sequence=True,
+                fusions=[fuse_gated_mlp],
             ),
             f"{self.prefix}DecoderLayer": ModulePolicyDescription(
                 sub_module_replacement=cut.rms_norm("input_layernorm", "post_attention_layernorm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from functools import cache
@@ -69,7 +70,10 @@ def policy_for(model: nn.Module) -> Policy:
         from shardformer.policies.hf_plan import PlanPolicy
 
         return PlanPolicy()
+    name = type(model).__name__
+    near = difflib.get_close_matches(name, by_bare_name, n=3) or sorted(by_bare_name)[:3]
     raise ValueError(
-        f"model class {type(model).__name__} has no sharding policy; use one of {', '.join(sorted(by_bare_name))}, "
-        "or pass custom_policy=… (docs/writing_a_policy.md)"
+        f"model class {name} has neither a sharding policy nor a plan of its own; describe it with a Policy "
+        "(custom_policy=…), a TPInfo or slots (docs/writing_a_policy.md), or use a class such as "
+        f"{', '.join(near)}"
     )

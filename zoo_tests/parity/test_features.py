@@ -29,7 +29,15 @@ def _case(family: str, layout: str, *, zero: int = 1, sp: bool = False, **recipe
 _EAGER = {"attn_implementation": "eager"}  # the default is SDPA
 _UNTIED, _TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 
+_FLASH = {"enable_flash_attention": True}
+_FUSED = {"enable_jit_fused": True}
+_OVERLAP = {"enable_sequence_overlap": True}
+
 FAST = [
+    _case("bert", "tp2pp2", sp=True, options=_FUSED),
+    _case("llama", "tp2pp2", sp=True, options=_OVERLAP),
+    _case("bert", "tp2pp2", options=_FLASH),
+    _case("llama", "tp2", options=_FLASH),
     # Clipping counts replicated, tied, sequence-parallel and copied parameters once.
     _case("llama", "tp4", sp=True, optimizer="momentum", max_norm=_CLIP, config=_TIED),
     _case("gpt2", "tp2pp2", sp=True, optimizer="adamw", max_norm=_CLIP),
@@ -46,6 +54,25 @@ FAST = [
 ]
 
 SLOW = [
+    _case("llama", "tp2", options=_FUSED, max_norm=_CLIP),
+    _case("llama", "pp2", options={**_FUSED, "gradient_checkpointing": "full"}),
+    _case("gpt2", "tp2dp2", options=_FUSED),
+    _case("gpt2", "dp2", options={"enable_all_optimization": True}),
+    _case("bert", "tp4", sp=True, options=_OVERLAP, optimizer="momentum"),
+    _case("gpt2", "tp4", sp=True, options=_OVERLAP, max_norm=_CLIP),
+    _case("llama", "tp2", sp=True, options={**_OVERLAP, "gradient_checkpointing": "full"}),
+    _case("qwen3", "tp4", sp=True, options=_OVERLAP, config={"attention_bias": True}),
+    # fp32, since the fused norm does not round to it as the native one does.
+    _case(
+        "llama",
+        "tp2pp2",
+        options={"enable_all_optimization": True, "enable_sequence_overlap": True},
+        sp=True,
+        precision="fp32",
+    ),
+    _case("gpt2", "pp2", options=_FLASH),
+    _case("gpt2", "tp2", options={"enable_flash_attention": "sdpa"}),
+    _case("llama", "dp2", options=_FLASH),
     _case("llama", "tp2pp2", zero=0, optimizer="adamw", max_norm=_CLIP, config=_TIED),
     _case("llama", "pp4", optimizer="momentum", max_norm=_CLIP, config=_TIED),
     _case("llama", "tp2dp2", sp=True, optimizer="adamw", config=_TIED),

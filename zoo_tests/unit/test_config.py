@@ -39,9 +39,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_norm": float("nan")}, r"max_norm=nan is not positive"),
     ({"zero_bucket_size_in_mb": 0}, r"zero_bucket_size_in_mb=0 is not positive"),
     ({"make_vocab_size_divisible_by": 0}, r"make_vocab_size_divisible_by=0 is not positive"),
-    ({"enable_flash_attention": True}, r"enable_flash_attention=True is not available"),
-    ({"enable_jit_fused": True}, r"enable_jit_fused=True is not available"),
-    ({"enable_sequence_overlap": True}, r"enable_sequence_overlap=True is not available"),
+    ({"enable_sequence_overlap": True}, r"enable_sequence_overlap=True needs enable_sequence_parallelism=True"),
     ({"tp_info": object()}, r"tp_info is not available in this version; use custom_policy"),
     ({"enable_sequence_parallelism": True}, r"enable_sequence_parallelism=True needs tp_size > 1; use tp_size=2"),
 ]
@@ -55,8 +53,8 @@ def test_each_rule(options: dict[str, Any], message: str) -> None:
 
 def test_several_problems_are_told_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        HybridParallelPlugin(tp_size=0, precision="int8", max_norm=-1, enable_jit_fused=True)
-    for name in ("tp_size=0", "precision='int8'", "max_norm=-1", "enable_jit_fused=True"):
+        HybridParallelPlugin(tp_size=0, precision="int8", max_norm=-1, enable_sequence_overlap=True)
+    for name in ("tp_size=0", "precision='int8'", "max_norm=-1", "enable_sequence_overlap=True"):
         assert name in str(caught.value)
 
 

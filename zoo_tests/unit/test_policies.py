@@ -208,11 +208,22 @@ def test_every_class_of_the_registry_exists_and_has_its_policy() -> None:
         assert type(policy_for(model_class.__new__(model_class))) is policy
 
 
-def test_an_unsupported_class_is_told_what_there_is() -> None:
-    with pytest.raises(
-        ValueError, match=r"model class Linear has no sharding policy; use one of .*BertModel.* or pass"
-    ):
-        policy_for(nn.Linear(2, 2))
+def test_an_unsupported_class_is_told_the_ways_to_describe_it() -> None:
+    unknown = type("BertForSomethingElse", (nn.Module,), {})
+    ways = r"neither a sharding policy nor a plan of its own; describe it with a Policy .*, a TPInfo or slots"
+    with pytest.raises(ValueError, match=rf"model class BertForSomethingElse has {ways} .* such as BertFor"):
+        policy_for(unknown())
+
+
+def test_a_style_that_is_not_known_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardConfig, "tensor_parallel_size", 2)
+    model = FAMILIES["phi3"].build("causal_lm")
+    model._tp_plan = {**model.tp_plan, "model.layers.*.mlp": "colwise_of_tomorrow"}
+    policy = policy_for(model)
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig())
+    (problem,) = policy.check()
+    assert "tensor-parallel style 'colwise_of_tomorrow' in the plan of Phi3ForCausalLM is not known" in problem
 
 
 def test_a_subclass_and_remote_code_of_the_same_name_are_found() -> None:
@@ -234,12 +245,9 @@ def test_a_policy_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_flash_attention": True}, "enable_flash_attention=True is not available"),
-        ({"enable_jit_fused": True}, "enable_jit_fused=True is not available"),
-        ({"enable_sequence_overlap": True}, "enable_sequence_overlap=True is not available"),
         (
             {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
-            "sequence_parallelism_mode='ring_attn' is not available in this version; use 'split_gather'",
+            "sequence_parallelism_mode='ring_attn' is not available in this version; use 'split_gather' or",
         ),
         ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be positive"),
     ],

@@ -1,0 +1,199 @@
+"""Attention backends behind one switch: which kernel a model gets, and a log line wherever it is a slow one.
+
+flash-attn runs where it is installed, the model is transformers' and supports it, tensors are on a GPU in 16 bit.
+Otherwise torch's SDPA runs, which chooses among flash, cuDNN, memory-efficient and its own plain kernel by itself;
+the plain one is what is logged. Padding, causal, windowed and cross-attention masks, ALiBi and relative biases reach
+SDPA as transformers builds them, and grouped heads are repeated only where a mask keeps its kernels from taking them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_log = logging.getLogger(__name__)
+
+SDPA = "sdpa_fast"  # transformers' sdpa with a look at which kernel it gets
+_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn", "xformers": "xformers"}
+NAMES = (*_PACKAGES, "sdpa")
+_logged: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a model runs.
+
+    Attributes:
+        implementation: name in the attention registry; None to leave the model's own.
+        reason: why it is not a faster one, for the log; empty where there is none.
+    """
+
+    implementation: str | None
+    reason: str = ""
+
+
+def is_installed(name: str) -> bool:
+    """Whether the package of a backend is there; SDPA always is."""
+    return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
+
+
+def choose_backend(
+    request: bool | str,
+    *,
+    supports_flash: bool,
+    supports_sdpa: bool,
+    soft_caps: bool,
+    device: str,
+    dtype: torch.dtype,
+    installed: Callable[[str], bool] = is_installed,
+) -> Backend:
+    """Which backend a model gets.
+
+    Args:
+        request: True for the fastest that fits, or the name of one.
+        supports_flash, supports_sdpa: what the model's class says of itself (a bias on scores excludes flash-attn).
+        soft_caps: whether scores are capped (Gemma 2), which SDPA ignores without a word.
+        device, dtype: where and in what the model will run.
+
+    Raises:
+        ValueError: the backend named is unknown, not installed, or cannot do what the model needs.
+    """
+    if isinstance(request, str):
+        _check_named(request, supports_flash, soft_caps, device, dtype, installed)
+        return Backend(SDPA if request == "sdpa" else request)
+    fits_flash = supports_flash and device == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    for name in ("flash_attention_3", "flash_attention_2"):
+        if fits_flash and installed(name):
+            return Backend(name)
+    if soft_caps:
+        return Backend(None, "its attention scores are soft-capped, which only flash-attn and its own code do")
+    if not supports_sdpa:
+        return Backend(None, "transformers has no SDPA path for it")
+    return Backend(SDPA)
+
+
+def _check_named(
+    name: str,
+    supports_flash: bool,
+    soft_caps: bool,
+    device: str,
+    dtype: torch.dtype,
+    installed: Callable[[str], bool],
+) -> None:
+    wanted = f"enable_flash_attention='{name}'"
+    if name not in NAMES:
+        raise ValueError(f"{wanted} is not an attention backend; use True, False or one of {', '.join(NAMES)}")
+    if not installed(name):
+        raise ValueError(f"{wanted} needs the package {_PACKAGES[name]}, which is not installed; use True or 'sdpa'")
+    if name.startswith("flash") and (device != "cuda" or dtype not in (torch.float16, torch.bfloat16)):
+        raise ValueError(f"{wanted} runs on GPUs in 16 bit, not on {device} in {dtype}; use True or 'sdpa'")
+    if name.startswith("flash") and not supports_flash:
+        raise ValueError(f"{wanted} cannot do what the model's masks or biases need; use True or 'sdpa'")
+    if soft_caps and not name.startswith("flash"):
+        raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
+
+
+def use_backend(model: nn.Module, request: bool | str, device: str, dtype: torch.dtype) -> None:
+    """Let every attention of `model` that goes through transformers' registry use the backend; log what stays slow.
+
+    Raises:
+        ValueError: see `choose_backend`.
+    """
+    from shardformer.attention.registry import uses_registry
+
+    found = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) is None or not uses_registry(module):
+            continue
+        found = True
+        owner = module if hasattr(module, "_supports_sdpa") else model
+        backend = choose_backend(
+            request,
+            supports_flash=getattr(owner, "_supports_flash_attn", False),
+            supports_sdpa=getattr(owner, "_supports_sdpa", False),
+            soft_caps=getattr(config, "attn_logit_softcapping", None) is not None,
+            device=device,
+            dtype=dtype,
+        )
+        if backend.implementation is not None:
+            config._attn_implementation = backend.implementation
+        elif backend.reason:
+            log_once(type(model).__name__, f"keeps its own attention: {backend.reason}")
+    if not found:
+        log_once(type(model).__name__, "keeps its own attention: it is written out in the model's modules")
+
+
+def log_once(name: str, what: str) -> None:
+    """A warning that does not repeat."""
+    if (name, what) not in _logged:
+        _logged.add((name, what))
+        _log.warning("%s %s", name, what)
+
+
+def slow_reason(device: str, dtype: torch.dtype, head_dim: int, has_mask: bool, mask_needs_grad: bool) -> str:
+    """Why SDPA will run its plain kernel on such inputs; empty where a fused one takes them."""
+    if mask_needs_grad and device == "cuda":
+        return "the bias on attention scores needs a gradient, which torch's fused kernels do not compute"
+    if device == "cpu":
+        return "" if dtype.is_floating_point else f"torch has no fused kernel for {dtype} on CPUs"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"torch has no fused kernel for {dtype} on {device}"
+    if head_dim > 256:
+        return f"torch's fused kernels take head sizes up to 256, not {head_dim}"
+    if dtype == torch.float32 and has_mask and head_dim % 4:
+        return f"torch's memory-efficient kernel takes head sizes that 4 divides, not {head_dim}"
+    return ""
+
+
+def sdpa_without_slow_kernels(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' SDPA, which logs once a module class when no fused kernel takes its inputs."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    bias = kwargs.get("position_bias")
+    masks = [mask for mask in (attention_mask, bias) if mask is not None]
+    needs_grad = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)
+    reason = slow_reason(query.device.type, query.dtype, query.shape[-1], bool(masks), needs_grad)
+    if reason:
+        log_once(type(module).__name__, f"runs SDPA's plain kernel: {reason}")
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def xformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """xformers' memory-efficient attention; query, key, value [batch, heads, seq, head_dim]."""
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    bias: Any = LowerTriangularMask() if attention_mask is None and causal and query.shape[2] > 1 else None
+    for mask in (attention_mask, kwargs.get("position_bias")):
+        if mask is not None:
+            bias = _additive(mask, query) if bias is None else bias + _additive(mask, query)
+    heads_last = [x.transpose(1, 2) for x in (query, key, value)]
+    return memory_efficient_attention(*heads_last, attn_bias=bias, p=dropout, scale=scaling), None
+
+
+def _additive(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask or bias as [batch, heads, seq, seq] of the query's dtype."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return mask.to(query.dtype).expand(query.shape[0], query.shape[1], -1, -1)

@@ -1,0 +1,99 @@
+"""Our entries in transformers' attention and mask registries.
+
+Every attention of a sharded model that goes through the registry is called by one function: the sequence exchange of
+`all_to_all` around it, a random stream of this rank's own for its dropout, then the kernel. The mask function of the
+same name is registered with it, because transformers silently drops the padding mask of a name that has none.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardformer.attention.backends import SDPA, sdpa_without_slow_kernels, xformers_attention
+from shardformer.attention.ulysses import SequenceExchange
+from shardformer.rng import parallel_region
+
+_PREFIX = "sharded_"
+
+
+def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: SequenceExchange | None = None) -> None:
+    """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
+
+    The kernel stays the one the model was built with (SDPA by default). Models without the registry are left as
+    they are: their policies say how their attention dropout is made parallel.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        implementation = getattr(config, "_attn_implementation", None)
+        if implementation is None or not uses_registry(module):
+            continue
+        module.sharded_attention_rank, module.sequence_exchange = tp_rank, exchange
+        if not implementation.startswith(_PREFIX):
+            config._attn_implementation = _register(implementation)
+
+
+def uses_registry(module: nn.Module) -> bool:
+    """Families that choose a kernel themselves compare the name in the configuration: it has to stay what it is."""
+    return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def _register(implementation: str) -> str:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = _PREFIX + implementation
+    AttentionInterface.register(name, _sharded(implementation))
+    mask_of = "sdpa" if implementation in (SDPA, "xformers") else implementation
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[mask_of])
+    return name
+
+
+def _sharded(implementation: str) -> Any:
+    def sharded_attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """query, key, value: [batch, local heads, seq, head_dim]; output: [batch, seq, local heads, head_dim]."""
+        exchange = getattr(module, "sequence_exchange", None)
+        if exchange is None:
+            return call_kernel(implementation, module, query, key, value, attention_mask, **kwargs)
+        query, key, value = exchange.to_heads(query, key, value)
+        if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
+            module.num_key_value_groups = query.shape[1] // key.shape[1]
+        found, weights = call_kernel(implementation, module, query, key, value, attention_mask, **kwargs)
+        return exchange.to_sequence(found), weights
+
+    return sharded_attention
+
+
+def call_kernel(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel of that name; its dropout draws from this rank's stream where ranks have heads of their own."""
+    kernel = _kernel(implementation, module)
+    # Where all ranks run all heads they have to drop alike.
+    if not kwargs.get("dropout") or getattr(module, "attention_is_replicated", False):
+        return kernel(module, query, key, value, attention_mask, **kwargs)
+    with parallel_region(module.sharded_attention_rank):
+        return kernel(module, query, key, value, attention_mask, **kwargs)
+
+
+def _kernel(implementation: str, module: nn.Module) -> Any:
+    """The kernel behind the name; `eager` is not in the registry but beside the module's class."""
+    if implementation == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    if implementation == SDPA:
+        return sdpa_without_slow_kernels
+    if implementation == "xformers":
+        return xformers_attention
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS[implementation]

@@ -1,0 +1,92 @@
+"""Fused operators equal their eager forms, forward and backward, compiled or not.
+
+What breaks here first: a GELU that is taken for the other one, a dropout mask from another stream.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer import ShardConfig, ShardFormer
+from shardformer.layers import fused
+from shardformer.layers.fused import bias_dropout_add, bias_gelu, swiglu
+from zoo_tests.zoo import FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def _eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_compiled", lambda body, device: body)
+
+
+def _inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    kept = nn.Dropout(0.0)
+    assert torch.autograd.gradcheck(swiglu, _inputs((2, 3, 5), (2, 3, 5)))
+    for kind in ("none", "tanh"):
+        assert torch.autograd.gradcheck(lambda x, b, kind=kind: bias_gelu(x, b, kind), _inputs((2, 3, 5), (5,)))
+    assert torch.autograd.gradcheck(
+        lambda x, b, r: bias_dropout_add(x, b, r, kept), _inputs((2, 3, 5), (5,), (2, 3, 5))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_values_are_those_of_torch(dtype: torch.dtype) -> None:
+    gate, value, residual = (torch.randn(4, 7, 6).to(dtype) for _ in range(3))
+    bias = torch.randn(6).to(dtype)
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(swiglu(gate, value), F.silu(gate) * value, **tolerance)
+    for kind in ("none", "tanh"):
+        torch.testing.assert_close(bias_gelu(gate, bias, kind), F.gelu(gate + bias, approximate=kind), **tolerance)
+    dropout = nn.Dropout(0.3)
+    torch.manual_seed(1)
+    found = bias_dropout_add(gate, bias, residual, dropout)
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, residual + dropout(gate + bias), **tolerance)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_the_compiled_operator_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_compiled", lambda body, device: torch.compile(body, dynamic=True))
+    for length in (5, 9):
+        gate, value = _inputs((2, length, 6), (2, length, 6))
+        torch.testing.assert_close(swiglu(gate, value), F.silu(gate) * value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+def test_a_fused_model_computes_the_same(family: str) -> None:
+    """Also on a single rank, where nothing is cut; names of parameters stay."""
+    members = FAMILIES[family]
+    native = members.build(members.main_head)
+    config = ShardConfig(enable_tensor_parallelism=False, enable_jit_fused=True)
+    sharded, _ = ShardFormer(config).optimize(copy.deepcopy(native))
+    batch = members.batch(members.main_head, 0, 4)
+    expected, found = native(**batch).logits, sharded(**batch).logits
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    found.square().mean().backward()
+    expected.square().mean().backward()
+    assert dict(native.named_parameters()).keys() == dict(sharded.named_parameters()).keys()
+    for name, param in native.named_parameters():
+        if param.grad is not None:
+            torch.testing.assert_close(sharded.get_parameter(name).grad, param.grad, rtol=1e-9, atol=1e-12)
+    fused_kinds = ("_BiasGelu", "_SwiGLU", "_BiasDropoutAdd")
+    assert any(kind in _graph(found) for kind in fused_kinds), "nothing was fused"
+
+
+def _graph(tensor: Tensor) -> str:
+    """Names of the nodes behind a tensor."""
+    seen, stack = set(), [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [parent for parent, _ in node.next_functions]
+    return " ".join(node.name() for node in seen)
