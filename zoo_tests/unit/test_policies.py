@@ -211,7 +211,7 @@ def test_every_class_of_the_registry_exists_and_has_its_policy() -> None:
 def test_an_unsupported_class_is_told_the_ways_to_describe_it() -> None:
     unknown = type("BertForSomethingElse", (nn.Module,), {})
     ways = r"neither a sharding policy nor a plan of its own; describe it with a Policy .*, a TPInfo or slots"
-    with pytest.raises(ValueError, match=rf"model class BertForSomethingElse has {ways} .* such as BertFor"):
+    with pytest.raises(ValueError, match=rf"model class BertForSomethingElse has {ways} .* such as "):
         policy_for(unknown())
 
 
