@@ -1,10 +1,19 @@
-"""What all tests share: the end of the pools of ranks."""
+"""What all tests share: the end of the pools of ranks, and the matrix of what was proved."""
 
 from __future__ import annotations
 
 import pytest
 
 from zoo_tests.ranks import stop_pools
+from zoo_tests.support import SupportMatrix
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-support", action="store_true", help="write docs/results/support.md from what passes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SupportMatrix(config.getoption("--write-support")), "support-matrix")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
