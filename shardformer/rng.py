@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 _SEED_LIMIT = 2**62
 
@@ -73,6 +75,15 @@ class SharedStream:
         states = _default_states()
         _set_default_states(outer)
         return states
+
+
+def adopt_first_generator(group: ProcessGroup, device: torch.device) -> None:
+    """Go on with the random numbers of the first rank of `group`, on the CPU and on `device`."""
+    names = ("cpu",) if device.type == "cpu" else ("cpu", "cuda")
+    states = {name: _default_states()[name].to(device) for name in names}
+    for state in states.values():
+        dist.broadcast(state, group=group, group_src=0)
+    _set_default_states({name: state.cpu() for name, state in states.items()})
 
 
 def _seed_default_generators(seed: int) -> None:

@@ -30,7 +30,7 @@ class ShardConfig:
         enable_sequence_overlap: sequence-parallel communication runs while matrices are multiplied.
         enable_sequence_parallelism: cut activations between tensor-parallel regions along the sequence.
         enable_all_optimization: switch on every optimisation that is available.
-        inference_only: only forward passes will run.
+        inference_only: only forward passes will run: the model is left in evaluation mode, without gradients.
         sequence_parallelism_mode: `split_gather` between the regions of cut weights, or `all_to_all` around attention
             with whole weights.
         compute_dtype: what the model will run in, where that is not its present dtype.
@@ -68,7 +68,8 @@ class ShardConfig:
             self.enable_fused_normalization = True
             self.enable_jit_fused = True
             self.enable_flash_attention = self.enable_flash_attention or True
-            self.enable_sequence_parallelism = self.tensor_parallel_size > 1
+            # A step of generation has one token: there is nothing to cut.
+            self.enable_sequence_parallelism = self.tensor_parallel_size > 1 and not self.inference_only
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardformer.generation import generate_alike
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.sharder import ModelSharder, SharedParameters
@@ -36,4 +37,8 @@ class ShardFormer:
             ValueError: no policy is known, or the model cannot be sharded as asked; nothing was changed then.
         """
         shared_params = ModelSharder(model, self.shard_config, policy).shard()
+        if hasattr(model, "generate"):
+            generate_alike(model, self.shard_config)
+        if self.shard_config.inference_only:
+            model.eval().requires_grad_(False)
         return model, shared_params

@@ -1,0 +1,37 @@
+"""Generation by a sharded model: every tensor-parallel rank runs transformers' own `generate` and finds all tokens.
+
+Caches hold the keys and values of a rank's own heads, and the head gathers its logits. Only sampling needs care: ranks
+that draw apart would go on with different tokens, and with parts of different texts in their caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardformer.rng import adopt_first_generator
+from shardformer.shard_config import ShardConfig
+
+
+def generate_alike(model: nn.Module, config: ShardConfig) -> None:
+    """Let `model.generate` draw the same tokens on all tensor-parallel ranks, and refuse what it would get wrong."""
+
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        manager = config.stage_manager
+        if manager.num_stages > 1:
+            raise RuntimeError(
+                f"generate() cannot run stage {manager.stage} of a pipeline by itself; "
+                "save the model and open it with pp_size=1"
+            )
+        if config.exchanges_heads and kwargs.get("use_cache", True):
+            raise RuntimeError(
+                "sequence_parallelism_mode='all_to_all' leaves no key/value cache to generate with; "
+                "use 'split_gather', or generate(use_cache=False)"
+            )
+        if config.tensor_parallel_size > 1:
+            adopt_first_generator(config.group, next(self.parameters()).device)
+        return type(self).generate(self, *args, **kwargs)
+
+    # Bound like a method, so that a copy of the model generates with the copy.
+    model.generate = generate.__get__(model)
