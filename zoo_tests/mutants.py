@@ -124,9 +124,27 @@ def _no_gathering_after_the_step() -> None:
 
 
 def _labels_not_shifted() -> None:
-    from shardformer import head_loss
+    from shardformer import losses
 
-    head_loss._BY_SUFFIX["ForCausalLM"] = head_loss._masked_lm
+    losses._BY_SUFFIX["ForCausalLM"] = losses.masked_lm
+
+
+def _experts_read_alone() -> None:
+    from shardformer.policies import hf_plan, plan_styles
+
+    hf_plan._STYLES["moe_tp_experts"] = hf_plan._hooked(plan_styles.reduce_output)
+
+
+def _encoder_stays_behind() -> None:
+    from shardformer import stand_ins
+
+    stand_ins.Finished.forward = lambda self, *_, **__: _output_of(self.arrival.dummy())
+
+
+def _output_of(hidden: Any) -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=hidden)
 
 
 def _forget_sums(bucket: Any, chosen: Callable[[nn.Parameter], bool]) -> None:
@@ -185,5 +203,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no unscaling": Mutant(_no_unscaling, (f"{PRECISION}[bert-masked_lm-tp2pp2-zero1-momentum-fp16]",)),
     "no gathering after the step": Mutant(_no_gathering_after_the_step, (f"{PARITY}[llama-causal_lm-dp2-zero1]",)),
+    "experts read alone": Mutant(_experts_read_alone, (f"{PARITY}[mixtral-causal_lm-tp2-zero1-fp32]",)),
+    "encoder stays behind": Mutant(_encoder_stays_behind, (f"{PARITY}[t5-generation-pp2-zero1-fp32]",)),
     "labels not shifted": Mutant(_labels_not_shifted, (f"{PARITY}[llama-causal_lm-tp2-zero1]",)),
 }
