@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zoo_tests.ranks import stop_pools
 from zoo_tests.support import SupportMatrix
@@ -18,3 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     stop_pools()
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[None]:
+    """This process is rank 0 of two; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
