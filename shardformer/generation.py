@@ -21,8 +21,8 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
         manager = config.stage_manager
         if manager.num_stages > 1:
             raise RuntimeError(
-                f"generate() cannot run stage {manager.stage} of a pipeline by itself; "
-                "save the model and open it with pp_size=1"
+                f"generate() cannot run stage {manager.stage} of a pipeline; boost the model with pp_size=1 "
+                "(a checkpoint opens under any layout)"
             )
         if config.exchanges_heads and kwargs.get("use_cache", True):
             raise RuntimeError(
@@ -33,5 +33,4 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
             adopt_first_generator(config.group, next(self.parameters()).device)
         return type(self).generate(self, *args, **kwargs)
 
-    # Bound like a method, so that a copy of the model generates with the copy.
     model.generate = generate.__get__(model)

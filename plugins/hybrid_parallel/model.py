@@ -120,16 +120,11 @@ class HybridParallelModel(ModelWrapper):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate` on this rank's share of the weights; every tensor-parallel rank gets all tokens.
 
-        Sampling draws from torch's own random numbers, which `launch` has seeded alike on all ranks.
+        Sampling draws from torch's own random numbers, those of the first of the tensor-parallel ranks.
 
         Raises:
-            RuntimeError: the model is a stage of a pipeline.
+            RuntimeError: the model is a stage of a pipeline, or its layers keep no cache.
         """
-        if self.mesh.size("pp") > 1:
-            raise RuntimeError(
-                f"generate() cannot run stage {self.mesh.rank('pp')} of a pipeline; boost the model with pp_size=1 "
-                "(a checkpoint opens under any layout)"
-            )
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         return self.module.generate(*args, **to_device(kwargs, self.mesh.device, self.input_dtype))

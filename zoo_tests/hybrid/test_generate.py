@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import ShardConfig, ShardFormer
+from zoo_tests.case import Case, Recipe
+from zoo_tests.oracle import loss_of
 from zoo_tests.ranks import distributed
+from zoo_tests.sharded import boost
 from zoo_tests.zoo import FAMILIES
 
 _WAYS: dict[str, dict[str, Any]] = {
@@ -26,11 +30,19 @@ _WAYS: dict[str, dict[str, Any]] = {
 _DECODERS = ("llama", "gpt2", "opt", "bloom", "chatglm2", "qwen3", "gptj")
 
 
+def _prompt(family: str) -> dict[str, Tensor]:
+    prompt = FAMILIES[family].batch(FAMILIES[family].main_head, 0, 3)
+    return {key: prompt[key] for key in ("input_ids", "attention_mask")}
+
+
+def _sampled(model: Any, family: str) -> Tensor:
+    """Six tokens by the random numbers as they are."""
+    return model.generate(**_prompt(family), do_sample=True, min_new_tokens=6, max_new_tokens=6, pad_token_id=0)
+
+
 def _tokens(model: Any, family: str, way: str) -> Tensor:
     torch.manual_seed(3)
-    prompt = FAMILIES[family].batch(FAMILIES[family].main_head, 0, 3)
-    kept = {key: prompt[key] for key in ("input_ids", "attention_mask")}
-    return model.generate(**kept, max_new_tokens=6, min_new_tokens=6, pad_token_id=0, **_WAYS[way])
+    return model.generate(**_prompt(family), max_new_tokens=6, min_new_tokens=6, pad_token_id=0, **_WAYS[way])
 
 
 def _model(family: str) -> nn.Module:
@@ -54,6 +66,82 @@ def test_copied_key_value_heads_have_a_cache_of_their_own(family: str) -> None:
     native = _model(family)
     boosted = Booster(plugin=HybridParallelPlugin(tp_size=4)).boost(copy.deepcopy(native))
     assert torch.equal(_tokens(boosted.eval(), family, "greedy"), _tokens(native, family, "greedy"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "chatglm2", "t5"])
+@distributed(2)
+def test_ranks_that_were_seeded_apart_draw_the_same_tokens(family: str) -> None:
+    """Those of the first rank, whose random numbers all go on with: also a second time."""
+    native = _model(family)
+    sharded, _ = ShardFormer(ShardConfig(inference_only=True)).optimize(copy.deepcopy(native))
+    torch.manual_seed(3)
+    expected = [_sampled(native, family) for _ in range(2)]
+    torch.manual_seed(3 + dist.get_rank())
+    found = [_sampled(sharded, family) for _ in range(2)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert not torch.equal(expected[0], expected[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "chatglm2"])
+@distributed(2)
+def test_texts_end_apart(family: str) -> None:
+    """One text ends early and is padded, the others go on."""
+    native, end = _model(family), 0
+    for tokens in _tokens(native, family, "greedy")[:, -6:].tolist():
+        end = next((token for token in tokens[1:4] if tokens.count(token) == 1), end)
+    kept = _prompt(family)
+    expected = native.generate(**kept, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=0)
+    ends = (expected == end).any(1)
+    assert ends.any() and not ends.all(), "choose another end"
+    boosted = Booster(plugin=HybridParallelPlugin(tp_size=2)).boost(copy.deepcopy(native)).eval()
+    found = boosted.generate(**kept, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=0)
+    assert torch.equal(found, expected)
+
+
+@distributed(4)
+def test_replicas_write_texts_of_their_own() -> None:
+    """Of different lengths, as long as the longest of none but their own; after a step of training."""
+    case = Case(recipe=Recipe(family="llama", head="causal_lm", precision="fp32"), layout="tp2dp2")
+    boosted = boost(case.but(options=(("overlap_allgather", True),)))
+    plain, batch = case.recipe.model(), case.recipe.batch(0)
+    optimizer, _ = case.recipe.training(plain)
+    loss_of(plain, case.recipe.zoo_head, batch).backward()
+    optimizer.step()
+    boosted.pipeline_backward(boosted.share(batch))
+    boosted.optimizer.step()
+    length = 4 + 3 * boosted.plugin.dp_rank
+    kept = {key: value[:, -length:] for key, value in boosted.share(batch).items() if key != "labels"}
+    options = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(boosted.model.eval().generate(**kept, **options), plain.eval().generate(**kept, **options))
+
+
+@pytest.mark.parametrize("family", ["llama", "chatglm2"])
+@distributed(2)
+def test_cut_sequences(family: str) -> None:
+    """A cache behind gathered sequences is whole; one behind exchanged heads would not be."""
+    native = _model(family)
+    for mode in ("split_gather", "all_to_all"):
+        config = ShardConfig(inference_only=True, enable_sequence_parallelism=True, sequence_parallelism_mode=mode)
+        sharded, _ = ShardFormer(config).optimize(copy.deepcopy(native))
+        options = {"use_cache": mode == "split_gather", "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(
+            sharded.generate(**_prompt(family), **options), native.generate(**_prompt(family), **options)
+        )
+    with pytest.raises(
+        RuntimeError, match=r"leaves no key/value cache .* 'split_gather', or generate\(use_cache=False"
+    ):
+        sharded.generate(**_prompt(family))
+
+
+@distributed(2)
+def test_inference_only_leaves_nothing_to_train() -> None:
+    model = _model("gpt2").train()
+    sharded, _ = ShardFormer(ShardConfig(inference_only=True, enable_all_optimization=True)).optimize(model)
+    assert not any(module.training for module in sharded.modules())
+    assert not any(parameter.requires_grad for parameter in sharded.parameters())
+    # Single tokens are not cut.
+    assert ShardConfig(enable_all_optimization=True).enable_sequence_parallelism
+    assert not ShardConfig(inference_only=True, enable_all_optimization=True).enable_sequence_parallelism
 
 
 @distributed(2)
