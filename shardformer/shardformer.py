@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardformer.adapters import adapters_aside, model_inside
 from shardformer.generation import generate_alike
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
@@ -27,7 +28,7 @@ class ShardFormer:
         """Shard `model` in place.
 
         Args:
-            model: the whole model, the same on every rank.
+            model: the whole model, the same on every rank; it may be inside of peft's wrappers.
             policy: how its family is sharded; None to look it up by the model's class.
 
         Returns:
@@ -36,9 +37,11 @@ class ShardFormer:
         Raises:
             ValueError: no policy is known, or the model cannot be sharded as asked; nothing was changed then.
         """
-        shared_params = ModelSharder(model, self.shard_config, policy).shard()
-        if hasattr(model, "generate"):
-            generate_alike(model, self.shard_config)
+        inside = model_inside(model)
+        with adapters_aside(inside, self.shard_config):
+            shared_params = ModelSharder(inside, self.shard_config, policy).shard()
+        if hasattr(inside, "generate"):
+            generate_alike(inside, self.shard_config)
         if self.shard_config.inference_only:
             model.eval().requires_grad_(False)
         return model, shared_params

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from zoo_tests.peft_like import with_adapters
 from zoo_tests.zoo import FAMILIES, Batch, Family, Head
 from zoo_tests.zoo.base import num_rows
 
@@ -39,6 +40,7 @@ class Recipe:
         rows: samples of the global batch.
         config: (name, value) pairs over the family's configuration.
         frozen: prefixes of names of parameters that are not trained.
+        adapters: ends of the paths of modules that get a LoRA adapter; then only adapters are trained.
     """
 
     family: str
@@ -50,6 +52,7 @@ class Recipe:
     rows: int = 9
     config: tuple[tuple[str, Any], ...] = ()
     frozen: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,7 +72,7 @@ class Recipe:
         model = self.zoo_family.build(self.head, self.dtype, **dict(self.config))
         for name, param in model.named_parameters():
             param.requires_grad_(not name.startswith(self.frozen) if self.frozen else True)
-        return model
+        return with_adapters(model, self.adapters) if self.adapters else model
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step."""
@@ -140,7 +143,7 @@ class Case:
         parts += [] if self.recipe.precision == "fp64" else [self.recipe.precision]
         parts += [] if self.recipe.max_norm is None else ["clip"]
         parts += [f"{name}={value}" for name, value in (*self.recipe.config, *self.options)]
-        return "-".join([*parts, *self.recipe.frozen])
+        return "-".join([*parts, *self.recipe.frozen, *self.recipe.adapters])
 
     @property
     def sizes(self) -> Layout:

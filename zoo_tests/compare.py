@@ -145,7 +145,15 @@ def _load_gradients(case: Case, directory: Path) -> dict[str, Tensor]:
 
 
 def _load_weights(case: Case, directory: Path) -> dict[str, Tensor]:
-    """What plain `from_pretrained` finds."""
+    """What plain `from_pretrained` finds; of a model with adapters, what plain `load_state_dict` takes."""
+    if case.recipe.adapters:
+        model, tensors = case.recipe.model(), {}
+        for file in directory.glob("model*.safetensors"):
+            tensors |= load_file(file)
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        found = [model.get_parameter(name) for name in tensors]
+        assert not unexpected and all(any(model.get_parameter(name) is one for one in found) for name in missing)
+        return model.state_dict()
     model_class = getattr(importlib.import_module(case.recipe.zoo_family.module), case.recipe.zoo_head.model_class)
     model, info = model_class.from_pretrained(directory, dtype=_saved_dtype(case), output_loading_info=True)
     assert not any(info.values()), f"from_pretrained is not content: {info}"

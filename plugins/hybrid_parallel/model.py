@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.pipeline.microbatch import num_rows, to_device
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.step_loss import CriterionStepLoss, HeadStepLoss, ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.adapters import model_inside
 from shardformer.collectives import gather_from_axis
 from shardformer.layers.head import VocabParallelLMHead, parallel_logits
 from shardformer.losses import head_loss_of
@@ -76,10 +77,11 @@ class HybridParallelModel(ModelWrapper):
         self.mesh, self.stream, self.origin = mesh, stream, origin
         self.saved_elsewhere = frozenset(saved_elsewhere)
         self.runtime = PipelineRuntime(module, mesh)
-        self.head_loss = head_loss_of(module)
+        inside = model_inside(module)
+        self.head_loss = head_loss_of(inside)
         self.optimizers: list[HybridParallelOptimizer] = []
         self.has_seen_full_batch = False
-        self._takes_use_cache = "use_cache" in inspect.signature(module.forward).parameters
+        self._takes_use_cache = "use_cache" in inspect.signature(inside.forward).parameters
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,6 +22,7 @@ from plugins.hybrid_parallel.checkpoint.agree import all_gather_json, together
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.zero.optimizer import assemble
+from shardformer.adapters import model_inside
 from shardformer.shard_spec import ShardSpec, spec_of
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -225,7 +226,7 @@ def _publish(model: HybridParallelModel, directory: Path, files: list[tuple[str,
             stale.unlink()
     if model.origin.config is not None:
         config = copy.deepcopy(model.origin.config)
-        config.architectures = [type(model.unwrap()).__name__]
+        config.architectures = [type(model_inside(model.unwrap())).__name__]
         config.save_pretrained(directory)
     generation_config = getattr(model.unwrap(), "generation_config", None)
     if generation_config is not None:
