@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.layers import ColumnParallelLinear, HeadRowsLinear, ParallelDropout, ParallelModule, RowParallelLinear
 from shardformer.layers.linear import is_transposed
+from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
 from shardformer.stage import StandIn, has_module, replace_module
@@ -30,14 +31,14 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def adapters_aside(model: nn.Module, config: ShardConfig) -> Iterator[None]:
-    """Leave `model` without adapters for a while; afterwards those of the layers that are still here are back, cut.
+def adapters_aside(model: nn.Module, config: ShardConfig, policy: Policy) -> Iterator[None]:
+    """Leave `model` without adapters while `policy` is applied; those of the layers that stay here come back, cut.
 
     Raises:
         ValueError: adapters that cannot be cut, or options that do not go with them; nothing was changed then.
     """
     layers = {path: module for path, module in model.named_modules() if _has_adapters(module)}
-    _check(layers, config)
+    _check(layers, config, policy)
     for path, layer in layers.items():
         replace_module(model, path, layer.base_layer)
     try:
@@ -54,13 +55,13 @@ def _has_adapters(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "lora_A") and hasattr(module, "lora_B")
 
 
-def _check(layers: Mapping[str, nn.Module], config: ShardConfig) -> None:
+def _check(layers: Mapping[str, nn.Module], config: ShardConfig, policy: Policy) -> None:
     problems = []
     for path, layer in layers.items():
         base = layer.base_layer
         if not isinstance(base, nn.Linear) and type(base).__name__ != "Conv1D":
             problems.append(
-                f"the adapter of {path} adds to a {type(base).__name__}, which is not a linear layer; "
+                f"the adapter of {path} adds to {type(base).__name__}, which is not a linear layer; "
                 "leave it out of target_modules"
             )
         elif getattr(layer, "lora_variant", None) or getattr(layer, "lora_magnitude_vector", None):
@@ -70,6 +71,8 @@ def _check(layers: Mapping[str, nn.Module], config: ShardConfig) -> None:
             "enable_sequence_overlap=True does not support adapters, which read tokens before they have arrived; "
             "use enable_sequence_overlap=False"
         )
+    if layers and policy.repeats_layers and config.stage_manager.num_stages > 1:
+        problems.append("adapters of layers that several pipeline stages run are not summed over them; use pp_size=1")
     if problems:
         raise ValueError("; ".join(problems))
 

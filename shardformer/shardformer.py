@@ -38,8 +38,9 @@ class ShardFormer:
             ValueError: no policy is known, or the model cannot be sharded as asked; nothing was changed then.
         """
         inside = model_inside(model)
-        with adapters_aside(inside, self.shard_config):
-            shared_params = ModelSharder(inside, self.shard_config, policy).shard()
+        sharder = ModelSharder(inside, self.shard_config, policy)
+        with adapters_aside(inside, self.shard_config, sharder.policy):
+            shared_params = sharder.shard()
         if hasattr(inside, "generate"):
             generate_alike(inside, self.shard_config)
         if self.shard_config.inference_only:

@@ -78,6 +78,7 @@ class AlbertPolicy(Policy):
         "ForMultipleChoice",
     )
     splits_sequence = False  # the residual is added inside of the attention
+    repeats_layers = True
     stages = StageLayout(
         layers="encoder.albert_layer_groups",
         first={"embeddings": Received, "encoder.embedding_hidden_mapping_in": PassedThrough},

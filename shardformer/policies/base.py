@@ -72,6 +72,7 @@ class Policy(ABC):
         stages: where the family may be cut into pipeline stages; None where it may not.
         splits_sequence: whether the family can be cut along the sequence (split-gather).
         exchanges_heads: whether ranks may exchange the sequence for heads around its attention (all-to-all).
+        repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         rest_is_replicated: whether modules that the table does not name are replicated, in the place of an error.
     """
 
@@ -82,6 +83,7 @@ class Policy(ABC):
     stages: StageLayout | None = None
     splits_sequence = True
     exchanges_heads = True
+    repeats_layers = False
     rest_is_replicated = False
 
     def __init__(self) -> None:
