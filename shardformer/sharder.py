@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.attention import use_backend, use_sharded_attention, uses_registry
+from shardformer.attention import log_once, use_backend, use_sharded_attention, uses_registry
 from shardformer.attention.ulysses import SequenceExchange
-from shardformer.layers import SharedInput
+from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Policy,
@@ -88,14 +88,26 @@ class ModelSharder:
 
     def replace_module(self) -> None:
         """Replace sub-modules and attributes as the policy's table says."""
+        fusions = 0
         for _, module, description in self._described():
             self._apply(module, description)
+            fusions += len(description.fusions)
+        self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
             layers = self._held_layers()
             wrap_layers(layers, self.config.sequence)
             for layer in layers if self.config.exchanges_heads else ():
                 slice_positions(layer, self.config.sequence)
+
+    def _tell_what_stays(self, fusions: int) -> None:
+        """An option that changes nothing in this model is not dropped silently."""
+        name = type(self.model).__name__
+        if self.config.enable_jit_fused and not fusions:
+            log_once(name, "keeps its own operators: its policy names none to fuse")
+        fused = any(isinstance(module, FusedLayerNorm | FusedRMSNorm) for module in self.model.modules())
+        if self.config.enable_fused_normalization and not fused:
+            log_once(name, "keeps its own norms: its policy names none to fuse")
 
     def _route_attention(self) -> None:
         if self.config.enable_flash_attention:
