@@ -62,9 +62,9 @@ def _page(verdicts: dict[HeadClass, Verdict]) -> str:
         "",
         "Written by `python -m zoo_tests.census --output docs/results/coverage.md`; do not edit.",
         "",
-        f"Of **{len(verdicts)}** trainable head classes, {len(verdicts) - len(plain)} do not train even plainly on the tiny "
-        f"configuration and the batch that the census makes by itself. Sharded, two losses and all first gradients agree "
-        f"with plain training (fp32) for **{len(tp)}** under tp2, **{len(pp)}** under pp2 and **{len(both)}** under tp2·pp2.",
+        f"Of **{len(verdicts)}** trainable head classes, {len(verdicts) - len(plain)} do not train even plainly on the tiny",
+        "configuration and the batch that the census makes by itself. Sharded, two losses and all first gradients agree with",
+        f"plain training (fp32) for **{len(tp)}** under tp2, **{len(pp)}** under pp2 and **{len(both)}** under tp2·pp2.",
         "",
         "| Kind | Classes | Exact under tp2·pp2 |",
         "|---|---|---|",
