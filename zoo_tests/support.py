@@ -21,7 +21,8 @@ FEATURES = (
     "split-gather",
     "all-to-all",
     "attention backends",
-    "fused operators and norms",
+    "fused norms",
+    "fused operators",
     "recomputation",
     "heads",
 )
@@ -71,10 +72,10 @@ class SupportMatrix:
         return "\n".join(lines) + "\n"
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        whole = not (session.config.option.keyword or session.config.option.markexpr) and self._ran_everything(session)
+        committed = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
         if self.write:
             PAGE.write_text(self.page(), encoding="utf-8")
-        elif whole and not self.failed and PAGE.read_text(encoding="utf-8") != self.page():
+        elif self._ran_everything(session) and not self.failed and committed != self.page():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             reporter = session.config.pluginmanager.get_plugin("terminalreporter")
             reporter.write_line(
@@ -82,7 +83,9 @@ class SupportMatrix:
             )
 
     def _ran_everything(self, session: pytest.Session) -> bool:
-        parity = Path(__file__).parent / "parity"
+        options, parity = session.config.option, Path(__file__).parent / "parity"
+        if options.keyword or options.markexpr or options.ignore or options.collectonly or session.shouldstop:
+            return False
         return any(parity.is_relative_to(Path(arg.split("::")[0]).resolve()) for arg in session.config.args)
 
 
@@ -97,7 +100,8 @@ def features_of(case: Case) -> set[str]:
         "split-gather": splits,
         "all-to-all": options.get("sequence_parallelism_mode") == "all_to_all",
         "attention backends": bool(options.get("enable_flash_attention")),
-        "fused operators and norms": bool(options.get("enable_jit_fused")) and "enable_fused_normalization" in options,
+        "fused norms": bool(options.get("enable_fused_normalization")),
+        "fused operators": bool(options.get("enable_jit_fused")),
         "recomputation": options.get("gradient_checkpointing") == "full",
     }
     return {feature for feature, proved in proofs.items() if proved}

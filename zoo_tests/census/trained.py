@@ -44,6 +44,21 @@ class Verdict:
         return "; ".join(f"{where}: {reason}" for where, reason in self.failures()) or "exact"
 
 
+def refusal(head: HeadClass) -> str | None:
+    """Why the class cannot be sharded at all, or None; also where the model cannot be built, which comes later."""
+    from shardformer.policies.registry import policy_for
+
+    try:
+        model = build(head)
+    except Exception:  # told by plain_run
+        return None
+    try:
+        policy_for(model)
+    except ValueError:
+        return "neither a policy nor a plan of its own"
+    return None
+
+
 def plain_run(head: HeadClass) -> Run | str:
     """Losses and first gradients of plain training, or why there are none."""
     try:
