@@ -39,10 +39,10 @@ class ShardFormer:
         """
         inside = model_inside(model)
         sharder = ModelSharder(inside, self.shard_config, policy)
-        with adapters_aside(inside, self.shard_config, sharder.policy):
+        with adapters_aside(inside, sharder.config, sharder.policy):
             shared_params = sharder.shard()
         if hasattr(inside, "generate"):
-            generate_alike(inside, self.shard_config)
+            generate_alike(inside, sharder.config)
         if self.shard_config.inference_only:
             model.eval().requires_grad_(False)
         return model, shared_params

@@ -79,3 +79,18 @@ def test_generation_with_a_cache_finds_the_same_tokens() -> None:
     for _ in range(8):
         without = torch.cat([without, model(without, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(with_cache, without)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rope_ratio", 50), ("original_rope", False), ("pre_seq_len", 128)])
+def test_what_would_change_the_result_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field}={value} is not computed by this ChatGLM2; use a checkpoint with"):
+        FAMILIES["chatglm2"].build("generation", torch.float32, **{field: value})
+
+
+def test_padded_prompts_generate_like_each_by_itself() -> None:
+    model, ids = _model(), torch.randint(1, 100, (1, 6))
+    alone = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[:, 6:]
+    padded = torch.cat([torch.zeros_like(ids[:, :3]), ids], 1)
+    mask = (padded != 0).long()
+    found = model.generate(padded, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)[:, 9:]
+    assert torch.equal(found, alone)

@@ -208,11 +208,20 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
             module.inv_freq.data = frequencies.to(module.inv_freq.device)
 
 
+def _check_computed(config: ChatGLMConfig) -> None:
+    """Refuse fields of later checkpoints with these class names that would change the result."""
+    for name, plain in (("rope_ratio", 1), ("original_rope", True), ("pre_seq_len", None)):
+        value = getattr(config, name, plain)
+        if value != plain:
+            raise ValueError(f"{name}={value} is not computed by this ChatGLM2; use a checkpoint with {name}={plain}")
+
+
 class ChatGLMModel(ChatGLMPreTrainedModel):
     """The model without a head. The head's weight, `output_layer`, lies here as in the original."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__(config)
+        _check_computed(config)
         self.embedding = ChatGLMEmbedding(config)
         self.rotary_pos_emb = ChatGLMRotary(config.kv_channels)
         self.encoder = ChatGLMTransformer(config)
