@@ -18,19 +18,8 @@ from shardformer.rng import SharedStream
 from zoo_tests.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
-
-def _families(by_hand: bool) -> list:
-    """Those whose attention drops out, also the ones that write it out; the fast part has one of each shape."""
-    names = [
-        name
-        for name, family in sorted(FAMILIES.items())
-        if family.attention_dropout is not None and (by_hand or not family.attention_by_hand)
-    ]
-    fast = ("bert", "llama", "gpt2")
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
-
-
-ATTENTIVE, REGISTERED = _families(by_hand=True), _families(by_hand=False)
+ATTENTIVE = sorted(name for name, family in FAMILIES.items() if family.attention_dropout is not None)
+REGISTERED = [name for name in ATTENTIVE if not FAMILIES[name].attention_by_hand]
 
 
 def _head(family: str) -> str:
