@@ -52,7 +52,9 @@ def _model(family: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("way", list(_WAYS))
-@pytest.mark.parametrize("family", [*_DECODERS, "t5"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in (*_DECODERS[1:], "t5"))]
+)
 @distributed(2)
 def test_two_ranks_find_the_tokens_of_one(family: str, way: str) -> None:
     native = _model(family)
