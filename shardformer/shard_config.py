@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -92,6 +93,13 @@ class ShardConfig:
         if not self.enable_sequence_parallelism or self.tensor_parallel_size == 1:
             return None
         return SequenceParallel(self.group)
+
+    def without_sequence(self) -> ShardConfig:
+        """The same without sequence parallelism."""
+        changed = copy.copy(self)
+        changed.enable_sequence_parallelism = False
+        changed.__dict__.pop("sequence", None)
+        return changed
 
     @property
     def exchanges_heads(self) -> bool:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.attention import use_backend, use_sharded_attention, uses_registry
+from shardformer.attention import log_once, use_backend, use_sharded_attention, uses_registry
 from shardformer.attention.ulysses import SequenceExchange
-from shardformer.layers import SharedInput
+from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Policy,
@@ -45,6 +45,10 @@ class ModelSharder:
         self.policy = policy or policy_for(model)
         self.policy.set_model(model)
         self.policy.set_shard_config(shard_config)
+        if shard_config.enable_all_optimization and self._sequence_problems():
+            # All that the family can do, and it cannot be cut along the sequence.
+            self.config = shard_config.without_sequence()
+            self.policy.set_shard_config(self.config)
 
     def shard(self) -> SharedParameters:
         """Shard the model.
@@ -71,12 +75,7 @@ class ModelSharder:
 
     def check(self) -> None:
         """Compare the policy with the whole model before anything is changed."""
-        problems = self.policy.check()
-        if self.config.sequence is not None and self.policy.stages is not None and self.policy.stages.then is not None:
-            problems.append(
-                f"enable_sequence_parallelism=True does not support the several towers of {type(self.model).__name__}; "
-                "use enable_sequence_parallelism=False"
-            )
+        problems = [*self.policy.check(), *self._check_towers()]
         if self.config.stage_manager.num_stages > 1:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
@@ -86,16 +85,43 @@ class ModelSharder:
         if problems:
             raise ValueError("; ".join(problems))
 
+    def _check_towers(self) -> list[str]:
+        layout = self.policy.stages
+        if self.config.sequence is None or layout is None or layout.then is None:
+            return []
+        return [
+            f"enable_sequence_parallelism=True does not support the several lists of layers of "
+            f"{type(self.model).__name__}; use enable_sequence_parallelism=False"
+        ]
+
+    def _sequence_problems(self) -> list[str]:
+        """What keeps the family from being cut along the sequence."""
+        return [
+            problem for problem in (*self.policy.check(), *self._check_towers()) if "sequence_parallelism" in problem
+        ]
+
     def replace_module(self) -> None:
         """Replace sub-modules and attributes as the policy's table says."""
+        fusions = 0
         for _, module, description in self._described():
             self._apply(module, description)
+            fusions += len(description.fusions)
+        self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
             layers = self._held_layers()
             wrap_layers(layers, self.config.sequence)
             for layer in layers if self.config.exchanges_heads else ():
                 slice_positions(layer, self.config.sequence)
+
+    def _tell_what_stays(self, fusions: int) -> None:
+        """An option that changes nothing in this model is not dropped silently."""
+        name = type(self.model).__name__
+        if self.config.enable_jit_fused and not fusions:
+            log_once(name, "keeps its own operators: its policy names none to fuse")
+        fused = any(isinstance(module, FusedLayerNorm | FusedRMSNorm) for module in self.model.modules())
+        if self.config.enable_fused_normalization and not fused:
+            log_once(name, "keeps its own norms: its policy names none to fuse")
 
     def _route_attention(self) -> None:
         if self.config.enable_flash_attention:

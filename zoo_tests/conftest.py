@@ -1,11 +1,34 @@
-"""What all tests share: the end of the pools of ranks."""
+"""What all tests share: the end of the pools of ranks, and the matrix of what was proved."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zoo_tests.ranks import stop_pools
+from zoo_tests.support import SupportMatrix
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-support", action="store_true", help="write docs/results/support.md from what passes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SupportMatrix(config.getoption("--write-support")), "support-matrix")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     stop_pools()
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[None]:
+    """This process is rank 0 of two; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -124,9 +124,28 @@ def _no_gathering_after_the_step() -> None:
 
 
 def _labels_not_shifted() -> None:
-    from shardformer import head_loss
+    from shardformer import losses
 
-    head_loss._BY_SUFFIX["ForCausalLM"] = head_loss._masked_lm
+    losses._BY_SUFFIX["ForCausalLM"] = losses.masked_lm
+
+
+def _experts_read_alone() -> None:
+    from shardformer.policies import hf_plan, plan_styles
+
+    hf_plan._STYLES["moe_tp_experts"] = hf_plan._hooked(plan_styles.reduce_output)
+
+
+def _encoder_learns_nothing() -> None:
+    from shardformer.stand_ins import Finished
+
+    forward = Finished.forward
+
+    def detached(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state.detach()
+        return output
+
+    Finished.forward = detached
 
 
 def _forget_sums(bucket: Any, chosen: Callable[[nn.Parameter], bool]) -> None:
@@ -185,5 +204,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no unscaling": Mutant(_no_unscaling, (f"{PRECISION}[bert-masked_lm-tp2pp2-zero1-momentum-fp16]",)),
     "no gathering after the step": Mutant(_no_gathering_after_the_step, (f"{PARITY}[llama-causal_lm-dp2-zero1]",)),
+    "experts read alone": Mutant(_experts_read_alone, (f"{PARITY}[mixtral-causal_lm-tp2-zero1-fp32]",)),
+    "encoder learns nothing": Mutant(_encoder_learns_nothing, (f"{PARITY}[t5-generation-pp2-zero1-fp32]",)),
     "labels not shifted": Mutant(_labels_not_shifted, (f"{PARITY}[llama-causal_lm-tp2-zero1]",)),
 }

@@ -116,6 +116,24 @@ class HybridParallelModel(ModelWrapper):
                 return self.module(*args, **kwargs)
             return self._forward_with_loss(args, kwargs)
 
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate` on this rank's share of the weights; every tensor-parallel rank gets all tokens.
+
+        Sampling draws from torch's own random numbers, which `launch` has seeded alike on all ranks.
+
+        Raises:
+            RuntimeError: the model is a stage of a pipeline.
+        """
+        if self.mesh.size("pp") > 1:
+            raise RuntimeError(
+                f"generate() cannot run stage {self.mesh.rank('pp')} of a pipeline; boost the model with pp_size=1 "
+                "(a checkpoint opens under any layout)"
+            )
+        for optimizer in self.optimizers:
+            optimizer.wait_for_parameters()
+        return self.module.generate(*args, **to_device(kwargs, self.mesh.device, self.input_dtype))
+
     def step_loss(self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None) -> StepLoss:
         """How the loss of a step over `microbatches` is computed."""
         if criterion is not None:

@@ -3,7 +3,8 @@
 from shardformer.layers.dropout import ParallelDropout, SharedDropout
 from shardformer.layers.embedding import HeadParallelEmbedding, VocabParallelEmbedding
 from shardformer.layers.head import VocabParallelLMHead, parallel_logits
-from shardformer.layers.linear import ColumnParallelLinear, HeadRowsLinear, RowParallelLinear, SharedInput
+from shardformer.layers.head_rows import HeadRowsLinear
+from shardformer.layers.linear import ColumnParallelLinear, RowParallelLinear, SharedInput
 from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
 

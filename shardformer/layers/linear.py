@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import copy_to_axis, gather_from_axis, reduce_from_axis, split_to_axis
+from shardformer.collectives import gather_from_axis, reduce_from_axis, split_to_axis
+from shardformer.layers.linear_functions import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.sequence import PendingGather, SequenceParallel
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, shard_parameter
@@ -199,61 +199,6 @@ class RowParallelLinear(ParallelModule):
         return f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
 
 
-class HeadRowsLinear(ParallelModule):
-    """A fused projection [query heads, keys, values] with fewer key/value heads than ranks.
-
-    Input: [..., in_features], the same on every rank. Output: [..., (local query heads + 2) * head_dim]. The weight
-    stays whole on every rank, which computes with the rows of its query heads and of the key and value that they
-    share: its gradient is a partial sum.
-    """
-
-    cuts_layer = True
-
-    def __init__(
-        self,
-        native: nn.Linear,
-        group: ProcessGroup,
-        sizes: tuple[int, int, int],
-        input_is_gathered: bool,
-    ) -> None:
-        super().__init__()
-        self.weight, self.bias, self.group = native.weight, native.bias, group
-        self.input_is_gathered = input_is_gathered
-        num_heads, num_groups, head_dim = sizes
-        rank, world_size = (dist.get_rank(group), dist.get_world_size(group))
-        local = num_heads // world_size
-        kv_head = rank * num_groups // world_size
-        starts = (rank * local, num_heads + kv_head, num_heads + num_groups + kv_head)
-        counts = (local, 1, 1)
-        self.rows = [
-            slice(start * head_dim, (start + count) * head_dim) for start, count in zip(starts, counts, strict=True)
-        ]
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                annotate(parameter, ShardSpec(tuple(parameter.shape), rank=rank, world_size=world_size), group)
-
-    @staticmethod
-    def from_native_module(
-        module: nn.Module,
-        process_group: ProcessGroup,
-        *,
-        num_heads: int,
-        num_groups: int = 1,
-        head_dim: int,
-        input_is_gathered: bool = False,
-    ) -> HeadRowsLinear:
-        """Take over a fused projection of `num_heads` query and `num_groups` key and value heads of `head_dim`."""
-        return HeadRowsLinear(module, process_group, (num_heads, num_groups, head_dim), input_is_gathered)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = torch.cat([self.weight[rows] for rows in self.rows])
-        bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
-        pending = PendingGather.of(x)
-        if pending is not None:  # no overlap for this rare layer
-            x = pending.region.gather(pending.local)
-        return F.linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)
-
-
 class SharedInput:
     """Column-parallel layers that read the same input (query, key, value) run as one autograd node.
 
@@ -323,91 +268,7 @@ def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tens
     biases = [layer.added_bias for layer in layers]
     pending = PendingGather.of(x)
     if pending is not None:
-        return _GatheredLinear.apply(pending.local, pending, len(layers), *weights, *biases)
+        return GatheredLinear.apply(pending.local, pending, len(layers), *weights, *biases)
     if layers[0].input_is_gathered:
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return _ColumnLinear.apply(x, layers[0].group, len(layers), *weights, *biases)
-
-
-class _GatheredLinear(torch.autograd.Function):
-    """y_i = gather(x) W_i^T + b_i for several i, with the communication behind the products (sequence overlap).
-
-    Forward, the rank's own tokens are multiplied while those of the others arrive; backward, the gradient of the
-    input is reduced and scattered while the gradients of the weights are computed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, pending: PendingGather, count: int, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        weights, biases = tensors[:count], tensors[count:]
-        own = [F.linear(pending.own, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        gathered = pending.wait()  # [seq, batch, in]
-        outputs = []
-        for weight, bias, part in zip(weights, biases, own, strict=True):
-            out = part.new_empty((*gathered.shape[:-1], part.shape[-1]))
-            out[pending.rows] = part
-            for rows in pending.other_rows:
-                out[rows] = F.linear(gathered[rows], weight, bias)
-            outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
-        ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
-        ctx.save_for_backward(gathered, *weights)
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gathered, *weights = ctx.saved_tensors
-        region, needs = ctx.pending_region, ctx.needs_input_grad
-        grad_x, work = None, None
-        if needs[0]:
-            whole = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))  # [batch, seq, in]
-            grad_x, work = region.start_reduce_scatter(whole)
-        flat_x = _matrix(gathered[: ctx.length].movedim(0, 1))
-        flat = [_matrix(grad) for grad in grads]
-        needs_weights, needs_biases = needs[3 : 3 + ctx.count], needs[3 + ctx.count :]
-        grad_weights = [grad.t() @ flat_x if need else None for grad, need in zip(flat, needs_weights, strict=True)]
-        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_biases, strict=True)]
-        if work is not None:
-            work.wait()
-            grad_x = grad_x.movedim(0, 1).contiguous()
-        return grad_x, None, None, *grad_weights, *grad_biases
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """y_i = x W_i^T + b_i for several i; `f` is part of it: the gradient of x is summed over the axis."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = tensors[:count], tensors[count:]
-        ctx.group, ctx.count = group, count
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        flat = [_matrix(grad) for grad in grads]  # [tokens, local out]
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = flat[0] @ weights[0]
-            for grad, weight in zip(flat[1:], weights[1:], strict=True):
-                grad_x.addmm_(grad, weight)
-            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        # The weight gradients fill the time that the all-reduce takes.
-        needs = ctx.needs_input_grad[3:]
-        flat_x = _matrix(x)  # [tokens, in]
-        grad_weights = [
-            grad.t() @ flat_x if need else None for grad, need in zip(flat, needs[: ctx.count], strict=True)
-        ]
-        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[ctx.count :], strict=True)]
-        if work is not None:
-            work.wait()
-            grad_x = grad_x.view_as(x)
-        return grad_x, None, None, *grad_weights, *grad_biases
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return ColumnLinear.apply(x, layers[0].group, len(layers), *weights, *biases)

@@ -181,12 +181,3 @@ class WhisperPolicy(BartPolicy):
         if sums_layers and self.shard_config.stage_manager.num_stages > 1:
             problems.append("use_weighted_layer_sum=True reads the outputs of all layers; use pp_size=1 or False")
         return problems
-
-
-class Speech2TextPolicy(WhisperPolicy):
-    """Speech2Text: a subsampler in front of the encoder."""
-
-    family, prefix = "speech_to_text", "Speech2Text"
-    heads = ("Model", "ForConditionalGeneration")
-    head_names = ("lm_head",)
-    encoder_first = {"encoder.conv": PassedThrough, "encoder.embed_positions": AddsNothing}

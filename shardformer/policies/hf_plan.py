@@ -79,7 +79,9 @@ class PlanPolicy(Policy):
             if change is not None and self._gathers_heads(owner, path, name):
                 description.attribute_replacement["attention_is_replicated"] = True
         for path, description in table.items():
-            description.attribute_replacement.update(self._local_groups(self.model.get_submodule(path)))
+            owner = self.model.get_submodule(path)
+            description.attribute_replacement.update(self._local_groups(owner))
+            description.sub_module_replacement += self._learned_activations(owner, description)
         for target, module in self._vocabulary():
             path, _, name = _name_of(self.model, module).rpartition(".")
             description = table.setdefault(path, ModulePolicyDescription())
@@ -112,6 +114,18 @@ class PlanPolicy(Policy):
         if isinstance(embedding, nn.Embedding) and _name_of(self.model, embedding) and (cut or not is_tied):
             cut.append((VocabParallelEmbedding, embedding))
         return cut
+
+    def _learned_activations(
+        self, owner: nn.Module, description: ModulePolicyDescription
+    ) -> list[SubModuleReplacementDescription]:
+        """Activations with parameters between a column- and a row-parallel layer see a rank's own features."""
+        targets = {replacement.target_module for replacement in description.sub_module_replacement}
+        if not {ColumnParallelLinear, RowParallelLinear} <= targets:
+            return []
+        names = [
+            name for name, child in owner.named_children() if "act" in name and any(True for _ in child.parameters())
+        ]
+        return [SubModuleReplacementDescription(name, None, partial_gradient=True) for name in names]
 
     # ----- attention heads -----
 
@@ -224,6 +238,12 @@ def _hooked(hook: Callable[..., None]) -> Style:
     return style
 
 
+def _latent_key_value(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    config = getattr(owner, "config", None) or policy.model.config.get_text_config()
+    size = getattr(owner, "qk_rope_head_dim", None) or config.qk_rope_head_dim
+    return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
+
+
 def _nothing(policy: PlanPolicy, owner: nn.Module, name: str) -> None:
     return None
 
@@ -239,7 +259,7 @@ _STYLES: dict[str, Style] = {
     "packed_rowwise": partial(_packed, from_end=1),
     "embedding_rowwise": _embedding,
     "replicated_with_grad_allreduce": _partial_gradient,
-    "mla_kv_a_proj": _hooked(sum_gradient_of_rotary_part),
+    "mla_kv_a_proj": _latent_key_value,
     "moe_tp_experts": _hooked(share_expert_inputs),
     "moe_identity_expert": _hooked(scale_input),
     "all_reduce": _hooked(reduce_output),

@@ -74,17 +74,18 @@ def scale_input(module: nn.Module, group: ProcessGroup) -> None:
     module.register_forward_pre_hook(lambda _, args: (args[0] / size, *args[1:]))
 
 
-def sum_gradient_of_rotary_part(module: nn.Module, group: ProcessGroup) -> None:
+def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGroup) -> None:
     """The compressed key/value projection of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Its last features are the rotary key, which every head reads, so that a rank's gradient of them is partial; the
     others go into a column-parallel layer, which sums their gradient itself.
+
+    Args:
+        size: features of the rotary key.
     """
-    size = module.config.qk_rope_head_dim if hasattr(module, "config") else None
 
     def split(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        rotary = size if size is not None else module.rotary_size
-        compressed, rotary_key = output.split([output.shape[-1] - rotary, rotary], dim=-1)
+        compressed, rotary_key = output.split([output.shape[-1] - size, size], dim=-1)
         return torch.cat([compressed, copy_to_axis(rotary_key, group)], dim=-1)
 
     module.register_forward_hook(split)

@@ -25,7 +25,7 @@ _ENCODED_INPUTS = (
 
 
 def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
-    """Path of the list of layers that most of the plan is about."""
+    """Path of the list of layers that most of the plan is about, or, where it is about none, of the largest list."""
     lists = Counter(
         path
         for path, module in model.named_modules()
@@ -33,7 +33,14 @@ def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
         for pattern in plan
         if re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) == pattern.partition(".*.")[0]
     )
-    return lists.most_common(1)[0][0] if lists else None
+    if lists:
+        return lists.most_common(1)[0][0]
+    sizes = {
+        path: sum(parameter.numel() for parameter in module.parameters())
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
+    return max(sizes, key=sizes.__getitem__) if sizes else None
 
 
 def stage_layout(model: nn.Module, layers: str | None) -> StageLayout | None:

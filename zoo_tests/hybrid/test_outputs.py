@@ -89,7 +89,7 @@ def test_a_layout_that_does_not_fit_the_world(options: dict[str, int], message: 
 @distributed(2)
 def test_models_that_cannot_be_sharded_are_refused_on_every_rank() -> None:
     booster = Booster(plugin=HybridParallelPlugin(tp_size=2))
-    with pytest.raises(ConfigurationError, match="model class Toy has no sharding policy; use one of"):
+    with pytest.raises(ConfigurationError, match="model class Toy has neither a sharding policy nor a plan of its own"):
         booster.boost(toy())
     config = transformers.LlamaConfig(
         hidden_size=12, num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=1, vocab_size=9

@@ -14,7 +14,7 @@ import pytest
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
 
-_HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "qwen3": "causal_lm"}
+_HEADS = {"t5": "generation", "bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "qwen3": "causal_lm"}
 _CLIP = 0.05  # far below the norms of these models: it bites at every step
 
 
@@ -58,6 +58,8 @@ SLOW = [
     _case("llama", "pp2", options={**_FUSED, "gradient_checkpointing": "full"}),
     _case("gpt2", "tp2dp2", options=_FUSED),
     _case("gpt2", "dp2", options={"enable_all_optimization": True}),
+    # All that the family can do: it cannot be cut along the sequence.
+    _case("t5", "tp2pp2", options={"enable_all_optimization": True}, precision="fp32"),
     _case("bert", "tp4", sp=True, options=_OVERLAP, optimizer="momentum"),
     _case("gpt2", "tp4", sp=True, options=_OVERLAP, max_norm=_CLIP),
     _case("llama", "tp2", sp=True, options={**_OVERLAP, "gradient_checkpointing": "full"}),

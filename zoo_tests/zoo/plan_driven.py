@@ -36,7 +36,8 @@ def _gemma3(**config: Any) -> Family:
 def _plan_driven(prefix: str, **config: Any) -> Family:
     family = _like_llama(prefix, **config)
     heads = {name: head for name, head in family.heads.items() if hasattr(transformers, head.model_class)}
-    return replace(family, heads=heads, sequence_parallel=False)
+    # Attention is on all heads of every rank (Phi-3, GLM), or soft-capped, which SDPA leaves out (Gemma 2).
+    return replace(family, heads=heads, sequence_parallel=False, attention_dropout=None)
 
 
 GEMMA2 = _rounding(_plan_driven("Gemma2", head_dim=16, sliding_window=5))

@@ -1,0 +1,98 @@
+"""The products of column-parallel layers as autograd nodes that hide their communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardformer.sequence import PendingGather
+
+
+class GatheredLinear(torch.autograd.Function):
+    """y_i = gather(x) W_i^T + b_i for several i, with the communication behind the products (sequence overlap).
+
+    Forward, the rank's own tokens are multiplied while those of the others arrive; backward, the gradient of the
+    input is reduced and scattered while the gradients of the weights are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, pending: PendingGather, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        own = [F.linear(pending.own, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        gathered = pending.wait()  # [seq, batch, in]
+        outputs = []
+        for weight, bias, part in zip(weights, biases, own, strict=True):
+            out = part.new_empty((*gathered.shape[:-1], part.shape[-1]))
+            out[pending.rows] = part
+            for rows in pending.other_rows:
+                out[rows] = F.linear(gathered[rows], weight, bias)
+            outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
+        ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
+        ctx.save_for_backward(gathered, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gathered, *weights = ctx.saved_tensors
+        region, needs = ctx.pending_region, ctx.needs_input_grad
+        grad_x, work = None, None
+        if needs[0]:
+            whole = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))  # [batch, seq, in]
+            grad_x, work = region.start_reduce_scatter(whole)
+        flat_x = _matrix(gathered[: ctx.length].movedim(0, 1))
+        flat = [_matrix(grad) for grad in grads]
+        needs_weights, needs_biases = needs[3 : 3 + ctx.count], needs[3 + ctx.count :]
+        grad_weights = [grad.t() @ flat_x if need else None for grad, need in zip(flat, needs_weights, strict=True)]
+        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_biases, strict=True)]
+        if work is not None:
+            work.wait()
+            grad_x = grad_x.movedim(0, 1).contiguous()
+        return grad_x, None, None, *grad_weights, *grad_biases
+
+
+class ColumnLinear(torch.autograd.Function):
+    """y_i = x W_i^T + b_i for several i; `f` is part of it: the gradient of x is summed over the axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.group, ctx.count = group, count
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        flat = [_matrix(grad) for grad in grads]  # [tokens, local out]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = flat[0] @ weights[0]
+            for grad, weight in zip(flat[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad, weight)
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        # The weight gradients fill the time that the all-reduce takes.
+        needs = ctx.needs_input_grad[3:]
+        flat_x = _matrix(x)  # [tokens, in]
+        grad_weights = [
+            grad.t() @ flat_x if need else None for grad, need in zip(flat, needs[: ctx.count], strict=True)
+        ]
+        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[ctx.count :], strict=True)]
+        if work is not None:
+            work.wait()
+            grad_x = grad_x.view_as(x)
+        return grad_x, None, None, *grad_weights, *grad_biases
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -1,0 +1,61 @@
+"""The trainable head classes of transformers, found in its sources without importing a family."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_LABELS = frozenset(("labels", "start_positions", "next_sentence_label", "mc_labels"))
+
+
+@dataclass(frozen=True)
+class HeadClass:
+    """A class whose forward takes labels.
+
+    Attributes:
+        family: folder of transformers' models.
+        name: of the class.
+    """
+
+    family: str
+    name: str
+
+    @property
+    def module(self) -> str:
+        return f"transformers.models.{self.family}.modeling_{self.family}"
+
+    @property
+    def kind(self) -> str:
+        """What it is for: "ForCausalLM", "ForImageClassification", …"""
+        return "For" + self.name.rpartition("For")[2] if "For" in self.name else "other"
+
+
+@cache
+def head_classes() -> tuple[HeadClass, ...]:
+    """The heads (…For…, LMHeadModel, DoubleHeadsModel, MTModel) of each `modeling_<family>.py`: they derive from a
+    pretrained model, and their forward, written there or one of transformers' generic heads, takes labels."""
+    import transformers
+
+    models = Path(transformers.__file__).parent / "models"
+    found = []
+    for file in sorted(models.glob("*/modeling_*.py")):
+        if file.stem != f"modeling_{file.parent.name}":
+            continue
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and _is_head(node):
+                found.append(HeadClass(file.parent.name, node.name))
+    return tuple(found)
+
+
+def _is_head(node: ast.ClassDef) -> bool:
+    bases = [ast.unparse(base) for base in node.bases]
+    if "For" not in node.name and not node.name.endswith(("LMHeadModel", "DoubleHeadsModel", "MTModel")):
+        return False
+    if not any("PreTrainedModel" in base or "PretrainedModel" in base for base in bases):
+        return False
+    if any(base.startswith("GenericFor") for base in bases):
+        return True
+    forwards = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "forward"]
+    return any(argument.arg in _LABELS for each in forwards for argument in (*each.args.args, *each.args.kwonlyargs))
