@@ -17,6 +17,7 @@ from shardformer.losses.text import (
     plain_classes,
     pretraining,
     question_answering,
+    recurring_spans,
     replaced_tokens,
     sequence_classification,
 )
@@ -42,7 +43,9 @@ _NOT_SHIFTED = ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotS
 _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss]] = {
     **{f"{family}ForCausalLM": masked_lm for family in _NOT_SHIFTED},
     **{f"Blip2{head}": language_of_images for head in ("ForConditionalGeneration", "Model")},
+    "BertGenerationDecoder": causal_lm,
     "ElectraForPreTraining": replaced_tokens,
+    "SplinterForPreTraining": recurring_spans,
     "AlbertForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
 }
 

@@ -138,3 +138,24 @@ def question_answering(_: nn.Module) -> HeadLoss:
         return LossTerm(f"{end}_positions", count, total, weight=0.5)
 
     return HeadLoss(term("start"), term("end"))
+
+
+def recurring_spans(model: nn.Module) -> HeadLoss:
+    """Splinter's pretraining: the span of each question token; a position of the padding token is no question."""
+    padding = model.config.pad_token_id
+
+    def term(end: str) -> LossTerm:
+        def inside(positions: Tensor, batch: Batch) -> Tensor:
+            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            return positions.clamp(0, tokens.shape[1] - 1)
+
+        def total(outputs: Any, positions: Tensor) -> Tensor:
+            logits = outputs[f"{end}_logits"]  # [batch, questions, seq]
+            return cross_entropy_sum(logits.flatten(0, 1), positions.flatten(), ignore_index=padding)
+
+        def count(positions: Tensor, _: Batch) -> Tensor:
+            return (positions != padding).sum()
+
+        return LossTerm(f"{end}_positions", count, total, weight=0.5, prepare=inside)
+
+    return HeadLoss(term("start"), term("end"))

@@ -76,5 +76,5 @@ class RobertaPolicy(BertPolicy):
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
-        table["RobertaLMHead"] = table.pop("RobertaLMPredictionHead")
+        table[f"{self.prefix}LMHead"] = table.pop(f"{self.prefix}LMPredictionHead")
         return table

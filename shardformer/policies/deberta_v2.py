@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.shorthand import Shorthand
-from shardformer.stage import Received, StageLayout, StandIn
-
-
-class _Convolved(StandIn):
-    """Stands for the convolution beside layer 0: what it returned is already in what arrived."""
-
-    def forward(self, hidden_states: Tensor, residual_states: Tensor, *args: Any) -> Tensor:
-        return residual_states
+from shardformer.stage import Received, StageLayout
 
 
 class DebertaV2Policy(Policy):
@@ -34,7 +24,7 @@ class DebertaV2Policy(Policy):
     splits_sequence = False  # the table of relative positions is not cut, and read beside the sequence
     stages = StageLayout(
         layers="encoder.layer",
-        first={"embeddings": Received, "encoder.conv": _Convolved},
+        first={"embeddings": Received, "encoder.conv": Received},
         every=("encoder.rel_embeddings", "encoder.LayerNorm"),
         tuple_output=2,
     )
@@ -56,10 +46,8 @@ class DebertaV2Policy(Policy):
         cut = Shorthand(self.shard_config)
         config = self.model.config
         heads = config.num_attention_heads
-        projections = ("query_proj", "key_proj", "value_proj")
-        # With a shared key the query and key projections also read the table: they run by themselves then.
-        apart = [replacement for name in projections for replacement in cut.column(name, num_heads=heads)]
-        together = cut.column(*projections, num_heads=heads)
+        # With a shared key, query and key read the table of positions as well; the value does not.
+        value_reads = "value_proj" if getattr(config, "share_att_key", False) else "query_proj"
         output = [*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
         return {
             "DebertaV2Embeddings": ModulePolicyDescription(
@@ -68,7 +56,8 @@ class DebertaV2Policy(Policy):
             "DisentangledSelfAttention": ModulePolicyDescription(
                 {"num_attention_heads": heads // self.tp_size},
                 sub_module_replacement=[
-                    *(apart if getattr(config, "share_att_key", False) else together),
+                    *cut.column("query_proj", "key_proj", num_heads=heads),
+                    *cut.column("value_proj", num_heads=heads, reads=value_reads),
                     *cut.column("pos_key_proj?", num_heads=heads),
                     *cut.column("pos_query_proj?", num_heads=heads),
                     *cut.region_dropout("dropout"),

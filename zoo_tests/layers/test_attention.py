@@ -36,7 +36,7 @@ def _model(family: str, implementation: str, dropout: float = 0.0) -> nn.Module:
 
 def _found(model: nn.Module, family: str) -> Tensor:
     outputs = model(**FAMILIES[family].batch(_head(family), 0, 4, torch.float32))
-    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return next(outputs[name] for name in ("logits", "start_logits", "last_hidden_state") if name in outputs)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -17,6 +17,7 @@ from torch import Tensor
 from zoo_tests.case import LAYOUTS, Case, Recipe
 from zoo_tests.ranks import run_on_ranks
 from zoo_tests.sharded import RankReport, boost, train_sharded
+from zoo_tests.zoo import FAMILIES
 
 _DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
@@ -24,12 +25,23 @@ _DROPOUT = {
     "llama": {"attention_dropout": 0.1},
     "beit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
     "swinv2": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
+    "electra": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "ernie": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "distilbert": {"dropout": 0.1, "attention_dropout": 0.1},
+    "deberta_v2": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "deberta_v2_convolved": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "albert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
 }
-_HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "beit": "image", "swinv2": "image"}
+_ENCODERS = ("electra", "ernie", "distilbert", "deberta_v2", "deberta_v2_convolved", "albert")
+
+
+def _modes(family: str) -> tuple[bool, ...]:
+    """Without and, where the family knows it, with sequence parallelism."""
+    return (False, True) if FAMILIES[family].sequence_parallel else (False,)
 
 
 def _case(family: str, layout: str, *, sp: bool = False, **options: Any) -> Case:
-    recipe = Recipe(family=family, head=_HEADS[family], config=tuple(_DROPOUT[family].items()))
+    recipe = Recipe(family=family, head=FAMILIES[family].main_head, config=tuple(_DROPOUT[family].items()))
     return Case(recipe=recipe, layout=layout, sequence_parallel=sp, options=tuple(options.items()))
 
 
@@ -67,6 +79,7 @@ def test_the_same_seed_gives_the_same_numbers(family: str, layout: str, sp: bool
         pytest.param("beit", False, marks=pytest.mark.slow),
         pytest.param("beit", True, marks=pytest.mark.slow),
         pytest.param("swinv2", False, marks=pytest.mark.slow),
+        *[pytest.param(family, sp, marks=pytest.mark.slow) for family in _ENCODERS for sp in _modes(family)],
     ],
 )
 def test_replicated_activations_are_dropped_alike_on_all_ranks(family: str, sp: bool, tmp_path: Path) -> None:

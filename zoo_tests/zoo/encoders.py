@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo_tests.zoo.base import NUM_CLASSES, PAD_TOKEN, VOCAB_SIZE, Batch, Family, Head
-from zoo_tests.zoo.bert import _SIZES, _pretraining_labels
+from zoo_tests.zoo.bert import _SIZES, _no_labels, _pretraining_labels
 from zoo_tests.zoo.labels import answer_spans, causal_loss, of_samples, of_tokens, token_loss
 
 _CLASSES = {"num_labels": NUM_CLASSES}
@@ -24,7 +24,17 @@ def _heads(prefix: str) -> dict[str, Head]:
         "token": Head(f"{prefix}ForTokenClassification", of_tokens(NUM_CLASSES), _CLASSES),
         "question_answering": Head(f"{prefix}ForQuestionAnswering", answer_spans),
         "multiple_choice": Head(f"{prefix}ForMultipleChoice", of_samples(3, ignore_one=False), num_choices=3),
+        "bare": Head(f"{prefix}Model", _no_labels, criterion=_hidden),
     }
+
+
+def _hidden(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """A user's criterion on the bare model: the mean over the samples of a value that each has.
+
+    It is a mean over features, too: with their sum ALBERT's training diverges and blows rounding up to 1e-4.
+    """
+    mask = batch["attention_mask"][..., None].to(outputs.last_hidden_state.dtype)
+    return ((outputs.last_hidden_state.pow(3).mean(-1, keepdim=True) * mask).sum((1, 2)) / mask.sum((1, 2))).mean()
 
 
 def _replaced(batch: Batch, generator: torch.Generator) -> Batch:
@@ -107,13 +117,29 @@ _deberta_heads = _heads("DebertaV2") | {
         _heads("DebertaV2")["sequence"], reference_loss=lambda outputs, batch: token_loss(outputs, batch)
     )
 }
+_deberta_lm = _deberta_heads["masked_lm"]
 DEBERTA_V2 = Family(
-    "DebertaV2Config", {**_DISENTANGLED, "share_att_key": True}, _deberta_heads, sequence_parallel=False
+    "DebertaV2Config",
+    {**_DISENTANGLED, "share_att_key": True},
+    _deberta_heads
+    | {
+        "content_to_position": replace(_deberta_lm, config={"share_att_key": False, "pos_att_type": ["c2p"]}),
+        "position_to_content": replace(_deberta_lm, config={"share_att_key": False, "pos_att_type": ["p2c"]}),
+        "absolute": replace(
+            _deberta_lm,
+            config={"relative_attention": False, "position_biased_input": True, "embedding_size": 30},
+        ),
+        "newer_head": replace(_deberta_lm, config={"legacy": False}, layout="tp2"),
+    },
+    attention_dropout="attention_probs_dropout_prob",
+    attention_output="attention.output.dense",
+    attention_by_hand=True,
+    sequence_parallel=False,
 )
 DEBERTA_V2_CONVOLVED = Family(
     "DebertaV2Config",
     {**_DISENTANGLED, "conv_kernel_size": 3, "conv_act": "gelu", "type_vocab_size": 2},
-    {"masked_lm": _deberta_heads["masked_lm"]},
+    {"masked_lm": _deberta_lm},
     token_types=True,
     sequence_parallel=False,
 )
@@ -121,7 +147,15 @@ DEBERTA_V2_CONVOLVED = Family(
 ALBERT = Family(
     "AlbertConfig",
     {**_SIZES, "embedding_size": 30, "num_hidden_groups": 2, "classifier_dropout_prob": 0.0},
-    _heads("Albert") | {"pretraining": Head("AlbertForPreTraining", _order_labels)},
+    _heads("Albert")
+    | {
+        "pretraining": Head("AlbertForPreTraining", _order_labels),
+        # As released: one group, which every stage runs.
+        "one_group": Head(
+            "AlbertForPreTraining", _order_labels, {"num_hidden_groups": 1, "inner_group_num": 2}, layout="pp4"
+        ),
+        "one_group_cut": Head("AlbertForPreTraining", _order_labels, {"num_hidden_groups": 1}),
+    },
     attention_output="attention.dense",
     sequence_parallel=False,
     **_BERT_LIKE,
