@@ -29,8 +29,8 @@ def test_every_option_is_explained() -> None:
     assert all(text.endswith(".") for _, _, text in _option_rows())
 
 
-def test_every_supported_model_class_is_in_the_readme() -> None:
-    documented = {name for _, classes in rows_of(REPOSITORY / "README.md", "Family") for name in _code(classes)}
+def test_every_supported_model_class_is_named() -> None:
+    documented = {name for _, classes in rows_of(REPOSITORY / "docs" / "families.md", "Family") for name in _code(classes)}
     assert documented == {name.rpartition(".")[2] for name in supported_classes()}
 
 
