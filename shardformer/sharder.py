@@ -151,6 +151,8 @@ class ModelSharder:
     def _described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
         """The modules that the table is about: path, module, description."""
         for path, module in list(self.model.named_modules()):
+            if isinstance(module, StandIn):
+                continue
             # A table of classes, or, where a plan was lowered, of paths.
             names = (path, *(cls.__name__ for cls in type(module).__mro__))
             description = next((self._table[name] for name in names if name in self._table), None)

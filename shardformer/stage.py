@@ -109,7 +109,8 @@ class StageLayout:
         last: modules behind the layers; the modules of a head class around the base model always are.
         tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number for one of so
             many elements.
-        carries: names of inputs of the layers that an earlier layer has computed (T5's position bias): they travel.
+        carries: names of inputs of the layers that an earlier layer has computed (T5's position bias) and a layer
+            passes on: they travel.
         done: towers that are finished behind these layers: path -> fields of their output that the next list reads.
         first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
         then: the layout of the list of layers that runs next.
@@ -212,15 +213,13 @@ class StageCut:
         layers = self.model.get_submodule(self._prefix + layout.layers)
         for position, layer in enumerate(list(layers), start=start):
             if position < held.start:
-                layers[position - start] = Skipped(int(layout.tuple_output))
+                layers[position - start] = _alike(Skipped(int(layout.tuple_output)), layer)
             elif position == held.stop:
-                layers[position - start] = Boundary(layer, *outgoing)
+                layers[position - start] = _alike(Boundary(layer, *outgoing), layer)
             elif position > held.stop:
-                layers[position - start] = Elsewhere()
-            elif held.start > start:
-                enter_at(layer, arrival, layout.carries, is_first=position == held.start)
-            elif held.start == start and position == start and start > 0:
-                enter_at(layer, arrival, (), is_first=True)
+                layers[position - start] = _alike(Elsewhere(), layer)
+            elif position == held.start and position > 0:
+                enter_at(layer, arrival, layout.carries if position > start else ())
         if hasattr(layers, "keep_used"):
             layers.keep_used()
 
@@ -231,11 +230,9 @@ class StageCut:
         for path, stand_in in paths.items():
             if has_module(self.model, self._prefix + path):
                 new = stand_in() if runs_with < held.start else Elsewhere()
-                native = self.model.get_submodule(self._prefix + path)
-                # Models read sizes of modules that they do not call (strides, numbers of positions).
-                simple = {name: value for name, value in vars(native).items() if isinstance(value, (int, float, tuple))}
-                new.__dict__ |= {name: value for name, value in simple.items() if name not in new.__dict__}
-                replace_module(self.model, self._prefix + path, new)
+                replace_module(
+                    self.model, self._prefix + path, _alike(new, self.model.get_submodule(self._prefix + path))
+                )
 
     def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:
         """What travels to a stage that starts at layer number `position`, beside the hidden state."""
@@ -251,6 +248,13 @@ class StageCut:
 
     def _is_below(self, name: str, paths: Sequence[str] | Mapping[str, Any]) -> bool:
         return any(name == self._prefix + path or name.startswith(f"{self._prefix}{path}.") for path in paths)
+
+
+def _alike(stand_in: StandIn, native: nn.Module) -> StandIn:
+    """Give a stand-in what models read of modules that they do not call: strides, the kind of a layer's attention."""
+    simple = {name: value for name, value in vars(native).items() if isinstance(value, (int, float, str, tuple))}
+    stand_in.__dict__ |= {name: value for name, value in simple.items() if name not in stand_in.__dict__}
+    return stand_in
 
 
 def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:

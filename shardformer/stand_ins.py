@@ -163,8 +163,8 @@ class Elsewhere(StandIn):
         raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
 
 
-def enter_at(layer: nn.Module, arrival: Arrival, carries: Sequence[str], is_first: bool) -> None:
-    """Let `layer` read what arrived: the carried inputs, and the hidden state where it is the stage's first layer.
+def enter_at(layer: nn.Module, arrival: Arrival, carries: Sequence[str]) -> None:
+    """Let `layer`, the first that a stage runs, read what arrived: the hidden state and the carried inputs.
 
     Its class is derived from, because hooks run inside of activation checkpointing, where a recomputation would read
     what arrived for another micro-batch.
@@ -172,9 +172,7 @@ def enter_at(layer: nn.Module, arrival: Arrival, carries: Sequence[str], is_firs
     inputs, native = LayerInputs(layer), type(layer)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        values = {name: arrival.carried[name] for name in carries}
-        if is_first:
-            values[inputs.names[0]] = arrival.hidden
+        values = {inputs.names[0]: arrival.hidden, **{name: arrival.carried[name] for name in carries}}
         for name, value in values.items():
             args, kwargs = inputs.put(name, value, args, kwargs)
         return native.__call__(self, *args, **kwargs)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardformer.layers import HeadRowsLinear
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.plan_styles import use_local_biases
 from shardformer.policies.shorthand import Shorthand
 from shardformer.rng import draw_per_rank
 from shardformer.stage import PassedThrough, Received, StageLayout
@@ -60,26 +60,8 @@ class BloomPolicy(Policy):
         }
 
     def _use_local_biases(self, attention: nn.Module) -> None:
-        """Take this rank's heads of what has a dim of all heads: ALiBi, and a mask that it was added to."""
-        heads, size = self.model.config.num_attention_heads, self.tp_size
-        if size == 1:
-            return
-        first = self.shard_config.group.rank() * (heads // size)
-
-        def local(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if value.dim() == 3 and value.shape[0] % heads == 0:  # [batch * heads, 1, seq]
-                return value.unflatten(0, (-1, heads))[:, first : first + heads // size].flatten(0, 1)
-            if value.dim() == 4 and value.shape[1] == heads:  # [batch, heads, seq or 1, seq]
-                return value[:, first : first + heads // size]
-            return value
-
-        def take(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            biases = {name: local(kwargs[name]) for name in ("alibi", "attention_mask") if name in kwargs}
-            return args, {**kwargs, **biases}
-
-        attention.register_forward_pre_hook(take, with_kwargs=True)
+        if self.tp_size > 1:
+            use_local_biases(attention, self.model.config.num_attention_heads, self.shard_config.group)
 
 
 class FalconPolicy(BloomPolicy):

@@ -7,31 +7,49 @@ the plan names the list of layers, and modules run in the order in which they we
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from shardformer.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelLMHead
+from shardformer.layers import (
+    ColumnParallelLinear,
+    ParallelDropout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLMHead,
+)
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, divisors_phrase
+from shardformer.policies.declared import DeclaredPlan, starred
 from shardformer.policies.plan_styles import (
     reduce_output,
     scale_input,
     shard_own_parameter,
     share_expert_inputs,
     sum_gradient_of_rotary_part,
+    use_local_biases,
 )
 from shardformer.policies.plan_tree import layer_paths, stage_layout
+from shardformer.rng import draw_per_rank
 
 Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
 class PlanPolicy(Policy):
-    """Any model with a `tp_plan`. What the plan does not name is replicated."""
+    """Any model with a `tp_plan`, or with a plan that was declared here. What it does not name is replicated.
+
+    Args:
+        declared: the plan of a family that transformers gives none; it goes before one that the model brings.
+    """
 
     rest_is_replicated = True
+
+    def __init__(self, declared: DeclaredPlan | None = None) -> None:
+        super().__init__()
+        self.declared = declared
 
     @property
     def base_path(self) -> str:
@@ -39,10 +57,12 @@ class PlanPolicy(Policy):
 
     @cached_property
     def plan(self) -> Mapping[str, str]:
-        return dict(self.model.tp_plan)
+        return dict(self.model.tp_plan) if self.declared is None else self.declared.styles_of(self.model)
 
     @cached_property
     def stages(self) -> Any:
+        if self.declared is not None:
+            return self.declared.stages_of(self.model)
         return stage_layout(self.model, layer_paths(self.model, self.plan))
 
     def set_model(self, model: nn.Module) -> None:
@@ -63,6 +83,8 @@ class PlanPolicy(Policy):
                 f"enable_sequence_parallelism=True needs a policy, and {type(self.model).__name__} is sharded by its "
                 "plan; use enable_sequence_parallelism=False"
             )
+        if self.declared is not None:
+            problems += self.declared.check(self.model)
         if self.tp_size > 1 and not unknown:
             problems += self._check_heads()
         return problems
@@ -71,7 +93,7 @@ class PlanPolicy(Policy):
         table: dict[str, ModulePolicyDescription] = {}
         for path, owner, name in self._planned():
             description = table.setdefault(path, ModulePolicyDescription())
-            change = _STYLES[self.plan[_pattern(_join(path, name))]](self, owner, name)
+            change = _STYLES[self.plan[starred(_join(path, name))]](self, owner, name)
             if isinstance(change, SubModuleReplacementDescription):
                 description.sub_module_replacement.append(change)
             elif change is not None:
@@ -81,12 +103,16 @@ class PlanPolicy(Policy):
         for path, description in table.items():
             owner = self.model.get_submodule(path)
             description.attribute_replacement.update(self._local_groups(owner))
+            if self.declared is not None:
+                description.attribute_replacement.update(self.declared.local_values(path, owner, self.tp_size))
             description.sub_module_replacement += self._learned_activations(owner, description)
         for target, module in self._vocabulary():
             path, _, name = _name_of(self.model, module).rpartition(".")
             description = table.setdefault(path, ModulePolicyDescription())
             if all(replacement.suffix != name for replacement in description.sub_module_replacement):
-                options = self.shard_config.vocab_options
+                options = dict(self.shard_config.vocab_options)
+                if target is VocabParallelLMHead and self.declared is not None and self.declared.whole_logits:
+                    target, options["gather_output"] = ColumnParallelLinear, True
                 description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
 
@@ -99,15 +125,17 @@ class PlanPolicy(Policy):
         for path, owner in self.model.named_modules():
             names = [*(name for name, _ in owner.named_children()), *owner._parameters]
             for name in names:
-                is_planned = _pattern(_join(path, name)) in self.plan
+                is_planned = starred(_join(path, name)) in self.plan
                 if is_planned and id(getattr(owner, name)) not in heads and getattr(owner, name) is not None:
                     found.append((path, owner, name))
         return found
 
     def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
         """The token embedding and the language-model head, which are cut alike because they may be one parameter."""
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        cut = []
+        embedding, head = _asked(self.model.get_input_embeddings), _asked(self.model.get_output_embeddings)
+        cut: list[tuple[type[nn.Module], nn.Module]] = []
+        if self.declared is not None and not self.declared.cut_vocabulary:
+            return cut
         if type(head) is nn.Linear and _name_of(self.model, head):
             cut.append((VocabParallelLMHead, head))
         is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
@@ -138,11 +166,12 @@ class PlanPolicy(Policy):
         is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
         if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:
             return features // head_dim
-        heads = getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
-        return heads if isinstance(heads, int) and features % heads == 0 else None
+        counts = [getattr(owner, name, None) for name in _HEAD_COUNTS] + [getattr(config, "num_attention_heads", None)]
+        heads = next((count for count in counts if isinstance(count, int)), None)
+        return heads if heads is not None and features % heads == 0 else None
 
     def _gathers_heads(self, owner: nn.Module, path: str, name: str) -> bool:
-        return _is_attention(owner) and self.plan[_pattern(_join(path, name))] in (
+        return _is_attention(owner) and self.plan[starred(_join(path, name))] in (
             "colwise_gather_output",
             "colwise_rep",
         )
@@ -151,7 +180,7 @@ class PlanPolicy(Policy):
         problems = {}
         for path, owner, name in self._planned():
             module = getattr(owner, name)
-            if self.plan[_pattern(_join(path, name))] != "colwise" or not isinstance(module, nn.Linear):
+            if self.plan[starred(_join(path, name))] != "colwise" or not isinstance(module, nn.Linear):
                 continue
             count = self.heads_of(owner, name, module.out_features)
             is_shared_out = count is None or count % self.tp_size == 0
@@ -164,7 +193,7 @@ class PlanPolicy(Policy):
         """Query heads that share a key/value head on this rank, where those are copied."""
         groups, key = getattr(owner, "num_key_value_groups", None), getattr(owner, "k_proj", None)
         path = _name_of(self.model, owner)
-        if not isinstance(groups, int) or self.plan.get(_pattern(_join(path, "k_proj"))) != "colwise":
+        if not isinstance(groups, int) or self.plan.get(starred(_join(path, "k_proj"))) != "colwise":
             return {}
         kv_heads = self.heads_of(owner, "k_proj", key.out_features)
         if kv_heads is None or kv_heads % self.tp_size == 0:
@@ -173,11 +202,15 @@ class PlanPolicy(Policy):
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return any(hasattr(module, name) for name in ("head_dim", "num_key_value_groups", "qk_head_dim", "num_heads"))
+    return any(hasattr(module, name) for name in (*_HEAD_COUNTS, "head_dim", "num_key_value_groups", "qk_head_dim"))
 
 
-def _pattern(path: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+def _asked(getter: Callable[[], nn.Module | None]) -> nn.Module | None:
+    """What a model says of its embeddings; None where it has none to name."""
+    try:
+        return getter()
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def _join(path: str, name: str) -> str:
@@ -199,8 +232,30 @@ def _column(policy: PlanPolicy, owner: nn.Module, name: str, gather: bool = Fals
         return partial(shard_own_parameter, name=name, from_end=2, num_parts=1, group=policy.shard_config.group)
     if gather:
         return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
-    heads = policy.heads_of(owner, name, module.out_features)
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads="input")
+    heads = policy.heads_of(owner, name, _out_features(module))
+    reads = f"input of {_in_features(module)} features"
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
+
+
+def _fused_column(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    """Query, key and value in one projection, one after the other."""
+    features = _out_features(getattr(owner, name)) // 3
+    kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
+
+
+def _first_dim(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    """A parameter with something for each head along its first dim."""
+    dims = getattr(owner, name).dim()
+    return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
+
+
+def _out_features(module: nn.Module) -> int:
+    return module.nf if isinstance(module, Conv1D) else module.out_features
+
+
+def _in_features(module: nn.Module) -> int:
+    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
 
 
 def _row(policy: PlanPolicy, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
@@ -209,7 +264,7 @@ def _row(policy: PlanPolicy, owner: nn.Module, name: str, splits_input: bool = F
         return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
     if splits_input:
         return SubModuleReplacementDescription(name, RowParallelLinear, {"splits_input": True})
-    heads = policy.heads_of(owner, name, module.in_features)
+    heads = policy.heads_of(owner, name, _in_features(module))
     return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
 
 
@@ -229,6 +284,10 @@ def _partial_gradient(policy: PlanPolicy, owner: nn.Module, name: str) -> Change
     return SubModuleReplacementDescription(name, None, partial_gradient=True)
 
 
+def _dropout(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
+
+
 def _hooked(hook: Callable[..., None]) -> Style:
     """A style that changes what goes into a module or comes out of it."""
 
@@ -236,6 +295,17 @@ def _hooked(hook: Callable[..., None]) -> Style:
         return lambda module: hook(getattr(module, name), policy.shard_config.group)
 
     return style
+
+
+def _local_biases(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    """An attention that is given biases of all heads; what it draws is this rank's own."""
+    heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
+
+    def change(module: nn.Module) -> None:
+        use_local_biases(getattr(module, name), heads, group)
+        draw_per_rank(getattr(module, name), group.rank())
+
+    return change
 
 
 def _latent_key_value(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
@@ -252,17 +322,21 @@ _STYLES: dict[str, Style] = {
     "colwise": _column,
     "colwise_gather_output": partial(_column, gather=True),
     "colwise_rep": partial(_column, gather=True),
+    "first_dim": _first_dim,
+    "fused_colwise": _fused_column,
     "rowwise": _row,
     "rowwise_split_input": partial(_row, splits_input=True),
     "rowwise_rep": partial(_row, splits_input=True),
     "packed_colwise": partial(_packed, from_end=2),
     "packed_rowwise": partial(_packed, from_end=1),
     "embedding_rowwise": _embedding,
+    "dropout": _dropout,
     "replicated_with_grad_allreduce": _partial_gradient,
     "mla_kv_a_proj": _latent_key_value,
     "moe_tp_experts": _hooked(share_expert_inputs),
     "moe_identity_expert": _hooked(scale_input),
     "all_reduce": _hooked(reduce_output),
+    "local_biases": _local_biases,
     "local_params": _nothing,
     "replicate": _nothing,
 }

@@ -15,6 +15,7 @@ from shardformer.collectives import copy_to_axis, reduce_from_axis
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
 
 _log = logging.getLogger(__name__)
+_BIASES = ("alibi", "attention_mask", "position_bias")
 
 
 def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts: int, group: ProcessGroup) -> None:
@@ -93,3 +94,27 @@ def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGrou
 
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def use_local_biases(attention: nn.Module, heads: int, group: ProcessGroup) -> None:
+    """Let `attention` take this rank's heads of what it is given for all: ALiBi, and a mask that biases were added to.
+
+    Args:
+        heads: of the whole model; they are a dim of [heads or batch * heads, 1, seq] or [batch, heads, seq or 1, seq].
+    """
+    local_heads = heads // dist.get_world_size(group)
+    first = dist.get_rank(group) * local_heads
+
+    def local(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 3 and value.shape[0] % heads == 0:
+            return value.unflatten(0, (-1, heads))[:, first : first + local_heads].flatten(0, 1)
+        if value.dim() == 4 and value.shape[1] == heads:
+            return value[:, first : first + local_heads]
+        return value
+
+    def take(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {name: local(value) if name in _BIASES else value for name, value in kwargs.items()}
+
+    attention.register_forward_pre_hook(take, with_kwargs=True)

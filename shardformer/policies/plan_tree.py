@@ -46,38 +46,42 @@ def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
 def stage_layout(model: nn.Module, layers: str | None) -> StageLayout | None:
     """Cut at `layers`: modules registered before it, on any level, run before it, and those after it behind it.
 
-    Modules without parameters (rotary tables) stay on every stage.
+    Modules without parameters (rotary tables) stay on every stage. A pooler, and what a head class has around its base
+    model, run behind the layers in whatever order they were registered.
     """
     if layers is None or len(model.get_submodule(layers)) == 0:
         return None
     first: dict[str, type[StandIn]] = {}
     last: list[str] = []
+    every: list[str] = []  # parameters beside modules: class tokens, layer weights
     parts = layers.split(".")
     for depth in range(len(parts)):
         parent = ".".join(parts[:depth])
-        seen = False
+        every += [f"{parent}.{name}" if parent else name for name in model.get_submodule(parent)._parameters]
+        seen = depth == 0 and parts[0] == getattr(model, "base_model_prefix", None)
         for name, module in model.get_submodule(parent).named_children():
             path = f"{parent}.{name}" if parent else name
             if name == parts[depth]:
                 seen = True
             elif any(True for _ in module.parameters()):
-                if seen:
+                if seen or name == "pooler":
                     last.append(path)
                 else:
-                    first[path] = _stand_in_for(module)
+                    first[path] = _stand_in_for(module, name)
     layer = model.get_submodule(layers)[0]
     skips_encoders = any(stand_in is Elsewhere for stand_in in first.values())
     return StageLayout(
         layers=layers,
         first=first,
+        every=tuple(every),
         last=tuple(last),
         tuple_output=num_outputs(layer),
         first_inputs=_ENCODED_INPUTS if skips_encoders else (),
     )
 
 
-def _stand_in_for(module: nn.Module) -> type[StandIn]:
-    if isinstance(module, nn.Embedding):
+def _stand_in_for(module: nn.Module, name: str) -> type[StandIn]:
+    if isinstance(module, nn.Embedding) or name == "embeddings":
         return Received
     # An encoder of another modality is not called where its inputs are not given.
     is_tower = any(isinstance(inner, nn.ModuleList) for inner in module.modules())

@@ -10,6 +10,7 @@ from functools import cache
 from torch import nn
 
 from shardformer.policies.base import Policy
+from shardformer.policies.declared import declared_plan_of
 
 _REGISTERED: dict[str, str] = {}
 
@@ -66,6 +67,11 @@ def policy_for(model: nn.Module) -> Policy:
         policy = supported.get(qualified_name) or by_bare_name.get(cls.__name__)
         if policy is not None:
             return policy()
+        declared = declared_plan_of(cls)
+        if declared is not None:
+            from shardformer.policies.hf_plan import PlanPolicy
+
+            return PlanPolicy(declared)
     if getattr(model, "tp_plan", None):
         from shardformer.policies.hf_plan import PlanPolicy
 

@@ -11,9 +11,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from zoo_tests.census.classes import HeadClass
+from zoo_tests.census.families import DEFAULT, FIELDS, further_inputs
 from zoo_tests.zoo.base import ragged_tokens
 
 _IGNORED = -100
+_ONE_LABEL = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "ForVideoClassification",
+    "ForXVector",
+)
+_MISSING = object()
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers"), 4),
@@ -46,12 +55,13 @@ _SIZES: dict[str, Any] = {
 def tiny_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """The class with small sizes wherever a field has one of the usual names; nothing drops out."""
     default = config_class()
-    fields = {**vars(default), **{name: getattr(default, name, None) for name in _SIZES if hasattr(default, name)}}
+    special = FIELDS.get(config_class.model_type, {})
+    fields = {**vars(default), **{name: _read(default, name) for name in _SIZES if _is_written(config_class, name)}}
     values: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, PretrainedConfig):
             values[name] = tiny_config(type(value)).to_dict()
-        elif name in _SIZES and (isinstance(value, int | list) or value is None):
+        elif name in _SIZES and value is not _MISSING and (isinstance(value, int | list) or value is None):
             values[name] = _SIZES[name]
         elif isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
             values[name] = 0.0
@@ -60,10 +70,27 @@ def tiny_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict) and "mrope_section" in fields[name]:
             values[name] = {**fields[name], "mrope_section": [2, 1, 1]}
+    for name, value in special.items():
+        if value is DEFAULT:
+            values.pop(name, None)
+        else:
+            values[name] = {**values[name], **value} if isinstance(value, dict) and name in values else value
     config = config_class(**values)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config
+
+
+def _is_written(config_class: type[PretrainedConfig], name: str) -> bool:
+    found = getattr(config_class, name, None)
+    return not (isinstance(found, property) and found.fset is None)
+
+
+def _read(config: PretrainedConfig, name: str) -> Any:
+    try:
+        return getattr(config, name, _MISSING)
+    except Exception:  # some say that a field differs from layer to layer
+        return _MISSING
 
 
 def build(head: HeadClass) -> nn.Module:
@@ -98,9 +125,16 @@ def batch_for(head: HeadClass, model: nn.Module, step: int, rows: int = 6) -> di
         size, channels = getattr(model.config, "image_size", 16), getattr(model.config, "num_channels", 3)
         sides = size if isinstance(size, tuple | list) else (size, size)
         batch["pixel_values"] = torch.randn(rows, channels, *sides, generator=generator)
+    elif "input_values" in takes or "input_features" in takes:
+        name = "input_values" if "input_values" in takes else "input_features"
+        batch[name] = torch.randn(rows, 200, generator=generator)
     else:
-        raise NotImplementedError("takes neither text nor images")
-    return batch | _labels(head, model, batch, rows, generator)
+        raise NotImplementedError("takes neither text, images nor sound")
+    if model.config.is_encoder_decoder and head.kind == "ForSequenceClassification":  # reads the last end of a text
+        ends = batch["attention_mask"].sum(1) - 1
+        batch["input_ids"][torch.arange(rows), ends] = model.config.eos_token_id
+    batch |= further_inputs(head, model, batch, generator)
+    return _labels(head, model, batch, rows, generator) | batch
 
 
 def _labels(
@@ -110,12 +144,19 @@ def _labels(
     if head.kind == "ForQuestionAnswering":
         positions = torch.randint(0, batch["input_ids"].shape[1], (2, rows), generator=generator)
         return {"start_positions": positions[0], "end_positions": positions[1]}
-    if head.kind in ("ForSequenceClassification", "ForImageClassification"):
+    if head.kind in _ONE_LABEL:
         return {"labels": torch.randint(0, classes, (rows,), generator=generator)}
     if head.kind == "ForNextSentencePrediction":
         return {"labels": torch.randint(0, 2, (rows,), generator=generator)}
     if head.kind == "ForMultipleChoice":
         return {"labels": torch.randint(0, 3, (rows,), generator=generator)}
+    if head.kind == "ForCTC":
+        return {"labels": torch.randint(1, model.config.vocab_size, (rows, 3), generator=generator)}
+    if head.kind == "ForSemanticSegmentation":
+        sides = batch["pixel_values"].shape[-2:]
+        return {"labels": torch.randint(0, classes, (rows, *sides), generator=generator)}
+    if head.kind == "ForDepthEstimation":
+        return {"labels": torch.rand(rows, *batch["pixel_values"].shape[-2:], generator=generator)}
     if "input_ids" not in batch:
         raise NotImplementedError(f"labels of a {head.kind} on images")
     mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])

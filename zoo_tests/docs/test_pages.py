@@ -30,7 +30,9 @@ def test_every_option_is_explained() -> None:
 
 
 def test_every_supported_model_class_is_named() -> None:
-    documented = {name for _, classes in rows_of(REPOSITORY / "docs" / "families.md", "Family") for name in _code(classes)}
+    documented = {
+        name for _, classes in rows_of(REPOSITORY / "docs" / "families.md", "Family") for name in _code(classes)
+    }
     assert documented == {name.rpartition(".")[2] for name in supported_classes()}
 
 

@@ -1,0 +1,66 @@
+"""Plans of encoders of text, and of pages, whose layers have the names of BERT or of Llama."""
+
+from __future__ import annotations
+
+from shardformer.policies.declared import DeclaredPlan
+from shardformer.stage import Received
+
+BERT_STYLES = {
+    "self.query": "colwise",
+    "self.key": "colwise",
+    "self.value": "colwise",
+    "self.dropout": "dropout",
+    "output.dense": "rowwise",
+    "intermediate.dense": "colwise",
+}
+BERT_LOCAL = {"self": ("num_attention_heads", "all_head_size")}
+_LLAMA_STYLES = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+_BERT = DeclaredPlan(BERT_STYLES, BERT_LOCAL)
+_LLAMA = DeclaredPlan(_LLAMA_STYLES)
+
+PLANS = {
+    "big_bird": DeclaredPlan(BERT_STYLES, BERT_LOCAL, needs={"attention_type": "original_full"}),
+    "bros": _BERT,
+    "canine": DeclaredPlan(BERT_STYLES, BERT_LOCAL, layers="canine.encoder.layer"),
+    "esm": DeclaredPlan(BERT_STYLES, BERT_LOCAL, whole_logits=True),
+    "fnet": _BERT,
+    "gte": _LLAMA,
+    "jina_embeddings_v3": DeclaredPlan({**_LLAMA_STYLES, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
+    "layoutlmv3": _BERT,
+    "luke": DeclaredPlan(
+        # Words and entities ask words and entities with projections of their own.
+        {**BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
+        BERT_LOCAL,
+        first={"entity_embeddings": Received},
+        carries=("entity_hidden_states",),
+    ),
+    "markuplm": _BERT,
+    "megatron_bert": _BERT,
+    # Its head puts two weights side by side in one product.
+    "mobilebert": DeclaredPlan(BERT_STYLES, BERT_LOCAL, cut_vocabulary=False),
+    "modernbert": DeclaredPlan(
+        {"attn.Wqkv": "fused_colwise", "attn.Wo": "rowwise", "mlp.Wi": "packed_colwise", "mlp.Wo": "rowwise"}
+    ),
+    "mra": _BERT,
+    "nomic_bert": _LLAMA,
+    "nystromformer": DeclaredPlan(
+        {**BERT_STYLES, "self.conv.weight": "first_dim"},
+        {**BERT_LOCAL, "self.conv": ("groups", "in_channels", "out_channels")},
+    ),
+    "rembert": _BERT,
+    "roc_bert": _BERT,
+    "roformer": DeclaredPlan(BERT_STYLES, BERT_LOCAL, every=("encoder.embed_positions",)),
+    "tapas": _BERT,
+    "visual_bert": _BERT,
+    "xlm_roberta_xl": _BERT,
+    "xmod": _BERT,
+    "yoso": _BERT,
+}

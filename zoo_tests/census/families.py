@@ -1,0 +1,108 @@
+"""What single families need beside the usual small sizes and inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo_tests.census.classes import HeadClass
+
+Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Tensor]
+DEFAULT = object()  # in the place of a small size: the family's own value
+_SOUND = {
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 4],
+    "conv_kernel": [10, 3],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+    "apply_spec_augment": False,
+    "num_codevectors_per_group": 8,
+    "codevector_dim": 16,
+    "proj_codevector_dim": 16,
+    "tdnn_dim": [16, 16, 16, 16, 32],
+    "xvector_output_dim": 16,
+    "classifier_proj_size": 16,
+    "num_labels": 3,
+}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+
+# model_type -> field of its configuration -> value
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wavlm", "wav2vec2-conformer"), _SOUND),
+    "wav2vec2-bert": {**_SOUND, "feature_projection_input_dim": 24},
+    "audio-spectrogram-transformer": {"max_length": 40, "num_mel_bins": 24, "patch_size": 8},
+    "vivit": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
+    "videomae": {"num_frames": 4},
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "cohere_compass": {"sliding_window": DEFAULT},
+    "esmc": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "lilt": {"hidden_size": 48},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "prophetnet": {"num_hidden_layers": DEFAULT},
+    "funnel": {"num_hidden_layers": DEFAULT, "block_sizes": [2, 2]},
+    "squeezebert": {"embedding_size": 32},
+    "swin2sr": {"num_heads": [2, 2, 2, 2], "depths": [1, 1, 1, 1], "embed_dim": 16},
+    "swinv2": {"num_heads": [2, 2, 4, 4], "depths": [1, 1, 1, 1], "embed_dim": 16},
+    "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
+    **dict.fromkeys(("glm4v_text", "glm46v_text", "glm4v_moe_text", "glm_ocr_text", "glm_image_text"), _SECTIONS),
+}
+
+
+def further_inputs(
+    head: HeadClass, model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Inputs of the head that are neither text, images nor the usual labels; they replace those of the same name."""
+    takes = inspect.signature(model.forward).parameters
+    found: dict[str, Tensor] = {}
+    for name, make in _INPUTS.items():
+        family, _, argument = name.rpartition("/")
+        if argument in takes and family in ("", head.family, head.name):
+            found[argument] = make(model, batch, generator)
+    return found
+
+
+def _draw(high: int, *shape: int) -> Maker:
+    """Whole numbers below `high`; of the first sizes of the batch where the shape says -1."""
+
+    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        sizes = next(iter(batch.values())).shape
+        whole = [sizes[index] if size == -1 else size for index, size in enumerate(shape)]
+        return torch.randint(0, high, whole, generator=generator)
+
+    return make
+
+
+def _noise(*shape: int) -> Maker:
+    """Numbers around zero; as many rows as the batch has where the shape says -1."""
+
+    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        rows = next(iter(batch.values())).shape[0]
+        return torch.randn(*[rows if size == -1 else size for size in shape], generator=generator)
+
+    return make
+
+
+_box = _draw(60, -1, -1, 4)
+
+# "argument", or "family/argument", or "Class/argument" -> what makes it.
+_INPUTS: Mapping[str, Maker] = {
+    "AlbertForPreTraining/sentence_order_label": _draw(2, -1),
+    "ElectraForPreTraining/labels": _draw(2, -1, -1),
+    "audio_spectrogram_transformer/input_values": _noise(-1, 40, 24),
+    "videomae/pixel_values": _noise(-1, 4, 3, 16, 16),
+    "vivit/pixel_values": _noise(-1, 4, 3, 16, 16),
+    "wav2vec2_bert/input_features": _noise(-1, 12, 24),
+    "bros/bbox": lambda *given: _box(*given) / 60,
+    "layoutlmv3/bbox": _box,
+    "lilt/bbox": _box,
+}
