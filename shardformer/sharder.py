@@ -212,7 +212,7 @@ class ModelSharder:
     def _check_stages(self) -> list[str]:
         layout = self.policy.stages
         if layout is None:
-            return [f"{type(self.policy).__name__} does not say where stages may be cut; use pp_size=1"]
+            return [f"{type(self.model).__name__} cannot be cut into pipeline stages; use pp_size=1"]
         try:
             missing = self._cut.unassigned()
         except ValueError as error:

@@ -252,8 +252,13 @@ class StageCut:
 
 def _alike(stand_in: StandIn, native: nn.Module) -> StandIn:
     """Give a stand-in what models read of modules that they do not call: strides, the kind of a layer's attention."""
-    simple = {name: value for name, value in vars(native).items() if isinstance(value, (int, float, str, tuple))}
+    known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
+    known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
+    simple = {name: value for name, value in known.items() if isinstance(value, (int, float, str, tuple))}
     stand_in.__dict__ |= {name: value for name, value in simple.items() if name not in stand_in.__dict__}
+    for name in native._non_persistent_buffers_set:  # numbers of positions
+        if not hasattr(stand_in, name):
+            stand_in.register_buffer(name, native._buffers[name], persistent=False)
     return stand_in
 
 

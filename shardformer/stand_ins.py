@@ -44,8 +44,8 @@ class Arrival:
         self.kept = dict(zip(self._keeps, rest[len(self._carries) :], strict=True))
 
     def dummy(self) -> Tensor:
-        """A tensor of the hidden state's shape, without a gradient."""
-        return torch.zeros(()) if self.hidden is None else self.hidden.detach()
+        """A tensor of the hidden state's shape, of its own: some models scale embeddings in place."""
+        return torch.zeros(()) if self.hidden is None else torch.zeros_like(self.hidden)
 
 
 class StageBoundary(Exception):

@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 
 from shardformer.losses.image import ContrastiveLoss, masked_pixels, masked_visual_tokens, segmentation
+from shardformer.losses.sound import connectionist, mean_of_samples
 from shardformer.losses.terms import HeadLoss, LossTerm
 from shardformer.losses.text import (
     causal_lm,
@@ -37,13 +38,26 @@ def head_loss_of(model: nn.Module) -> HeadLoss | None:
 
 
 # Decoders of these encoder-decoders take labels that are already those of the next token.
-_NOT_SHIFTED = ("Bart", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall", "Marian", "Whisper")
+_NOT_SHIFTED = (
+    "Bart",
+    "BigBirdPegasus",
+    "Blenderbot",
+    "BlenderbotSmall",
+    "Marian",
+    "MBart",
+    "Mvp",
+    "Pegasus",
+    "PLBart",
+    "Whisper",
+)
 
 # Heads whose loss is not that of others with their suffix.
-_BY_NAME: dict[str, Callable[[nn.Module], HeadLoss]] = {
+_BY_NAME: dict[str, Callable[[nn.Module], HeadLoss | None]] = {
     **{f"{family}ForCausalLM": masked_lm for family in _NOT_SHIFTED},
     **{f"Blip2{head}": language_of_images for head in ("ForConditionalGeneration", "Model")},
     "BertGenerationDecoder": causal_lm,
+    "XLNetLMHeadModel": masked_lm,
+    "XLNetForQuestionAnswering": lambda _: None,  # searches with beams; the model's own mean
     "ElectraForPreTraining": replaced_tokens,
     "SplinterForPreTraining": recurring_spans,
     "AlbertForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
@@ -57,11 +71,18 @@ _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForMaskedLM": masked_lm,
     "MTModel": conditional_generation,
     "ForConditionalGeneration": conditional_generation,
+    "ForTextToText": conditional_generation,
+    "ForSpeechToText": conditional_generation,
+    "ForTextToSpeech": conditional_generation,
     "ForPreTraining": pretraining,
     "ForNextSentencePrediction": plain_classes,
     "ForTokenClassification": plain_classes,
     "ForMultipleChoice": plain_classes,
     "ForAudioClassification": plain_classes,
+    "ForAudioFrameClassification": mean_of_samples,
+    "ForXVector": mean_of_samples,
+    "ForCTC": connectionist,
+    "ForVideoClassification": sequence_classification,
     "ForSequenceClassification": sequence_classification,
     "ForImageClassification": sequence_classification,
     "BeitForMaskedImageModeling": masked_visual_tokens,

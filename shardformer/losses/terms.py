@@ -31,6 +31,7 @@ class LossTerm:
         weight: factor of this mean in the loss.
         is_input: whether the model's forward reads the labels, too.
         epsilon: added to the global count.
+        is_sum: whether the head adds the values up in the place of a mean.
         prepare: (labels, batch) -> the labels as `count` and `total` take them; None for as they are.
     """
 
@@ -40,6 +41,7 @@ class LossTerm:
     weight: float = 1.0
     is_input: bool = False
     epsilon: float = 0.0
+    is_sum: bool = False
     prepare: Callable[[Tensor, Batch], Tensor] | None = None
 
     def labels_of(self, batch: Batch) -> Tensor:
@@ -88,6 +90,7 @@ class HeadLoss:
     def weighted_sum(self, outputs: Any, batch: Batch, global_counts: Tensor) -> Tensor:
         """This batch's share of the global loss: sum of weight * total / global count (0-d)."""
         weights, epsilons = torch.tensor([(term.weight, term.epsilon) for term in self.terms]).to(global_counts).T
-        factors = weights / (global_counts + epsilons).clamp(min=1.0)
+        sums = torch.tensor([term.is_sum for term in self.terms], device=global_counts.device)
+        factors = torch.where(sums, weights, weights / (global_counts + epsilons).clamp(min=1.0))
         totals = torch.stack([term.total(outputs, term.labels_of(batch)) for term in self.terms])
         return (totals * factors.to(totals.dtype)).sum()

@@ -106,6 +106,7 @@ class BartPolicy(Policy):
 
     def _keep_local_heads(self, attention: nn.Module) -> None:
         attention.num_heads //= self.tp_size  # the two towers may differ
+        attention.embed_dim //= self.tp_size
 
     def _drop_behind_activation(self, layer: nn.Module) -> None:
         """The dropout between fc1 and fc2 is a function, and acts on features that each rank has of its own."""
@@ -119,6 +120,16 @@ class MBartPolicy(BartPolicy):
     """mBART."""
 
     family, prefix = "mbart", "MBart"
+
+
+class MvpPolicy(BartPolicy):
+    """MVP, without prompts in front of its layers' keys and values."""
+
+    family, prefix = "mvp", "Mvp"
+
+    def check(self) -> list[str]:
+        prompts = ["use_prompt=True is not supported for MVP; use use_prompt=False"]
+        return super().check() + (prompts if self.model.config.use_prompt else [])
 
 
 class PLBartPolicy(BartPolicy):

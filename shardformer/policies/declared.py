@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from shardformer.policies.plan_tree import layer_paths, stage_layout
+from shardformer.policies.plan_tree import layer_paths, stage_layout, tower_layout
 from shardformer.stage import StageLayout, StandIn
 
 Value = TypeVar("Value")
@@ -27,11 +27,13 @@ class DeclaredPlan:
         styles: path of a module or parameter -> tensor-parallel style.
         local: path of a module -> its attributes that count heads or features, of which a rank has its share.
         layers: path of the list of layers that stages are cut from; None for the list that the styles are about.
+        towers: paths of the lists of layers of an encoder and of its decoder.
         first: stand-ins on later stages for modules in front of the layers, where the tree does not tell.
         every: modules that all stages need.
         last: modules behind the layers that are registered in front of them.
         carries: inputs of the layers that an earlier layer has computed.
         needs: fields of the configuration -> the only value with which the family can be sharded.
+        pipelined: whether stages can be cut from the family at all.
         cut_vocabulary: whether the embedding and the head are cut over the vocabulary.
         whole_logits: whether the head's logits are gathered at once, because the model does something with them.
     """
@@ -39,11 +41,13 @@ class DeclaredPlan:
     styles: Mapping[str, str]
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: str | None = None
+    towers: tuple[str, ...] = ()
     first: Mapping[str, type[StandIn]] = field(default_factory=dict)
     every: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     carries: tuple[str, ...] = ()
     needs: Mapping[str, Any] = field(default_factory=dict)
+    pipelined: bool = True
     cut_vocabulary: bool = True
     whole_logits: bool = False
 
@@ -69,18 +73,30 @@ class DeclaredPlan:
 
     def stages_of(self, model: nn.Module) -> StageLayout | None:
         """Where the model may be cut."""
-        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        named = next((name for name in lists if self.layers is not None and _ends(name, self.layers)), None)
-        layout = stage_layout(model, named or layer_paths(model, self.styles_of(model)))
-        if layout is None:
+        if not self.pipelined:
             return None
+        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        towers = [next((name for name in lists if _ends(name, end)), None) for end in self.towers]
+        if towers and None not in towers:
+            layout = tower_layout(model, *towers)
+        else:
+            named = next((name for name in lists if self.layers is not None and _ends(name, self.layers)), None)
+            layout = stage_layout(model, named or layer_paths(model, self.styles_of(model)))
+        return None if layout is None else self._corrected(layout, model)
+
+    def _corrected(self, layout: StageLayout, model: nn.Module) -> StageLayout:
+        """The layout of the tree, with what the plan says of single modules."""
         paths = [name for name, _ in model.named_modules()]
         every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
-        last = [path for path in paths if any(_ends(path, end) for end in self.last)]
-        first = {path: stand_in for path, stand_in in layout.first.items() if path not in (*every, *last)}
-        first |= {path: _lookup(path, self.first) for path in paths if _lookup(path, self.first) is not None}
-        behind = (*(path for path in layout.last if path not in every), *last)
-        return replace(layout, first=first, every=(*layout.every, *every), last=behind, carries=self.carries)
+        moved = tuple(path for path in paths if any(_ends(path, end) for end in self.last))
+        first = {
+            path: _lookup(path, self.first) or stand_in
+            for path, stand_in in layout.first.items()
+            if path not in (*every, *moved)
+        }
+        last = (*(path for path in layout.last if path not in every), *moved)
+        then = None if layout.then is None else self._corrected(layout.then, model)
+        return replace(layout, first=first, every=(*layout.every, *every), last=last, carries=self.carries, then=then)
 
 
 def starred(path: str) -> str:

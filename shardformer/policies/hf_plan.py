@@ -111,7 +111,7 @@ class PlanPolicy(Policy):
             description = table.setdefault(path, ModulePolicyDescription())
             if all(replacement.suffix != name for replacement in description.sub_module_replacement):
                 options = dict(self.shard_config.vocab_options)
-                if target is VocabParallelLMHead and self.declared is not None and self.declared.whole_logits:
+                if target is VocabParallelLMHead and self._reads_logits:
                     target, options["gather_output"] = ColumnParallelLinear, True
                 description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
@@ -131,7 +131,7 @@ class PlanPolicy(Policy):
         return found
 
     def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
-        """The token embedding and the language-model head, which are cut alike because they may be one parameter."""
+        """The token embeddings and the language-model head, which are cut alike because they may be one parameter."""
         embedding, head = _asked(self.model.get_input_embeddings), _asked(self.model.get_output_embeddings)
         cut: list[tuple[type[nn.Module], nn.Module]] = []
         if self.declared is not None and not self.declared.cut_vocabulary:
@@ -139,9 +139,16 @@ class PlanPolicy(Policy):
         if type(head) is nn.Linear and _name_of(self.model, head):
             cut.append((VocabParallelLMHead, head))
         is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
-        if isinstance(embedding, nn.Embedding) and _name_of(self.model, embedding) and (cut or not is_tied):
-            cut.append((VocabParallelEmbedding, embedding))
+        if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
+            # An encoder-decoder has several with one weight.
+            same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
+            cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
         return cut
+
+    @property
+    def _reads_logits(self) -> bool:
+        """Whether the model does something with all logits: adds a bias to them."""
+        return hasattr(self.model, "final_logits_bias") or (self.declared is not None and self.declared.whole_logits)
 
     def _learned_activations(
         self, owner: nn.Module, description: ModulePolicyDescription

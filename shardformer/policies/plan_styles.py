@@ -15,7 +15,7 @@ from shardformer.collectives import copy_to_axis, reduce_from_axis
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
 
 _log = logging.getLogger(__name__)
-_BIASES = ("alibi", "attention_mask", "position_bias")
+_BIASES = ("alibi", "attention_mask", "position_bias", "rel_pos", "rel_2d_pos")
 
 
 def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts: int, group: ProcessGroup) -> None:

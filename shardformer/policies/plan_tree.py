@@ -8,10 +8,19 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
-from shardformer.stage import Elsewhere, PassedThrough, Received, StageLayout, StandIn
+from shardformer.stage import (
+    AddsNothing,
+    Elsewhere,
+    PassedThrough,
+    Received,
+    ReceivedByTower,
+    StageLayout,
+    StandIn,
+)
 
 # Inputs that are turned into embeddings by the first stage; later stages go without.
 _ENCODED_INPUTS = (
@@ -22,6 +31,8 @@ _ENCODED_INPUTS = (
     "input_audio_embeds",
     "audio_values",
 )
+# What these return is added to the embeddings of tokens.
+_POSITIONS = ("embed_positions", "position_embeddings", "positions_embed", "wpe")
 
 
 def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
@@ -43,11 +54,11 @@ def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
     return max(sizes, key=sizes.__getitem__) if sizes else None
 
 
-def stage_layout(model: nn.Module, layers: str | None) -> StageLayout | None:
+def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageLayout | None:
     """Cut at `layers`: modules registered before it, on any level, run before it, and those after it behind it.
 
     Modules without parameters (rotary tables) stay on every stage. A pooler, and what a head class has around its base
-    model, run behind the layers in whatever order they were registered.
+    model, run behind the layers in whatever order they were registered. Only what is below `root` is looked at.
     """
     if layers is None or len(model.get_submodule(layers)) == 0:
         return None
@@ -55,19 +66,17 @@ def stage_layout(model: nn.Module, layers: str | None) -> StageLayout | None:
     last: list[str] = []
     every: list[str] = []  # parameters beside modules: class tokens, layer weights
     parts = layers.split(".")
-    for depth in range(len(parts)):
+    for depth in range(len(root.split(".")) if root else 0, len(parts)):
         parent = ".".join(parts[:depth])
-        every += [f"{parent}.{name}" if parent else name for name in model.get_submodule(parent)._parameters]
+        every += [_below(parent, name) for name in model.get_submodule(parent)._parameters]
         seen = depth == 0 and parts[0] == getattr(model, "base_model_prefix", None)
-        for name, module in model.get_submodule(parent).named_children():
-            path = f"{parent}.{name}" if parent else name
+        for name, module in _with_parameters(model.get_submodule(parent)):
             if name == parts[depth]:
                 seen = True
-            elif any(True for _ in module.parameters()):
-                if seen or name == "pooler":
-                    last.append(path)
-                else:
-                    first[path] = _stand_in_for(module, name)
+            elif seen or name == "pooler":
+                last.append(_below(parent, name))
+            else:
+                first[_below(parent, name)] = _stand_in_for(module, name)
     layer = model.get_submodule(layers)[0]
     skips_encoders = any(stand_in is Elsewhere for stand_in in first.values())
     return StageLayout(
@@ -80,7 +89,41 @@ def stage_layout(model: nn.Module, layers: str | None) -> StageLayout | None:
     )
 
 
+def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | None:
+    """Cut an encoder-decoder at its two lists of layers; whatever is around both towers runs behind the decoder, but
+    for embeddings that they share."""
+    roots = [path.rpartition(".")[0] for path in (encoder, decoder)]
+    layouts = [stage_layout(model, path, root) for path, root in zip((encoder, decoder), roots, strict=True)]
+    if None in layouts:
+        return None
+    first, last = dict(layouts[0].first), list(layouts[1].last)
+    parts = roots[0].split(".")
+    for depth in range(len(parts)):
+        parent = ".".join(parts[:depth])
+        for name, module in _with_parameters(model.get_submodule(parent)):
+            path = _below(parent, name)
+            if any(root == path or root.startswith(f"{path}.") for root in roots):
+                continue
+            if isinstance(module, nn.Embedding):
+                first[path] = ReceivedByTower
+            else:
+                last.append(path)
+    behind = replace(layouts[1], last=tuple(last))
+    done = {roots[0]: ("last_hidden_state",)}
+    return replace(layouts[0], first=first, done=done, then=behind)
+
+
+def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+
+
+def _below(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
 def _stand_in_for(module: nn.Module, name: str) -> type[StandIn]:
+    if name in _POSITIONS:
+        return AddsNothing
     if isinstance(module, nn.Embedding) or name == "embeddings":
         return Received
     # An encoder of another modality is not called where its inputs are not given.
@@ -100,9 +143,14 @@ def num_outputs(layer: nn.Module) -> int:
     value = returned[-1]
     if isinstance(value, ast.Name):
         assigned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and _assigns(node, value.id)]
-        tuples = [each for each in assigned if isinstance(each, ast.Tuple)]
-        value = tuples[0] if tuples else value
+        value = next((each for each in map(_first_part, assigned) if isinstance(each, ast.Tuple)), value)
+    value = _first_part(value)
     return len(value.elts) if isinstance(value, ast.Tuple) else 0
+
+
+def _first_part(value: ast.expr) -> ast.expr:
+    """The tuple in front of what is added to it: (hidden state, …) + rest."""
+    return value.left if isinstance(value, ast.BinOp) else value
 
 
 def _assigns(node: ast.Assign, name: str) -> bool:

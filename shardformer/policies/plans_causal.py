@@ -16,14 +16,14 @@ _LLAMA = {
 }
 # The layers of a BART decoder without its encoder.
 _DECODER = {
-    "q_proj": "colwise",
-    "k_proj": "colwise",
-    "v_proj": "colwise",
-    "out_proj": "rowwise",
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
     "fc1": "colwise",
     "fc2": "rowwise",
 }
-_DECODER_LOCAL = {"self_attn": ("num_heads", "embed_dim"), "encoder_attn": ("num_heads", "embed_dim")}
+_DECODER_LOCAL = {"self_attn": ("num_heads", "embed_dim")}
 _NEOX = {
     "query_key_value": "colwise",
     "dense": "rowwise",
@@ -78,6 +78,5 @@ PLANS = {
         {"self_attn": ("num_heads", "hidden_size")},
     ),
     "stablelm": DeclaredPlan(_LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
-    "trocr": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"decoder.embed_positions": AddsNothing}),
     "xglm": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": AddsNothing}),
 }

@@ -24,17 +24,39 @@ _LLAMA_STYLES = {
     "mlp.down_proj": "rowwise",
 }
 _BERT = DeclaredPlan(BERT_STYLES, BERT_LOCAL)
+# Where heads are mixed before they are put together, the attention stays whole.
+_FEED_FORWARD = DeclaredPlan(
+    {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
+)
+_PAGE_BIASES = ("encoder.rel_pos_bias", "encoder.rel_pos_x_bias", "encoder.rel_pos_y_bias")
 _LLAMA = DeclaredPlan(_LLAMA_STYLES)
 
 PLANS = {
     "big_bird": DeclaredPlan(BERT_STYLES, BERT_LOCAL, needs={"attention_type": "original_full"}),
     "bros": _BERT,
     "canine": DeclaredPlan(BERT_STYLES, BERT_LOCAL, layers="canine.encoder.layer"),
+    "convbert": _FEED_FORWARD,
+    # Query, key and value of a head lie side by side.
+    "deberta": DeclaredPlan(
+        {**BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
+        | {"self.q_bias": "colwise", "self.v_bias": "colwise"},
+        BERT_LOCAL,
+        every=("encoder.rel_embeddings",),
+    ),
     "esm": DeclaredPlan(BERT_STYLES, BERT_LOCAL, whole_logits=True),
     "fnet": _BERT,
     "gte": _LLAMA,
     "jina_embeddings_v3": DeclaredPlan({**_LLAMA_STYLES, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
-    "layoutlmv3": _BERT,
+    "layoutlmv3": DeclaredPlan(
+        {
+            **BERT_STYLES,
+            "attention.self": "local_biases",
+            **dict.fromkeys(_PAGE_BIASES, "replicated_with_grad_allreduce"),
+        },
+        BERT_LOCAL,
+        every=_PAGE_BIASES,
+    ),
+    "longformer": _FEED_FORWARD,
     "luke": DeclaredPlan(
         # Words and entities ask words and entities with projections of their own.
         {**BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
@@ -61,6 +83,7 @@ PLANS = {
     "tapas": _BERT,
     "visual_bert": _BERT,
     "xlm_roberta_xl": _BERT,
+    "xlnet": DeclaredPlan({"ff.layer_1": "colwise", "ff.layer_2": "rowwise"}),
     "xmod": _BERT,
     "yoso": _BERT,
 }

@@ -104,5 +104,7 @@ PLANS = {
     "wav2vec2": _sound(_SELF_ATTENTION, ReceivedPair),
     "wav2vec2_bert": _sound(_CONFORMER, ReceivedPair),
     "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair),
+    # Its attention hands whole weights to a function of torch.
+    "wavlm": _sound({}, ReceivedPair, carries=("position_bias",)),
     "yolos": _BERT,
 }

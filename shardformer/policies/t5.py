@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.shorthand import Shorthand
 from shardformer.stage import Received, ReceivedByTower, StageLayout
 
-# Layers return (hidden state, position bias, cross-attention's position bias).
-_DECODER = StageLayout(
-    layers="decoder.block",
-    first={"decoder.embed_tokens": Received},
-    last=("decoder.final_layer_norm", "lm_head", "qa_outputs"),
-    tuple_output=3,
-    carries=("position_bias",),
-)
-
 
 class T5Policy(Policy):
-    """All heads of T5. A rank has the position biases of its own heads."""
+    """All heads of T5. A rank has the position biases of its own heads.
+
+    Attributes:
+        shares_biases: whether a layer returns (hidden state, position bias, cross-attention's position bias), the
+            biases of the first layer, instead of the hidden state alone.
+    """
 
     family, prefix = "t5", "T5"
     heads = (
@@ -30,18 +27,25 @@ class T5Policy(Policy):
         "ForTokenClassification",
         "ForQuestionAnswering",
     )
+    shares_biases = True
 
     @property
     def stages(self) -> StageLayout:
         has_decoder = hasattr(self.model.get_submodule(self.base_path), "decoder")
+        layer: dict[str, Any] = {"tuple_output": 3, "carries": ("position_bias",)} if self.shares_biases else {}
+        decoder = StageLayout(
+            layers="decoder.block",
+            first={"decoder.embed_tokens": Received},
+            last=("decoder.final_layer_norm", "lm_head", "qa_outputs"),
+            **layer,
+        )
         return StageLayout(
             layers="encoder.block",
             first={"encoder.embed_tokens": Received, "shared": ReceivedByTower},
             last=("encoder.final_layer_norm",),
-            tuple_output=3,
-            carries=("position_bias",),
             done={"encoder": ("last_hidden_state",)} if has_decoder else {},
-            then=_DECODER if has_decoder else None,
+            then=decoder if has_decoder else None,
+            **layer,
         )
 
     def head_counts(self) -> Mapping[str, int]:
@@ -90,3 +94,10 @@ class MT5Policy(T5Policy):
     """mT5: T5's table under its names."""
 
     family, prefix = "mt5", "MT5"
+
+
+class UMT5Policy(T5Policy):
+    """UMT5: every layer has position biases of its own."""
+
+    family, prefix = "umt5", "UMT5"
+    shares_biases = False

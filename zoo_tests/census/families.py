@@ -26,7 +26,9 @@ _SOUND = {
     "num_codevectors_per_group": 8,
     "codevector_dim": 16,
     "proj_codevector_dim": 16,
-    "tdnn_dim": [16, 16, 16, 16, 32],
+    "tdnn_dim": [16, 16],
+    "tdnn_kernel": [3, 1],
+    "tdnn_dilation": [1, 1],
     "xvector_output_dim": 16,
     "classifier_proj_size": 16,
     "num_labels": 3,
@@ -53,6 +55,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "squeezebert": {"embedding_size": 32},
     "swin2sr": {"num_heads": [2, 2, 2, 2], "depths": [1, 1, 1, 1], "embed_dim": 16},
     "swinv2": {"num_heads": [2, 2, 4, 4], "depths": [1, 1, 1, 1], "embed_dim": 16},
+    "xlnet": {"max_position_embeddings": DEFAULT},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
     **dict.fromkeys(("glm4v_text", "glm46v_text", "glm4v_moe_text", "glm_ocr_text", "glm_image_text"), _SECTIONS),
 }
@@ -66,7 +69,7 @@ def further_inputs(
     found: dict[str, Tensor] = {}
     for name, make in _INPUTS.items():
         family, _, argument = name.rpartition("/")
-        if argument in takes and family in ("", head.family, head.name):
+        if argument in takes and (family in ("", head.family) or head.name.startswith(family)):
             found[argument] = make(model, batch, generator)
     return found
 
@@ -92,6 +95,12 @@ def _noise(*shape: int) -> Maker:
     return make
 
 
+def _first_marked(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
+    marks = torch.zeros_like(batch["input_ids"])
+    marks[..., 0] = 1
+    return marks
+
+
 _box = _draw(60, -1, -1, 4)
 
 # "argument", or "family/argument", or "Class/argument" -> what makes it.
@@ -102,6 +111,21 @@ _INPUTS: Mapping[str, Maker] = {
     "videomae/pixel_values": _noise(-1, 4, 3, 16, 16),
     "vivit/pixel_values": _noise(-1, 4, 3, 16, 16),
     "wav2vec2_bert/input_features": _noise(-1, 12, 24),
+    "LukeForEntity/entity_ids": _draw(20, -1, 2),
+    "LukeForEntity/entity_attention_mask": lambda *given: torch.ones_like(_draw(20, -1, 2)(*given)),
+    "LukeForEntity/entity_position_ids": _draw(9, -1, 2, 3),
+    "LukeForEntity/entity_token_type_ids": _draw(2, -1, 2),
+    "LukeForEntityClassification/labels": _draw(2, -1),
+    "LukeForEntityPairClassification/labels": _draw(2, -1),
+    "LukeForEntitySpanClassification/labels": _draw(2, -1, 2),
+    "LukeForEntity/entity_start_positions": _draw(9, -1, 2),
+    "LukeForEntity/entity_end_positions": _draw(9, -1, 2),
+    "LongformerForQuestionAnswering/global_attention_mask": _first_marked,
+    "LongformerForMultipleChoice/global_attention_mask": _first_marked,
+    "speech_to_text/input_features": _noise(-1, 24, 80),
+    "seamless_m4t/input_features": _noise(-1, 24, 160),
+    "seamless_m4t_v2/input_features": _noise(-1, 24, 160),
+    "xmod/lang_ids": _draw(2, -1),
     "bros/bbox": lambda *given: _box(*given) / 60,
     "layoutlmv3/bbox": _box,
     "lilt/bbox": _box,

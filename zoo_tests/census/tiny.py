@@ -127,7 +127,7 @@ def batch_for(head: HeadClass, model: nn.Module, step: int, rows: int = 6) -> di
         batch["pixel_values"] = torch.randn(rows, channels, *sides, generator=generator)
     elif "input_values" in takes or "input_features" in takes:
         name = "input_values" if "input_values" in takes else "input_features"
-        batch[name] = torch.randn(rows, 200, generator=generator)
+        batch[name] = torch.randn(rows, 500, generator=generator)
     else:
         raise NotImplementedError("takes neither text, images nor sound")
     if model.config.is_encoder_decoder and head.kind == "ForSequenceClassification":  # reads the last end of a text
@@ -150,6 +150,10 @@ def _labels(
         return {"labels": torch.randint(0, 2, (rows,), generator=generator)}
     if head.kind == "ForMultipleChoice":
         return {"labels": torch.randint(0, 3, (rows,), generator=generator)}
+    if head.kind == "ForAudioFrameClassification":
+        frames = model(**batch).logits.shape[1]
+        marks = torch.randint(0, classes, (rows, frames), generator=generator)
+        return {"labels": torch.nn.functional.one_hot(marks, classes)}
     if head.kind == "ForCTC":
         return {"labels": torch.randint(1, model.config.vocab_size, (rows, 3), generator=generator)}
     if head.kind == "ForSemanticSegmentation":
@@ -157,6 +161,8 @@ def _labels(
         return {"labels": torch.randint(0, classes, (rows, *sides), generator=generator)}
     if head.kind == "ForDepthEstimation":
         return {"labels": torch.rand(rows, *batch["pixel_values"].shape[-2:], generator=generator)}
+    if head.kind in ("ForConditionalGeneration", "ForSpeechToText") and "input_features" in batch:
+        return {"labels": torch.randint(5, 90, (rows, 7), generator=generator)}
     if "input_ids" not in batch:
         raise NotImplementedError(f"labels of a {head.kind} on images")
     mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])

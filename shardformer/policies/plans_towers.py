@@ -1,0 +1,39 @@
+"""Plans of encoder-decoders."""
+
+from __future__ import annotations
+
+from shardformer.policies.declared import DeclaredPlan
+
+_TOWERS = ("encoder.layers", "decoder.layers")
+_ATTENTIONS = ("self_attn", "encoder_attn", "cross_attention")
+_QKV = {f"{name}.{part}_proj": "colwise" for name in _ATTENTIONS for part in "qkv"} | {
+    f"{name}.out_proj": "rowwise" for name in _ATTENTIONS
+}
+_STYLES = {**_QKV, "fc1": "colwise", "fc2": "rowwise"}
+_LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
+_SEAMLESS = DeclaredPlan(_STYLES, _LOCAL, towers=("text_encoder.layers", "text_decoder.layers"))
+
+PLANS = {
+    "bigbird_pegasus": DeclaredPlan(
+        {
+            **_STYLES,
+            "self.query": "colwise",
+            "self.key": "colwise",
+            "self.value": "colwise",
+            "self_attn.output": "rowwise",
+        },
+        {**_LOCAL, "self_attn.self": ("num_attention_heads", "all_head_size")},
+        towers=_TOWERS,
+        needs={"attention_type": "original_full"},
+    ),
+    "led": DeclaredPlan(
+        # The encoder's windows mix heads before they are put together: its attention stays whole.
+        {"fc1": "colwise", "fc2": "rowwise"},
+        pipelined=False,  # embeds padding in front of its layers
+    ),
+    "nllb_moe": DeclaredPlan(_QKV, _LOCAL, pipelined=False),  # its loss reads the routers of all layers
+    "pegasus_x": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise"}, towers=_TOWERS),
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": _SEAMLESS,
+    "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS),
+}
