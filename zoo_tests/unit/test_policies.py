@@ -119,7 +119,7 @@ class TestCompleteness:
 
 class TestStages:
     def test_without_a_stage_layout_there_is_no_pipeline(self) -> None:
-        with pytest.raises(ValueError, match="TablePolicy does not say where stages may be cut; use pp_size=1"):
+        with pytest.raises(ValueError, match="cannot be cut into pipeline stages; use pp_size=1"):
             _shard(TablePolicy(WHOLE_TABLE, None), num_stages=2)
 
     def test_a_module_without_a_stage_is_named(self) -> None:
