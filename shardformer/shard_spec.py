@@ -34,8 +34,9 @@ class Part:
             block = self.padded_size // num_pieces
             start, stop = (min(index * block, self.size), min((index + 1) * block, self.size))
             return start, stop, block - (stop - start)
-        units = self.size // self.unit
-        return (units * index // num_pieces * self.unit, units * (index + 1) // num_pieces * self.unit, 0)
+        share, rest = divmod(self.size // self.unit, num_pieces)  # the first ranks have one unit more
+        start, stop = (share * place + min(place, rest) for place in (index, index + 1))
+        return start * self.unit, stop * self.unit, 0
 
 
 @dataclass(frozen=True)

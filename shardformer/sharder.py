@@ -109,6 +109,7 @@ class ModelSharder:
         self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
+            self.model.sequence_is_cut = True
             layers = self._held_layers()
             wrap_layers(layers, self.config.sequence)
             for layer in layers if self.config.exchanges_heads else ():

@@ -113,6 +113,7 @@ class HybridParallelModel(ModelWrapper):
                 "call booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)"
             )
         kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
+        self._refuse_hidden_states(kwargs)
         with self.running():
             if self.head_loss is None or not self.head_loss.applies_to(kwargs):
                 return self.module(*args, **kwargs)
@@ -146,6 +147,7 @@ class HybridParallelModel(ModelWrapper):
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
         """The keyword arguments of the model's forward: labels are left to the loss, caches are not filled."""
         inputs = dict(microbatch)
+        self._refuse_hidden_states(inputs)
         if self.head_loss is not None and not isinstance(loss, ModelStepLoss):
             inputs = self.head_loss.inputs(inputs)
         if self._takes_use_cache:
@@ -166,6 +168,22 @@ class HybridParallelModel(ModelWrapper):
 
         logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
         return type(outputs)(**{**outputs, **logits})
+
+    def _refuse_hidden_states(self, inputs: Mapping[str, Any]) -> None:
+        """Those of all layers are asked for where no rank has them."""
+        asked = inputs.get("output_hidden_states")
+        if not (getattr(self.origin.config, "output_hidden_states", False) if asked is None else asked):
+            return
+        if self.mesh.size("pp") > 1:
+            raise ConfigurationError(
+                f"output_hidden_states=True asks for what lies on {self.mesh.size('pp')} pipeline stages; "
+                "use pp_size=1 or output_hidden_states=False"
+            )
+        if getattr(model_inside(self.module), "sequence_is_cut", False):
+            raise ConfigurationError(
+                "output_hidden_states=True finds parts of sequences under enable_sequence_parallelism=True; "
+                "use enable_sequence_parallelism=False or output_hidden_states=False"
+            )
 
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if num_rows(kwargs) == 0:

@@ -73,6 +73,7 @@ class Policy(ABC):
         splits_sequence: whether the family can be cut along the sequence (split-gather).
         exchanges_heads: whether ranks may exchange the sequence for heads around its attention (all-to-all).
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
+        uneven_heads: whether ranks may have different numbers of heads, because the attention follows its weights.
         rest_is_replicated: whether modules that the table does not name are replicated, in the place of an error.
     """
 
@@ -84,6 +85,7 @@ class Policy(ABC):
     splits_sequence = True
     exchanges_heads = True
     repeats_layers = False
+    uneven_heads = False
     rest_is_replicated = False
 
     def __init__(self) -> None:
@@ -129,10 +131,11 @@ class Policy(ABC):
                 "use enable_sequence_parallelism=False"
             )
         size = self.shard_config.tensor_parallel_size
+        is_uneven = self.uneven_heads and not self.shard_config.exchanges_heads
         return problems + [
             f"tp_size={size} does not divide {name}={count}; use {divisors_phrase(count)}"
             for name, count in self.head_counts().items()
-            if count % size
+            if count % size and not (is_uneven and count >= size)
         ]
 
     def check_hidden_states(self, classes: Collection[str]) -> list[str]:

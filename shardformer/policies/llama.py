@@ -11,15 +11,22 @@ from shardformer.stage import Received, StageLayout
 
 
 class LlamaPolicy(Policy):
-    """Llama with any of its heads; key/value heads fewer than the ranks are copied."""
+    """Llama with any of its heads; key/value heads fewer than the ranks are copied.
+
+    Heads that the ranks do not divide are shared out in groups around a key/value head, 6 over 4 ranks as 2, 2, 1, 1.
+    """
 
     family, prefix = "llama", "Llama"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
 
+    @property
+    def uneven_heads(self) -> bool:
+        return self.model.config.num_key_value_heads >= self.tp_size
+
     def check(self) -> list[str]:
         kv_heads = self.model.config.num_key_value_heads
-        if kv_heads % self.tp_size and self.tp_size % kv_heads:
+        if kv_heads < self.tp_size and self.tp_size % kv_heads:
             clash = f"tp_size={self.tp_size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"
             return [*super().check(), f"{clash}; use {divisors_phrase(kv_heads)}"]
         return super().check()
@@ -28,11 +35,14 @@ class LlamaPolicy(Policy):
         cut = Shorthand(self.shard_config)
         config = self.model.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        local_groups = (heads // self.tp_size) // max(1, kv_heads // self.tp_size)
+        is_copied = kv_heads < self.tp_size
+        local_groups = heads // self.tp_size if is_copied else heads // kv_heads
+        # Queries stay with their key and value.
+        query_units = heads if is_copied else kv_heads
         attention = [
-            *cut.column("q_proj", num_heads=heads, reads="hidden_states"),
+            *cut.column("q_proj", num_heads=query_units, reads="hidden_states"),
             *cut.column("k_proj", "v_proj", num_heads=kv_heads, reads="hidden_states"),
-            *cut.row("o_proj", num_heads=heads),
+            *cut.row("o_proj", num_heads=query_units),
         ]
         return {
             f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),

@@ -23,6 +23,7 @@ class ViTPolicy(Policy):
 
     family, prefix = "vit", "ViT"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling")
+    uneven_heads = True
     stages = StageLayout(layers="layers", first={"embeddings": ReceivedPatches}, last=("layernorm", "pooler"))
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:

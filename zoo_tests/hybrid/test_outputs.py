@@ -61,6 +61,35 @@ def test_outputs_on_two_axes() -> None:
     _check_outputs("gpt2", "token", "pp2dp2")
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@distributed(2)
+def test_hidden_states_of_all_layers_are_whole(family: str) -> None:
+    head = {"llama": "causal_lm", "bert": "masked_lm"}[family]
+    case = Case(recipe=Recipe(family=family, head=head), layout="tp2")
+    boosted, plain = boost(case), case.recipe.model()
+    batch = {key: value for key, value in case.recipe.batch(0).items() if key != "labels"}
+    with torch.no_grad():
+        found = boosted.model(**batch, output_hidden_states=True).hidden_states
+        expected = plain(**batch, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_cut", "message"),
+    [
+        ("pp2", False, "output_hidden_states=True asks for what lies on 2 pipeline stages; use pp_size=1"),
+        ("tp2", True, "output_hidden_states=True finds parts of sequences"),
+    ],
+)
+@distributed(2)
+def test_hidden_states_that_no_rank_has_are_refused(layout: str, is_cut: bool, message: str) -> None:
+    case = Case(recipe=Recipe(family="llama", head="causal_lm"), layout=layout, sequence_parallel=is_cut)
+    boosted = boost(case)
+    batch = {**case.recipe.batch(0), "output_hidden_states": True}
+    with pytest.raises(ConfigurationError, match=message):
+        boosted.booster.execute_pipeline(iter([batch]), boosted.model, return_loss=True)
+
+
 @distributed(2)
 def test_sequences_of_another_length_in_every_batch() -> None:
     case = Case(recipe=Recipe(family="llama", head="causal_lm"), layout="pp2")
@@ -92,7 +121,7 @@ def test_models_that_cannot_be_sharded_are_refused_on_every_rank() -> None:
     with pytest.raises(ConfigurationError, match="model class Toy has neither a sharding policy nor a plan of its own"):
         booster.boost(toy())
     config = transformers.LlamaConfig(
-        hidden_size=12, num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=1, vocab_size=9
+        hidden_size=12, num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=1, vocab_size=9
     )
     with pytest.raises(ConfigurationError, match="tp_size=2 does not divide num_attention_heads=3; use 1 or 3"):
         booster.boost(transformers.LlamaModel(config))

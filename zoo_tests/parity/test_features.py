@@ -29,6 +29,9 @@ def _case(family: str, layout: str, *, zero: int = 1, sp: bool = False, **recipe
 _EAGER = {"attn_implementation": "eager"}  # the default is SDPA
 _UNTIED, _TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 
+_SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+_FIVE_GROUPS = {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 8}
+
 _FLASH = {"enable_flash_attention": True}
 _FUSED = {"enable_jit_fused": True}
 _OVERLAP = {"enable_sequence_overlap": True}
@@ -45,6 +48,8 @@ FAST = [
     # Micro-batches that differ in size, and schedules.
     _case("bert", "pp2", rows=5, optimizer="adamw", options={"num_microbatches": 3}),
     _case("llama", "pp2", rows=7, config=_TIED, options={"pp_style": "gpipe", "num_microbatches": 2}),
+    # Heads that the ranks do not divide: 2, 2, 1, 1, alone and in groups around a key/value head.
+    _case("llama", "tp4", sp=True, optimizer="momentum", max_norm=_CLIP, config=_SIX_HEADS),
     # Parameters that are not trained or not used.
     _case("bert", "dp2", frozen=("bert.embeddings", "bert.encoder.layer.1"), optimizer="adamw"),
     _case("gpt2", "pp2dp2", head="double_heads", frozen=("transformer.h.0",)),
@@ -54,6 +59,10 @@ FAST = [
 ]
 
 SLOW = [
+    _case("llama", "tp4", optimizer="adamw", config={"hidden_size": 40, **_FIVE_GROUPS}),
+    _case("qwen3", "tp2pp2", sp=True, max_norm=_CLIP, config=_FIVE_GROUPS),
+    _case("mistral", "tp4", head="sequence", config=_SIX_HEADS, options=_FUSED),
+    _case("vit", "tp4", head="image", config={"hidden_size": 48, "num_attention_heads": 6}),
     _case("llama", "tp2", options=_FUSED, max_norm=_CLIP),
     _case("llama", "pp2", options={**_FUSED, "gradient_checkpointing": "full"}),
     _case("gpt2", "tp2dp2", options=_FUSED),

@@ -146,9 +146,9 @@ class TestStages:
         ("clip", {}, 3, "tp_size=3 does not divide vision_config.num_attention_heads=4; use 1, 2 or 4"),
         (
             "llama",
-            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
             4,
-            "tp_size=4 neither divides num_key_value_heads=6 nor is a multiple of it; use 1, 2, 3 or 6",
+            "tp_size=4 neither divides num_key_value_heads=3 nor is a multiple of it; use 1 or 3",
         ),
     ],
 )
