@@ -19,6 +19,7 @@ from shardformer.stand_ins import (
     Arrival,
     Boundary,
     Elsewhere,
+    Entered,
     Finished,
     Message,
     PassedThrough,
@@ -113,6 +114,8 @@ class StageLayout:
             passes on: they travel.
         done: towers that are finished behind these layers: path -> fields of their output that the next list reads.
         first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
+        beside: lists of the parts of the same layers (XLM's norms and feed-forwards), in the order in which they run;
+            what the last of them returns is the hidden state.
         then: the layout of the list of layers that runs next.
     """
 
@@ -124,6 +127,7 @@ class StageLayout:
     carries: Sequence[str] = ()
     done: Mapping[str, Sequence[str]] = field(default_factory=dict)
     first_inputs: Sequence[str] = ()
+    beside: Sequence[str] = ()
     then: StageLayout | None = None
 
     @property
@@ -155,8 +159,10 @@ class StageCut:
         """The stages that hold the module or parameter `name` of the whole model."""
         for index, layout in enumerate(self.lists):
             start, end = self.starts[index], self.starts[index + 1] - 1
-            layers = f"{self._prefix}{layout.layers}."
-            if name.startswith(layers):
+            for path in (layout.layers, *layout.beside):
+                layers = f"{self._prefix}{path}."
+                if not name.startswith(layers):
+                    continue
                 number = int(name[len(layers) :].split(".")[0])
                 # A list that runs its layers several times says where.
                 repeated = getattr(self.model.get_submodule(layers[:-1]), "positions_of", None)
@@ -171,7 +177,9 @@ class StageCut:
 
     def unassigned(self) -> list[str]:
         """Modules of the base model with parameters, and single parameters of it, that the layout names nowhere."""
-        named = [path for each in self.lists for path in (each.layers, *each.first, *each.every, *each.last)]
+        named = [
+            path for each in self.lists for path in (each.layers, *each.beside, *each.first, *each.every, *each.last)
+        ]
         return sorted(
             {
                 name.rpartition(".")[0] or name
@@ -213,15 +221,23 @@ class StageCut:
         layers = self.model.get_submodule(self._prefix + layout.layers)
         for position, layer in enumerate(list(layers), start=start):
             if position < held.start:
-                layers[position - start] = _alike(Skipped(int(layout.tuple_output)), layer)
+                layers[position - start] = _alike(Skipped(int(layout.tuple_output), layout.carries), layer)
             elif position == held.stop:
                 layers[position - start] = _alike(Boundary(layer, *outgoing), layer)
             elif position > held.stop:
                 layers[position - start] = _alike(Elsewhere(), layer)
-            elif position == held.start and position > 0:
+            elif position == held.start and position > 0 and not layout.beside:
                 enter_at(layer, arrival, layout.carries if position > start else ())
         if hasattr(layers, "keep_used"):
             layers.keep_used()
+        for path in layout.beside:
+            parts = self.model.get_submodule(self._prefix + path)
+            for position, part in enumerate(list(parts), start=start):
+                if position < held.start:
+                    ends_layer = position == held.start - 1 and path == layout.beside[-1]
+                    parts[position - start] = _alike(Entered() if ends_layer else PassedThrough(), part)
+                elif position >= held.stop:
+                    parts[position - start] = _alike(Elsewhere(), part)
 
     def _stand_in(self, paths: Mapping[str, type[StandIn]], runs_with: int, held: range) -> None:
         """Stand-ins for modules that run on the stage of layer number `runs_with`."""

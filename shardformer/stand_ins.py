@@ -115,6 +115,13 @@ class PassedThrough(StandIn):
         return x
 
 
+class Entered(StandIn):
+    """Stands for the last part of the layer before a stage's first one: returns what arrived, a tensor of its own."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x if self.arrival.hidden is None else self.arrival.hidden.clone()
+
+
 class Finished(StandIn):
     """Stands for a whole tower (an encoder) that earlier stages have run: returns what it returned there."""
 
@@ -132,15 +139,21 @@ class Finished(StandIn):
 
 
 class Skipped(StandIn):
-    """Stands for a layer of an earlier stage; `num_outputs` elements of a tuple, or 0 for the bare hidden state."""
+    """Stands for a layer of an earlier stage; `num_outputs` elements of a tuple, or 0 for the bare hidden state.
 
-    def __init__(self, num_outputs: int) -> None:
+    What is carried follows the hidden state, because models ask whether there is any.
+    """
+
+    def __init__(self, num_outputs: int, carries: Sequence[str] = ()) -> None:
         super().__init__()
-        self.num_outputs = num_outputs
+        self.num_outputs, self.carries = num_outputs, tuple(carries)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states = args[0] if args else next(iter(kwargs.values()))
-        return (hidden_states, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden_states
+        if not self.num_outputs:
+            return hidden_states
+        carried = [self.arrival.carried.get(name) for name in self.carries]
+        return (hidden_states, *carried, *[None] * (self.num_outputs - 1 - len(carried)))
 
 
 class Boundary(StandIn):

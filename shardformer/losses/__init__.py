@@ -56,8 +56,9 @@ _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss | None]] = {
     **{f"{family}ForCausalLM": masked_lm for family in _NOT_SHIFTED},
     **{f"Blip2{head}": language_of_images for head in ("ForConditionalGeneration", "Model")},
     "BertGenerationDecoder": causal_lm,
-    "XLNetLMHeadModel": masked_lm,
-    "XLNetForQuestionAnswering": lambda _: None,  # searches with beams; the model's own mean
+    **dict.fromkeys(("FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"), masked_lm),
+    # They search with beams: the mean is the model's own.
+    **{f"{family}ForQuestionAnswering": lambda _: None for family in ("Flaubert", "XLM", "XLNet")},
     "ElectraForPreTraining": replaced_tokens,
     "SplinterForPreTraining": recurring_spans,
     "AlbertForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
@@ -89,5 +90,6 @@ _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForMaskedImageModeling": masked_pixels,
     "ForSemanticSegmentation": segmentation,
     "ForQuestionAnswering": question_answering,
+    "ForQuestionAnsweringSimple": question_answering,
     "CLIPModel": lambda _: ContrastiveLoss(),
 }

@@ -33,6 +33,7 @@ class DeclaredPlan:
         last: modules behind the layers that are registered in front of them.
         carries: inputs of the layers that an earlier layer has computed.
         needs: fields of the configuration -> the only value with which the family can be sharded.
+        beside: paths of the lists of parts of the same layers.
         pipelined: whether stages can be cut from the family at all.
         cut_vocabulary: whether the embedding and the head are cut over the vocabulary.
         whole_logits: whether the head's logits are gathered at once, because the model does something with them.
@@ -47,6 +48,7 @@ class DeclaredPlan:
     last: tuple[str, ...] = ()
     carries: tuple[str, ...] = ()
     needs: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
     pipelined: bool = True
     cut_vocabulary: bool = True
     whole_logits: bool = False
@@ -89,14 +91,23 @@ class DeclaredPlan:
         paths = [name for name, _ in model.named_modules()]
         every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
         moved = tuple(path for path in paths if any(_ends(path, end) for end in self.last))
+        beside = tuple(next(path for path in paths if _ends(path, end)) for end in self.beside)
         first = {
             path: _lookup(path, self.first) or stand_in
             for path, stand_in in layout.first.items()
-            if path not in (*every, *moved)
+            if path not in (*every, *moved, *beside)
         }
-        last = (*(path for path in layout.last if path not in every), *moved)
+        last = (*(path for path in layout.last if path not in (*every, *beside)), *moved)
         then = None if layout.then is None else self._corrected(layout.then, model)
-        return replace(layout, first=first, every=(*layout.every, *every), last=last, carries=self.carries, then=then)
+        return replace(
+            layout,
+            first=first,
+            every=(*layout.every, *every),
+            last=last,
+            carries=self.carries,
+            beside=beside,
+            then=then,
+        )
 
 
 def starred(path: str) -> str:

@@ -29,6 +29,21 @@ _FEED_FORWARD = DeclaredPlan(
     {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
 )
 _PAGE_BIASES = ("encoder.rel_pos_bias", "encoder.rel_pos_x_bias", "encoder.rel_pos_y_bias")
+_XLM = {
+    "styles": {
+        "q_lin": "colwise",
+        "k_lin": "colwise",
+        "v_lin": "colwise",
+        "out_lin": "rowwise",
+        "lin1": "colwise",
+        "lin2": "rowwise",
+    },
+    "local": {"attentions.*": ("n_heads", "dim")},
+    "layers": "attentions",
+    "beside": ("layer_norm1", "ffns", "layer_norm2"),
+    "every": ("position_embeddings", "lang_embeddings", "layer_norm_emb"),
+    "first": {"embeddings": Received},
+}
 _LLAMA = DeclaredPlan(_LLAMA_STYLES)
 
 PLANS = {
@@ -44,6 +59,7 @@ PLANS = {
         every=("encoder.rel_embeddings",),
     ),
     "esm": DeclaredPlan(BERT_STYLES, BERT_LOCAL, whole_logits=True),
+    "flaubert": DeclaredPlan(**_XLM, needs={"pre_norm": False, "layerdrop": 0.0}),
     "fnet": _BERT,
     "gte": _LLAMA,
     "jina_embeddings_v3": DeclaredPlan({**_LLAMA_STYLES, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
@@ -82,6 +98,7 @@ PLANS = {
     "roformer": DeclaredPlan(BERT_STYLES, BERT_LOCAL, every=("encoder.embed_positions",)),
     "tapas": _BERT,
     "visual_bert": _BERT,
+    "xlm": DeclaredPlan(**_XLM),
     "xlm_roberta_xl": _BERT,
     "xlnet": DeclaredPlan({"ff.layer_1": "colwise", "ff.layer_2": "rowwise"}),
     "xmod": _BERT,

@@ -141,7 +141,7 @@ def _labels(
     head: HeadClass, model: nn.Module, batch: dict[str, Tensor], rows: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     classes = getattr(model.config, "num_labels", 2)
-    if head.kind == "ForQuestionAnswering":
+    if head.kind in ("ForQuestionAnswering", "ForQuestionAnsweringSimple"):
         positions = torch.randint(0, batch["input_ids"].shape[1], (2, rows), generator=generator)
         return {"start_positions": positions[0], "end_positions": positions[1]}
     if head.kind in _ONE_LABEL:

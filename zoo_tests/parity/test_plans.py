@@ -1,0 +1,52 @@
+"""A model of each family that is sharded by a plan, transformers' own or one declared here, against plain training.
+
+What breaks here first: a style, an attribute that counts heads, where a tree is cut into stages. The classes are those
+that docs/results/coverage.md says are exact; `python -m zoo_tests.census --only Family/` tells more of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardformer.policies.declared import declared_plans
+from shardformer.policies.registry import family_policies
+from zoo_tests.census.classes import HeadClass, head_classes
+from zoo_tests.census.trained import plain_run, sharded_verdict
+from zoo_tests.docs.pages import REPOSITORY, rows_of
+
+_PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
+# One of each kind of layer, for the fast part.
+_FAST = ("megatron_bert", "biogpt", "wav2vec2", "pegasus_x", "olmo2")
+
+
+def _inexact() -> set[tuple[str, str]]:
+    """(class, layout) that the page says is not exact; "plain" in the place of a layout for every one."""
+    rows = rows_of(_PAGE, "Class") if _PAGE.exists() else []
+    return {(row[0].strip("`"), row[1]) for row in rows}
+
+
+def _cases() -> Iterator:
+    inexact, policies = _inexact(), family_policies()
+    families: dict[str, list[HeadClass]] = {}
+    for head in head_classes():
+        if head.family in declared_plans() or head.family not in policies:
+            families.setdefault(head.family, []).append(head)
+    for number, (family, heads) in enumerate(families.items()):
+        wanted = ["tp2pp2"]
+        if family in declared_plans():  # each axis by itself for a part of them
+            wanted += [("tp2",), ("pp2",), ()][number % 3]
+        for layout in wanted:
+            bad = {name for name, where in inexact if where in ("plain", layout)}
+            head = next((head for head in heads if head.name not in bad), None)
+            if head is not None:
+                marks = () if family in _FAST and layout == "tp2pp2" else (pytest.mark.slow,)
+                yield pytest.param(head, layout, id=f"{head.name}-{layout}", marks=marks)
+
+
+@pytest.mark.parametrize(("head", "layout"), _cases())
+def test_trains_like_plain_training(head: HeadClass, layout: str) -> None:
+    plain = plain_run(head)
+    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    assert sharded_verdict(head, layout, plain) == "exact"
