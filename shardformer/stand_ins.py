@@ -85,6 +85,16 @@ class StandIn(nn.Module):
         """For models that ask a module that is elsewhere for its dtype or device."""
         return self.arrival.dummy()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden state."""
+        return self.arrival.dummy().dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the hidden state."""
+        return self.arrival.dummy().device
+
 
 class Received(StandIn):
     """Stands for an embedding on a later stage: returns a hidden state of the right shape."""

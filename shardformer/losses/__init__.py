@@ -60,6 +60,7 @@ _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss | None]] = {
     # They search with beams: the mean is the model's own.
     **{f"{family}ForQuestionAnswering": lambda _: None for family in ("Flaubert", "XLM", "XLNet")},
     "ElectraForPreTraining": replaced_tokens,
+    "FunnelForPreTraining": replaced_tokens,
     "SplinterForPreTraining": recurring_spans,
     "AlbertForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
 }

@@ -58,7 +58,7 @@ def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """How the family makes decoder inputs of labels: a method, or a function beside the class."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels
-    family, config = sys.modules[type(model).__module__], model.config
+    family, config = sys.modules[type(model).__module__], model.config.get_text_config()
     special = (config.pad_token_id, config.decoder_start_token_id)
     takes = len(inspect.signature(family.shift_tokens_right).parameters) - 1
     return lambda labels: family.shift_tokens_right(labels, *special[:takes])

@@ -34,6 +34,7 @@ class DeclaredPlan:
         carries: inputs of the layers that an earlier layer has computed.
         needs: fields of the configuration -> the only value with which the family can be sharded.
         beside: paths of the lists of parts of the same layers.
+        layer_outputs: elements of the tuple that a layer returns, where its source does not tell.
         pipelined: whether stages can be cut from the family at all.
         cut_vocabulary: whether the embedding and the head are cut over the vocabulary.
         whole_logits: whether the head's logits are gathered at once, because the model does something with them.
@@ -49,6 +50,7 @@ class DeclaredPlan:
     carries: tuple[str, ...] = ()
     needs: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    layer_outputs: int | None = None
     pipelined: bool = True
     cut_vocabulary: bool = True
     whole_logits: bool = False
@@ -99,11 +101,13 @@ class DeclaredPlan:
         }
         last = (*(path for path in layout.last if path not in (*every, *beside)), *moved)
         then = None if layout.then is None else self._corrected(layout.then, model)
+        outputs = layout.tuple_output if self.layer_outputs is None else self.layer_outputs
         return replace(
             layout,
             first=first,
             every=(*layout.every, *every),
             last=last,
+            tuple_output=outputs,
             carries=self.carries,
             beside=beside,
             then=then,

@@ -24,7 +24,7 @@ from shardformer.layers import (
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, divisors_phrase
 from shardformer.policies.declared import DeclaredPlan, starred
 from shardformer.policies.plan_styles import (
-    reduce_output,
+    reduce_shared_experts,
     scale_input,
     shard_own_parameter,
     share_expert_inputs,
@@ -236,7 +236,9 @@ Style = Callable[[PlanPolicy, nn.Module, str], Change | None]
 def _column(policy: PlanPolicy, owner: nn.Module, name: str, gather: bool = False) -> Change:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
-        return partial(shard_own_parameter, name=name, from_end=2, num_parts=1, group=policy.shard_config.group)
+        # Some plans of transformers forget that gate and up are two parts.
+        num_parts = 2 if name == "gate_up_proj" else 1
+        return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
     if gather:
         return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
     heads = policy.heads_of(owner, name, _out_features(module))
@@ -342,7 +344,7 @@ _STYLES: dict[str, Style] = {
     "mla_kv_a_proj": _latent_key_value,
     "moe_tp_experts": _hooked(share_expert_inputs),
     "moe_identity_expert": _hooked(scale_input),
-    "all_reduce": _hooked(reduce_output),
+    "all_reduce": _hooked(reduce_shared_experts),
     "local_biases": _local_biases,
     "local_params": _nothing,
     "replicate": _nothing,

@@ -39,10 +39,7 @@ def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
     """Every rank has a part of each expert: hidden states [tokens, hidden] and routing weights are read by all of them,
     and what they find is summed."""
 
-    def read(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(copy_to_axis(x, group) if _is_differentiable(x) else x for x in args)
-
-    experts.register_forward_pre_hook(read)
+    _share_inputs(experts, group, first=0)
     reduce_output(experts, group)
     _avoid_unaligned_kernel(experts, dist.get_world_size(group))
 
@@ -61,6 +58,28 @@ def _avoid_unaligned_kernel(experts: nn.Module, world_size: int) -> None:
     )
     experts.config = copy.copy(experts.config)
     experts.config._experts_implementation = "eager"
+
+
+def reduce_shared_experts(module: nn.Module, group: ProcessGroup) -> None:
+    """Every rank has a part of the module: its output is summed, and so are the gradients of what it reads.
+
+    Layers below it sum those of their input by themselves, where there are any.
+    """
+    _share_inputs(module, group, first=0 if any(True for _ in module.parameters(recurse=False)) else 1)
+    reduce_output(module, group)
+
+
+def _share_inputs(module: nn.Module, group: ProcessGroup, first: int) -> None:
+    """The ranks read the same inputs, from number `first` on, and each finds a part of their gradients."""
+
+    def share(x: Any) -> Any:
+        return copy_to_axis(x, group) if _is_differentiable(x) else x
+
+    def read(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        shared = tuple(share(x) for x in args[first:])
+        return (*args[:first], *shared), {name: share(x) for name, x in kwargs.items()}
+
+    module.register_forward_pre_hook(read, with_kwargs=True)
 
 
 def reduce_output(module: nn.Module, group: ProcessGroup) -> None:

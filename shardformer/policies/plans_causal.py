@@ -5,15 +5,14 @@ from __future__ import annotations
 from shardformer.policies.declared import DeclaredPlan
 from shardformer.stage import AddsNothing
 
-_LLAMA = {
+_ATTENTION = {
     "self_attn.q_proj": "colwise",
     "self_attn.k_proj": "colwise",
     "self_attn.v_proj": "colwise",
     "self_attn.o_proj": "rowwise",
-    "mlp.gate_proj": "colwise",
-    "mlp.up_proj": "colwise",
-    "mlp.down_proj": "rowwise",
 }
+_GATED = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+_LLAMA = {**_ATTENTION, **_GATED}
 # The layers of a BART decoder without its encoder.
 _DECODER = {
     "self_attn.q_proj": "colwise",
@@ -45,6 +44,24 @@ PLANS = {
         },
         {"multi_head_attention": ("num_heads", "d_model_size")},
     ),
+    # Where heads are mixed otherwise, the attention stays whole.
+    "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
+    "diffllama": DeclaredPlan(_GATED),
+    "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
+    # Experts interleave gate and up, and each adds a bias: they stay whole.
+    "gpt_oss": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
+    "hunyuan_v1_dense": DeclaredPlan(
+        {
+            **_LLAMA,
+            "self_attn.query_layernorm": "replicated_with_grad_allreduce",
+            "self_attn.key_layernorm": "replicated_with_grad_allreduce",
+        }
+    ),
+    "openai_privacy_filter": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
+    "recurrent_gemma": DeclaredPlan(
+        {"mlp_block.gate_proj": "colwise", "mlp_block.up_proj": "colwise", "mlp_block.down_proj": "rowwise"}
+    ),
+    "rwkv": DeclaredPlan({"feed_forward.key": "colwise", "feed_forward.value": "rowwise"}, layer_outputs=3),
     "gpt_neox_japanese": DeclaredPlan(_NEOX, {"attention": ("num_attention_heads", "hidden_size")}),
     "imagegpt": DeclaredPlan(_FUSED, {"attn": ("num_heads", "split_size", "embed_dim")}, first={"wpe": AddsNothing}),
     "modernbert_decoder": DeclaredPlan(

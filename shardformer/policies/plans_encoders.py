@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardformer.policies.declared import DeclaredPlan
 from shardformer.stage import Received
+
+
+class ReceivedTokens(Received):
+    """Stands for an embedding whose table of tokens the model reads by itself."""
+
+    @property
+    def tok_embeddings(self) -> Received:
+        return self
+
 
 BERT_STYLES = {
     "self.query": "colwise",
@@ -29,6 +40,9 @@ _FEED_FORWARD = DeclaredPlan(
     {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
 )
 _PAGE_BIASES = ("encoder.rel_pos_bias", "encoder.rel_pos_x_bias", "encoder.rel_pos_y_bias")
+_MODERN = DeclaredPlan(
+    {"attn.Wqkv": "fused_colwise", "attn.Wo": "rowwise", "mlp.Wi": "packed_colwise", "mlp.Wo": "rowwise"}
+)
 _XLM = {
     "styles": {
         "q_lin": "colwise",
@@ -48,8 +62,11 @@ _LLAMA = DeclaredPlan(_LLAMA_STYLES)
 
 PLANS = {
     "big_bird": DeclaredPlan(BERT_STYLES, BERT_LOCAL, needs={"attention_type": "original_full"}),
-    "bros": _BERT,
-    "canine": DeclaredPlan(BERT_STYLES, BERT_LOCAL, layers="canine.encoder.layer"),
+    # Every head adds products with the embedding of the distances between boxes.
+    "bros": DeclaredPlan(
+        {**BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"}, BERT_LOCAL, every=("bbox_embeddings",)
+    ),
+    "canine": DeclaredPlan(BERT_STYLES, BERT_LOCAL, pipelined=False),  # characters are read again behind the layers
     "convbert": _FEED_FORWARD,
     # Query, key and value of a head lie side by side.
     "deberta": DeclaredPlan(
@@ -61,6 +78,7 @@ PLANS = {
     "esm": DeclaredPlan(BERT_STYLES, BERT_LOCAL, whole_logits=True),
     "flaubert": DeclaredPlan(**_XLM, needs={"pre_norm": False, "layerdrop": 0.0}),
     "fnet": _BERT,
+    "funnel": DeclaredPlan({"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"}, pipelined=False),  # pools on its way
     "gte": _LLAMA,
     "jina_embeddings_v3": DeclaredPlan({**_LLAMA_STYLES, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
     "layoutlmv3": DeclaredPlan(
@@ -84,9 +102,8 @@ PLANS = {
     "megatron_bert": _BERT,
     # Its head puts two weights side by side in one product.
     "mobilebert": DeclaredPlan(BERT_STYLES, BERT_LOCAL, cut_vocabulary=False),
-    "modernbert": DeclaredPlan(
-        {"attn.Wqkv": "fused_colwise", "attn.Wo": "rowwise", "mlp.Wi": "packed_colwise", "mlp.Wo": "rowwise"}
-    ),
+    "modernbert": _MODERN,
+    "modernvbert": replace(_MODERN, first={"text_model.embeddings": ReceivedTokens}),
     "mra": _BERT,
     "nomic_bert": _LLAMA,
     "nystromformer": DeclaredPlan(

@@ -89,6 +89,7 @@ _CONFORMER = {
 
 PLANS = {
     "audio_spectrogram_transformer": _VIT,
+    "convnext": DeclaredPlan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),
     "dinov2": _VIT,
     "dinov2_with_registers": _VIT,
     "hubert": _sound(_SELF_ATTENTION, Received),
@@ -96,6 +97,15 @@ PLANS = {
     "metaclip_2": _CLIP,
     "siglip": _CLIP,
     "siglip2": _CLIP,
+    "timesformer": DeclaredPlan(
+        {
+            "intermediate.dense": "colwise",
+            "output.dense": "rowwise",
+            "attention.output.dense": "replicate",
+            "temporal_attention.output.dense": "replicate",
+        },
+        first={"embeddings": ReceivedPatches},
+    ),
     "unispeech": _sound(_SELF_ATTENTION, ReceivedPair),
     "unispeech_sat": _sound(_SELF_ATTENTION, ReceivedPair),
     "videomae": _BERT,

@@ -11,6 +11,22 @@ _QKV = {f"{name}.{part}_proj": "colwise" for name in _ATTENTIONS for part in "qk
 }
 _STYLES = {**_QKV, "fc1": "colwise", "fc2": "rowwise"}
 _LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
+# T5's towers with other attentions in the encoder, which stay whole.
+_T5 = DeclaredPlan(
+    {
+        "EncDecAttention.q": "colwise",
+        "EncDecAttention.k": "colwise",
+        "EncDecAttention.v": "colwise",
+        "EncDecAttention.o": "rowwise",
+        "DenseReluDense.wi": "colwise",
+        "DenseReluDense.wi_0": "colwise",
+        "DenseReluDense.wi_1": "colwise",
+        "DenseReluDense.wo": "rowwise",
+    },
+    {"EncDecAttention": ("n_heads", "inner_dim")},
+    towers=("encoder.block", "decoder.block"),
+    carries=("position_bias",),
+)
 _SEAMLESS = DeclaredPlan(_STYLES, _LOCAL, towers=("text_encoder.layers", "text_decoder.layers"))
 
 PLANS = {
@@ -31,6 +47,8 @@ PLANS = {
         {"fc1": "colwise", "fc2": "rowwise"},
         pipelined=False,  # embeds padding in front of its layers
     ),
+    "longt5": _T5,
+    "pop2piano": _T5,
     "nllb_moe": DeclaredPlan(_QKV, _LOCAL, pipelined=False),  # its loss reads the routers of all layers
     "pegasus_x": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise"}, towers=_TOWERS),
     "seamless_m4t": _SEAMLESS,

@@ -34,6 +34,7 @@ _SOUND = {
     "num_labels": 3,
 }
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_TWO_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
 
 # model_type -> field of its configuration -> value
 FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -57,7 +58,14 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "swinv2": {"num_heads": [2, 2, 4, 4], "depths": [1, 1, 1, 1], "embed_dim": 16},
     "xlnet": {"max_position_embeddings": DEFAULT},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
-    **dict.fromkeys(("glm4v_text", "glm46v_text", "glm4v_moe_text", "glm_ocr_text", "glm_image_text"), _SECTIONS),
+    **dict.fromkeys(("glm4v_text", "glm46v_text", "qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), _SECTIONS),
+    **dict.fromkeys(("glm4v_moe_text", "glm_ocr_text", "glm_image_text"), _TWO_SECTIONS),
+    "bros": {"hidden_size": 64},
+    "convnext": {"image_size": 32},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note": {"num_key_value_heads": 4},
+    "mistral4": {"num_key_value_heads": 4},
+    "siglip2_vision_model": {"num_patches": 16},
 }
 
 
@@ -107,6 +115,7 @@ _box = _draw(60, -1, -1, 4)
 _INPUTS: Mapping[str, Maker] = {
     "AlbertForPreTraining/sentence_order_label": _draw(2, -1),
     "ElectraForPreTraining/labels": _draw(2, -1, -1),
+    "FunnelForPreTraining/labels": _draw(2, -1, -1),
     "audio_spectrogram_transformer/input_values": _noise(-1, 40, 24),
     "videomae/pixel_values": _noise(-1, 4, 3, 16, 16),
     "vivit/pixel_values": _noise(-1, 4, 3, 16, 16),
@@ -126,6 +135,10 @@ _INPUTS: Mapping[str, Maker] = {
     "seamless_m4t/input_features": _noise(-1, 24, 160),
     "seamless_m4t_v2/input_features": _noise(-1, 24, 160),
     "xmod/lang_ids": _draw(2, -1),
+    "siglip2/pixel_values": _noise(-1, 16, 48),
+    "siglip2/pixel_attention_mask": lambda _, batch, __: torch.ones(len(batch["pixel_values"]), 16, dtype=torch.int64),
+    "siglip2/spatial_shapes": lambda _, batch, __: torch.full((len(batch["pixel_values"]), 2), 4),
+    "timesformer/pixel_values": _noise(-1, 8, 3, 16, 16),
     "bros/bbox": lambda *given: _box(*given) / 60,
     "layoutlmv3/bbox": _box,
     "lilt/bbox": _box,

@@ -76,6 +76,8 @@ def tiny_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
         else:
             values[name] = {**values[name], **value} if isinstance(value, dict) and name in values else value
     config = config_class(**values)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config
