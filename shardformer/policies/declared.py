@@ -24,7 +24,7 @@ class DeclaredPlan:
     """How one family is sharded. Every path is the end of one: "self_attn.q_proj" is that of each layer.
 
     Attributes:
-        styles: path of a module or parameter -> tensor-parallel style.
+        styles: path of a module or parameter -> tensor-parallel style; None for those of the model's own plan.
         local: path of a module -> its attributes that count heads or features, of which a rank has its share.
         layers: path of the list of layers that stages are cut from; None for the list that the styles are about.
         towers: paths of the lists of layers of an encoder and of its decoder.
@@ -40,7 +40,7 @@ class DeclaredPlan:
         whole_logits: whether the head's logits are gathered at once, because the model does something with them.
     """
 
-    styles: Mapping[str, str]
+    styles: Mapping[str, str] | None
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: str | None = None
     towers: tuple[str, ...] = ()
@@ -57,6 +57,8 @@ class DeclaredPlan:
 
     def styles_of(self, model: nn.Module) -> dict[str, str]:
         """Path of the model with `*` for numbers -> style."""
+        if self.styles is None:
+            return dict(model.tp_plan)
         names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
         found = {pattern: _lookup(pattern, self.styles) for pattern in {starred(name) for name in names}}
         return {pattern: style for pattern, style in found.items() if style is not None}

@@ -35,6 +35,7 @@ from shardformer.policies.plan_tree import layer_paths, stage_layout
 from shardformer.rng import draw_per_rank
 
 Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
@@ -63,6 +64,8 @@ class PlanPolicy(Policy):
     def stages(self) -> Any:
         if self.declared is not None:
             return self.declared.stages_of(self.model)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            return None  # a plan does not tell what the decoder reads of the encoder
         return stage_layout(self.model, layer_paths(self.model, self.plan))
 
     def set_model(self, model: nn.Module) -> None:
@@ -106,6 +109,7 @@ class PlanPolicy(Policy):
             if self.declared is not None:
                 description.attribute_replacement.update(self.declared.local_values(path, owner, self.tp_size))
             description.sub_module_replacement += self._learned_activations(owner, description)
+            description.sub_module_replacement += self._head_norms(path, owner)
         for target, module in self._vocabulary():
             path, _, name = _name_of(self.model, module).rpartition(".")
             description = table.setdefault(path, ModulePolicyDescription())
@@ -161,6 +165,18 @@ class PlanPolicy(Policy):
             name for name, child in owner.named_children() if "act" in name and any(True for _ in child.parameters())
         ]
         return [SubModuleReplacementDescription(name, None, partial_gradient=True) for name in names]
+
+    def _head_norms(self, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
+        """Norms of single heads that a plan forgets: their weights are whole, and see a rank's own heads."""
+        norms = [(name, child) for name, child in owner.named_children() if name in _HEAD_NORMS]
+        is_cut = self.plan.get(starred(_join(path, "q_proj"))) == "colwise"
+        return [
+            SubModuleReplacementDescription(name, None, partial_gradient=True)
+            for name, norm in norms
+            if is_cut
+            and starred(_join(path, name)) not in self.plan
+            and [param.numel() for param in norm.parameters()] == [getattr(owner, "head_dim", None)]
+        ]
 
     # ----- attention heads -----
 

@@ -11,8 +11,18 @@ _ATTENTION = {
     "self_attn.v_proj": "colwise",
     "self_attn.o_proj": "rowwise",
 }
-_GATED = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+_GATED_PARTS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+_GATED = {f"mlp.{part}": style for part, style in _GATED_PARTS.items()}
 _LLAMA = {**_ATTENTION, **_GATED}
+_W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
+_LFM2 = {
+    **_W123,
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
+}
+_LFM3 = {**_W123, **_ATTENTION, "self_attn.g_proj": "colwise"}
 # The layers of a BART decoder without its encoder.
 _DECODER = {
     "self_attn.q_proj": "colwise",
@@ -44,6 +54,17 @@ PLANS = {
         },
         {"multi_head_attention": ("num_heads", "d_model_size")},
     ),
+    "emu3": DeclaredPlan(_LLAMA),
+    # Its state-space half stays whole.
+    "falcon_h1": DeclaredPlan(
+        {**_ATTENTION, **{f"feed_forward.{part}": style for part, style in _GATED_PARTS.items()}}
+    ),
+    "gemma4": DeclaredPlan(None, pipelined=False),  # every layer reads embeddings of its own
+    "lfm2": DeclaredPlan(_LFM2),
+    "lfm2_vl": DeclaredPlan(_LFM2, layers="language_model.layers"),
+    "lfm3": DeclaredPlan(_LFM3),
+    "lfm3_vl": DeclaredPlan(_LFM3, layers="language_model.layers"),
+    "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers behind the layers
     # Where heads are mixed otherwise, the attention stays whole.
     "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
     "diffllama": DeclaredPlan(_GATED),
@@ -57,6 +78,10 @@ PLANS = {
             "self_attn.key_layernorm": "replicated_with_grad_allreduce",
         }
     ),
+    **{
+        family: DeclaredPlan(_LLAMA, layers="language_model.layers")
+        for family in ("cosmos3_omni", "hunyuan_vl", "qwen3_vl")
+    },
     "openai_privacy_filter": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
     "recurrent_gemma": DeclaredPlan(
         {"mlp_block.gate_proj": "colwise", "mlp_block.up_proj": "colwise", "mlp_block.down_proj": "rowwise"}

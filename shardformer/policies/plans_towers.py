@@ -42,6 +42,7 @@ PLANS = {
         towers=_TOWERS,
         needs={"attention_type": "original_full"},
     ),
+    "florence2": DeclaredPlan(_STYLES, _LOCAL, pipelined=False),
     "led": DeclaredPlan(
         # The encoder's windows mix heads before they are put together: its attention stays whole.
         {"fc1": "colwise", "fc2": "rowwise"},

@@ -21,6 +21,8 @@ _ONE_LABEL = (
     "ForAudioClassification",
     "ForVideoClassification",
     "ForXVector",
+    "ForVisualReasoning",
+    "ForImageAndTextRetrieval",
 )
 _MISSING = object()
 _SIZES: dict[str, Any] = {
