@@ -130,9 +130,9 @@ def _labels_not_shifted() -> None:
 
 
 def _experts_read_alone() -> None:
-    from shardformer.policies import hf_plan, plan_styles
+    from shardformer.policies import plan_changes, plan_styles
 
-    hf_plan._STYLES["moe_tp_experts"] = hf_plan._hooked(plan_styles.reduce_output)
+    plan_changes.STYLES["moe_tp_experts"] = plan_changes._hooked(plan_styles.reduce_output)
 
 
 def _encoder_learns_nothing() -> None:

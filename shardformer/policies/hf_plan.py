@@ -8,33 +8,23 @@ the plan names the list of layers, and modules run in the order in which they we
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from shardformer.attention.registry import uses_registry
 from shardformer.layers import (
     ColumnParallelLinear,
-    ParallelDropout,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, divisors_phrase
 from shardformer.policies.declared import DeclaredPlan, starred
-from shardformer.policies.plan_styles import (
-    reduce_shared_experts,
-    scale_input,
-    shard_own_parameter,
-    share_expert_inputs,
-    sum_gradient_of_rotary_part,
-    use_local_biases,
-)
+from shardformer.policies.plan_changes import STYLES
 from shardformer.policies.plan_tree import layer_paths, stage_layout
-from shardformer.rng import draw_per_rank
 
-Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
@@ -74,17 +64,22 @@ class PlanPolicy(Policy):
             self.__dict__.pop(name, None)
 
     def check(self) -> list[str]:
-        unknown = sorted({style for style in self.plan.values() if style not in _STYLES})
+        unknown = sorted({style for style in self.plan.values() if style not in STYLES})
         problems = [
             f"tensor-parallel style '{style}' in the plan of {type(self.model).__name__} is not known; "
-            f"known are {', '.join(sorted(_STYLES))}: use tp_size=1 or a policy"
+            f"known are {', '.join(sorted(STYLES))}: use tp_size=1 or a policy"
             for style in unknown
             if self.tp_size > 1
         ]
-        if self.shard_config.sequence is not None:
+        if self.shard_config.sequence is not None and not self._attends_only():
             problems.append(
                 f"enable_sequence_parallelism=True needs a policy, and {type(self.model).__name__} is sharded by its "
                 "plan; use enable_sequence_parallelism=False"
+            )
+        elif self.shard_config.sequence is not None and not self.shard_config.exchanges_heads:
+            problems.append(
+                f"sequence_parallelism_mode='split_gather' needs a policy, and {type(self.model).__name__} is sharded "
+                "by its plan; use 'all_to_all' or enable_sequence_parallelism=False"
             )
         if self.declared is not None:
             problems += self.declared.check(self.model)
@@ -93,10 +88,44 @@ class PlanPolicy(Policy):
         return problems
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = self._whole_layers() if self.shard_config.exchanges_heads else self._cut_layers()
+        for target, module in self._vocabulary():
+            path, _, name = _name_of(self.model, module).rpartition(".")
+            description = table.setdefault(path, ModulePolicyDescription())
+            if all(replacement.suffix != name for replacement in description.sub_module_replacement):
+                options = dict(self.shard_config.vocab_options)
+                if target is VocabParallelLMHead and self._reads_logits:
+                    target, options["gather_output"] = ColumnParallelLinear, True
+                description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
+        return table
+
+    def _attends_only(self) -> bool:
+        """Whether tokens of different places meet in attention alone, so that a layer can work on a part of them."""
+        layout = None if self.declared is not None else self.stages
+        layers = list(self.model.get_submodule(layout.layers)) if layout is not None else []
+        attentions = [[module for module in layer.modules() if _attends(module)] for layer in layers]
+        others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
+        sinks = [parameter for found in attentions for module in found for parameter in module._parameters.values()]
+        return bool(layers) and all(attentions) and not others and not sinks
+
+    def _whole_layers(self) -> dict[str, ModulePolicyDescription]:
+        """Every rank has all of a layer and works on a part of the tokens: gradients are summed."""
+        return {
+            f"{self.stages.layers}.{index}": ModulePolicyDescription(
+                sub_module_replacement=[
+                    SubModuleReplacementDescription(name, None, partial_gradient=True)
+                    for name, child in layer.named_children()
+                    if any(True for _ in child.parameters())
+                ]
+            )
+            for index, layer in enumerate(self.model.get_submodule(self.stages.layers))
+        }
+
+    def _cut_layers(self) -> dict[str, ModulePolicyDescription]:
         table: dict[str, ModulePolicyDescription] = {}
         for path, owner, name in self._planned():
             description = table.setdefault(path, ModulePolicyDescription())
-            change = _STYLES[self.plan[starred(_join(path, name))]](self, owner, name)
+            change = STYLES[self.plan[starred(_join(path, name))]](self, owner, name)
             if isinstance(change, SubModuleReplacementDescription):
                 description.sub_module_replacement.append(change)
             elif change is not None:
@@ -110,14 +139,6 @@ class PlanPolicy(Policy):
                 description.attribute_replacement.update(self.declared.local_values(path, owner, self.tp_size))
             description.sub_module_replacement += self._learned_activations(owner, description)
             description.sub_module_replacement += self._head_norms(path, owner)
-        for target, module in self._vocabulary():
-            path, _, name = _name_of(self.model, module).rpartition(".")
-            description = table.setdefault(path, ModulePolicyDescription())
-            if all(replacement.suffix != name for replacement in description.sub_module_replacement):
-                options = dict(self.shard_config.vocab_options)
-                if target is VocabParallelLMHead and self._reads_logits:
-                    target, options["gather_output"] = ColumnParallelLinear, True
-                description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
 
     # ----- what a plan names -----
@@ -228,6 +249,10 @@ def _is_attention(module: nn.Module) -> bool:
     return any(hasattr(module, name) for name in (*_HEAD_COUNTS, "head_dim", "num_key_value_groups", "qk_head_dim"))
 
 
+def _attends(module: nn.Module) -> bool:
+    return uses_registry(module) and _is_attention(module)
+
+
 def _asked(getter: Callable[[], nn.Module | None]) -> nn.Module | None:
     """What a model says of its embeddings; None where it has none to name."""
     try:
@@ -242,126 +267,3 @@ def _join(path: str, name: str) -> str:
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:
     return next((name for name, other in model.named_modules() if other is module), "")
-
-
-# ----- styles: (policy, owner, name of its module or parameter) -> what changes -----
-
-Style = Callable[[PlanPolicy, nn.Module, str], Change | None]
-
-
-def _column(policy: PlanPolicy, owner: nn.Module, name: str, gather: bool = False) -> Change:
-    module = getattr(owner, name)
-    if not isinstance(module, nn.Module):
-        # Some plans of transformers forget that gate and up are two parts.
-        num_parts = 2 if name == "gate_up_proj" else 1
-        return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
-    if gather:
-        return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
-    heads = policy.heads_of(owner, name, _out_features(module))
-    reads = f"input of {_in_features(module)} features"
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
-
-
-def _fused_column(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-    """Query, key and value in one projection, one after the other."""
-    features = _out_features(getattr(owner, name)) // 3
-    kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
-
-
-def _first_dim(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-    """A parameter with something for each head along its first dim."""
-    dims = getattr(owner, name).dim()
-    return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
-
-
-def _out_features(module: nn.Module) -> int:
-    return module.nf if isinstance(module, Conv1D) else module.out_features
-
-
-def _in_features(module: nn.Module) -> int:
-    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
-
-
-def _row(policy: PlanPolicy, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
-    module = getattr(owner, name)
-    if not isinstance(module, nn.Module):
-        return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
-    if splits_input:
-        return SubModuleReplacementDescription(name, RowParallelLinear, {"splits_input": True})
-    heads = policy.heads_of(owner, name, _in_features(module))
-    return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
-
-
-def _packed(policy: PlanPolicy, owner: nn.Module, name: str, from_end: int) -> Change:
-    module = getattr(owner, name)
-    if not isinstance(module, nn.Module):
-        group = policy.shard_config.group
-        return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=2, group=group)
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": module.out_features // 2})
-
-
-def _embedding(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-    return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
-
-
-def _partial_gradient(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-    return SubModuleReplacementDescription(name, None, partial_gradient=True)
-
-
-def _dropout(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-    return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
-
-
-def _hooked(hook: Callable[..., None]) -> Style:
-    """A style that changes what goes into a module or comes out of it."""
-
-    def style(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-        return lambda module: hook(getattr(module, name), policy.shard_config.group)
-
-    return style
-
-
-def _local_biases(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-    """An attention that is given biases of all heads; what it draws is this rank's own."""
-    heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
-
-    def change(module: nn.Module) -> None:
-        use_local_biases(getattr(module, name), heads, group)
-        draw_per_rank(getattr(module, name), group.rank())
-
-    return change
-
-
-def _latent_key_value(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
-    config = getattr(owner, "config", None) or policy.model.config.get_text_config()
-    size = getattr(owner, "qk_rope_head_dim", None) or config.qk_rope_head_dim
-    return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
-
-
-def _nothing(policy: PlanPolicy, owner: nn.Module, name: str) -> None:
-    return None
-
-
-_STYLES: dict[str, Style] = {
-    "colwise": _column,
-    "colwise_gather_output": partial(_column, gather=True),
-    "colwise_rep": partial(_column, gather=True),
-    "first_dim": _first_dim,
-    "fused_colwise": _fused_column,
-    "rowwise": _row,
-    "rowwise_split_input": partial(_row, splits_input=True),
-    "rowwise_rep": partial(_row, splits_input=True),
-    "packed_colwise": partial(_packed, from_end=2),
-    "packed_rowwise": partial(_packed, from_end=1),
-    "embedding_rowwise": _embedding,
-    "dropout": _dropout,
-    "replicated_with_grad_allreduce": _partial_gradient,
-    "mla_kv_a_proj": _latent_key_value,
-    "moe_tp_experts": _hooked(share_expert_inputs),
-    "moe_identity_expert": _hooked(scale_input),
-    "all_reduce": _hooked(reduce_shared_experts),
-    "local_biases": _local_biases,
-    "local_params": _nothing,
-    "replicate": _nothing,
-}

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from plugins.hybrid_parallel import HybridParallelConfig
+from shardformer.policies.declared import declared_plans
 from shardformer.policies.registry import supported_classes
 from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_of
 
@@ -34,6 +35,12 @@ def test_every_supported_model_class_is_named() -> None:
         name for _, classes in rows_of(REPOSITORY / "docs" / "families.md", "Family") for name in _code(classes)
     }
     assert documented == {name.rpartition(".")[2] for name in supported_classes()}
+
+
+def test_every_declared_plan_is_named() -> None:
+    rows = rows_of(REPOSITORY / "docs" / "families.md", "Folder of transformers")
+    said = {name.strip("`"): pipeline == "yes" for name, pipeline in rows}
+    assert said == {family: plan.pipelined for family, plan in declared_plans().items()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

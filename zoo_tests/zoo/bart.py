@@ -103,6 +103,7 @@ FAMILIES = {
     "mbart": _like_bart(
         "MBart", "generation", "sequence", "question_answering", "causal_lm", "bare", scale_embedding=True
     ),
+    "mvp": _like_bart("Mvp", "generation", "sequence", "question_answering", "causal_lm", "bare"),
     "plbart": _like_bart("PLBart", "generation", "sequence", "causal_lm", "bare"),
     "pegasus": _like_bart("Pegasus", "generation", "causal_lm", "bare"),
     "blenderbot": _like_bart("Blenderbot", "generation", "causal_lm", "bare"),

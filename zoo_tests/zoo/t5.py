@@ -94,4 +94,6 @@ def _like_t5(prefix: str, **config: Any) -> Family:
 T5 = _like_t5("T5")
 MT5 = _like_t5("MT5", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 
-FAMILIES = {"t5": T5, "mt5": MT5}
+UMT5 = _like_t5("UMT5")
+
+FAMILIES = {"t5": T5, "mt5": MT5, "umt5": UMT5}

@@ -1,0 +1,147 @@
+"""Tensor-parallel styles of a plan, each lowered to a change that the engine makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
+from shardformer.policies.base import SubModuleReplacementDescription
+from shardformer.policies.plan_styles import (
+    reduce_shared_experts,
+    scale_input,
+    shard_own_parameter,
+    share_expert_inputs,
+    sum_gradient_of_rotary_part,
+    use_local_biases,
+)
+from shardformer.rng import draw_per_rank
+
+if TYPE_CHECKING:
+    from shardformer.policies.hf_plan import PlanPolicy
+
+Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
+
+Style = Callable[["PlanPolicy", nn.Module, str], Change | None]
+
+
+def _column(policy: PlanPolicy, owner: nn.Module, name: str, gather: bool = False) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        # Some plans of transformers forget that gate and up are two parts.
+        num_parts = 2 if name == "gate_up_proj" else 1
+        return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
+    if gather:
+        return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
+    heads = policy.heads_of(owner, name, _out_features(module))
+    reads = f"input of {_in_features(module)} features"
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
+
+
+def _fused_column(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    """Query, key and value in one projection, one after the other."""
+    features = _out_features(getattr(owner, name)) // 3
+    kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
+
+
+def _first_dim(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    """A parameter with something for each head along its first dim."""
+    dims = getattr(owner, name).dim()
+    return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
+
+
+def _out_features(module: nn.Module) -> int:
+    return module.nf if isinstance(module, Conv1D) else module.out_features
+
+
+def _in_features(module: nn.Module) -> int:
+    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
+
+
+def _row(policy: PlanPolicy, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
+    if splits_input:
+        return SubModuleReplacementDescription(name, RowParallelLinear, {"splits_input": True})
+    heads = policy.heads_of(owner, name, _in_features(module))
+    return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
+
+
+def _packed(policy: PlanPolicy, owner: nn.Module, name: str, from_end: int) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        group = policy.shard_config.group
+        return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=2, group=group)
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": module.out_features // 2})
+
+
+def _embedding(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
+
+
+def _partial_gradient(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, None, partial_gradient=True)
+
+
+def _dropout(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
+
+
+def _hooked(hook: Callable[..., None]) -> Style:
+    """A style that changes what goes into a module or comes out of it."""
+
+    def style(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+        return lambda module: hook(getattr(module, name), policy.shard_config.group)
+
+    return style
+
+
+def _local_biases(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    """An attention that is given biases of all heads; what it draws is this rank's own."""
+    heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
+
+    def change(module: nn.Module) -> None:
+        use_local_biases(getattr(module, name), heads, group)
+        draw_per_rank(getattr(module, name), group.rank())
+
+    return change
+
+
+def _latent_key_value(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    config = getattr(owner, "config", None) or policy.model.config.get_text_config()
+    size = getattr(owner, "qk_rope_head_dim", None) or config.qk_rope_head_dim
+    return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
+
+
+def _nothing(policy: PlanPolicy, owner: nn.Module, name: str) -> None:
+    return None
+
+
+STYLES: dict[str, Style] = {
+    "colwise": _column,
+    "colwise_gather_output": partial(_column, gather=True),
+    "colwise_rep": partial(_column, gather=True),
+    "first_dim": _first_dim,
+    "fused_colwise": _fused_column,
+    "rowwise": _row,
+    "rowwise_split_input": partial(_row, splits_input=True),
+    "rowwise_rep": partial(_row, splits_input=True),
+    "packed_colwise": partial(_packed, from_end=2),
+    "packed_rowwise": partial(_packed, from_end=1),
+    "embedding_rowwise": _embedding,
+    "dropout": _dropout,
+    "replicated_with_grad_allreduce": _partial_gradient,
+    "mla_kv_a_proj": _latent_key_value,
+    "moe_tp_experts": _hooked(share_expert_inputs),
+    "moe_identity_expert": _hooked(scale_input),
+    "all_reduce": _hooked(reduce_shared_experts),
+    "local_biases": _local_biases,
+    "local_params": _nothing,
+    "replicate": _nothing,
+}
