@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
+from shardformer.layers.linear import is_transposed
 from shardformer.policies.base import SubModuleReplacementDescription
 from shardformer.policies.plan_styles import (
     reduce_shared_experts,
@@ -56,11 +56,11 @@ def _first_dim(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
 
 
 def _out_features(module: nn.Module) -> int:
-    return module.nf if isinstance(module, Conv1D) else module.out_features
+    return module.weight.shape[1 if is_transposed(module) else 0]
 
 
 def _in_features(module: nn.Module) -> int:
-    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
+    return module.weight.shape[0 if is_transposed(module) else 1]
 
 
 def _row(policy: PlanPolicy, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
