@@ -43,6 +43,7 @@ def _plan_driven(prefix: str, **config: Any) -> Family:
 GEMMA2 = _rounding(_plan_driven("Gemma2", head_dim=16, sliding_window=5))
 GEMMA3 = _gemma3(head_dim=16, sliding_window=5)
 PHI3 = _plan_driven("Phi3")
+GPT_NEOX = _plan_driven("GPTNeoX")
 GLM = _plan_driven("Glm", head_dim=16)
 GLM4 = _plan_driven("Glm4", head_dim=16)
 MIXTRAL = _rounding(_plan_driven("Mixtral", **_EXPERTS))
@@ -52,6 +53,7 @@ FAMILIES = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "phi3": PHI3,
+    "gpt_neox": GPT_NEOX,
     "glm": GLM,
     "glm4": GLM4,
     "mixtral": MIXTRAL,
