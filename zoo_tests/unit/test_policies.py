@@ -7,6 +7,7 @@ What breaks here first: names of sub-modules in a new release of transformers. L
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 
 import pytest
@@ -261,3 +262,8 @@ def test_shard_config_refuses_what_it_cannot_do(options: dict[str, object], mess
 def test_enable_all_optimization_switches_on_what_there_is() -> None:
     config = ShardConfig(enable_all_optimization=True)
     assert config.enable_fused_normalization and config.enable_sequence_parallelism and config.sequence is not None
+
+
+def test_a_family_is_a_description() -> None:
+    lines = sorted(len(inspect.getsource(policy).splitlines()) for policy in registry.family_policies().values())
+    assert lines[len(lines) // 2] <= 60 and lines[-1] < 150, lines
