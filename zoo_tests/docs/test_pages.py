@@ -43,6 +43,14 @@ def test_every_declared_plan_is_named() -> None:
     assert said == {family: plan.pipelined for family, plan in declared_plans().items()}
 
 
+def test_the_readme_counts_what_the_pages_count() -> None:
+    page = (REPOSITORY / "docs" / "results" / "coverage.md").read_text(encoding="utf-8")
+    all_classes, exact = re.findall(r"\*\*(\d+)\*\*", page)[:2]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert f"**{exact} of the {all_classes}** head classes" in readme
+    assert f"{len(declared_plans())} families more" in readme
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in links_of(page):
