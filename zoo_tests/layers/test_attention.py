@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
 from shardformer import ShardConfig, ShardFormer
@@ -20,6 +21,14 @@ from zoo_tests.zoo import FAMILIES
 
 ATTENTIVE = sorted(name for name, family in FAMILIES.items() if family.attention_dropout is not None)
 REGISTERED = [name for name in ATTENTIVE if not FAMILIES[name].attention_by_hand]
+
+
+# One family of each kind of attention, for daily use.
+_DAILY = ("bert", "gpt2", "llama", "t5", "vit")
+
+
+def _marked(family: str, *values: str) -> ParameterSet:
+    return pytest.param(family, *values, marks=() if family in _DAILY else pytest.mark.slow)
 
 
 def _head(family: str) -> str:
@@ -40,7 +49,7 @@ def _found(model: nn.Module, family: str) -> Tensor:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", REGISTERED)
+@pytest.mark.parametrize("family", map(_marked, REGISTERED))
 @distributed(2)
 def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> None:
     """Batches padded on the left and on the right."""
@@ -52,7 +61,7 @@ def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> Non
 
 @pytest.mark.parametrize(
     ("family", "implementation"),
-    [(family, "eager") for family in ATTENTIVE] + [(family, "sdpa") for family in REGISTERED],
+    [_marked(family, "eager") for family in ATTENTIVE] + [_marked(family, "sdpa") for family in REGISTERED],
 )
 @distributed(2)
 def test_ranks_drop_other_entries(family: str, implementation: str) -> None:
