@@ -1,0 +1,111 @@
+"""Plans that are declared here: which end of a path counts, what the tree tells of stages, what is refused.
+
+What breaks here first: an end that fits more than it means, a layer that returns another tuple. Look in
+`shardformer/policies/declared.py` and `plan_tree.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shardformer import ShardConfig
+from shardformer.policies.declared import DeclaredPlan, declared_plans
+from shardformer.policies.plan_changes import STYLES
+from shardformer.policies.plan_tree import num_outputs
+from shardformer.policies.registry import policy_for
+from shardformer.stage import AddsNothing, Received
+from shardformer.stand_ins import Arrival, Entered, Skipped
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.output = nn.Module(), nn.Module()
+        self.attention.output = nn.Module()
+        self.attention.output.dense, self.output.dense = nn.Linear(4, 4), nn.Linear(6, 4)
+        self.num_heads = 4
+
+    def forward(self, hidden_states: torch.Tensor, bias: torch.Tensor) -> tuple:
+        outputs = (hidden_states, bias)
+        outputs = outputs + (None,)
+        return outputs
+
+
+class Model(nn.Module):
+    base_model_prefix = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings, self.embed_positions = nn.Embedding(9, 4), nn.Embedding(9, 4)
+        self.table, self.token = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+
+
+def test_the_longest_end_of_a_path_counts() -> None:
+    plan = DeclaredPlan({"output.dense": "rowwise", "attention.output.dense": "replicate"})
+    assert plan.styles_of(Model()) == {
+        "layers.*.output.dense": "rowwise",
+        "layers.*.attention.output.dense": "replicate",
+    }
+
+
+def test_attributes_that_count_heads_are_shared_out() -> None:
+    plan = DeclaredPlan({}, local={"layers.*": ("num_heads", "not_there")})
+    assert plan.local_values("layers.2", Layer(), 2) == {"num_heads": 2}
+
+
+def test_the_tree_tells_the_stages() -> None:
+    layout = DeclaredPlan({"output.dense": "rowwise"}, every=("table",), carries=("bias",)).stages_of(Model())
+    assert layout.layers == "layers" and layout.carries == ("bias",) and layout.tuple_output == 2
+    assert layout.first == {"embeddings": Received, "embed_positions": AddsNothing}
+    assert layout.every == ("token", "table") and layout.last == ("norm",)
+
+
+@pytest.mark.parametrize(
+    ("layer", "count"),
+    [("llama.LlamaDecoderLayer", 0), ("t5.T5Block", 3), ("xlnet.XLNetLayer", 2), ("luke.LukeLayer", 2)],
+)
+def test_what_a_layer_returns_is_read_from_its_source(layer: str, count: int) -> None:
+    family, name = layer.split(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert num_outputs(getattr(module, name).__new__(getattr(module, name))) == count
+
+
+def test_layers_of_other_stages_return_what_is_carried() -> None:
+    hidden, bias = torch.ones(2, 3), torch.zeros(3)
+    arrival = Arrival(["bias"])
+    arrival.begin((hidden, bias))
+    skipped, entered = Skipped(3, ["bias"]), Entered()
+    skipped.arrival = entered.arrival = arrival
+    output = skipped(torch.zeros(2, 3))
+    assert len(output) == 3 and output[1] is bias and output[2] is None
+    torch.testing.assert_close(entered(torch.zeros(2, 3)), hidden)
+    entered(torch.zeros(2, 3)).mul_(5)  # models scale in place
+    assert hidden.max() == 1
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "message"),
+    [
+        ("BigBirdModel", {"attention_type": "block_sparse"}, "use attention_type='original_full'"),
+        ("Wav2Vec2Model", {"layerdrop": 0.1}, "Wav2Vec2Model with layerdrop=0.1 cannot be sharded; use layerdrop=0.0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_sharded(model_class: str, config: dict, message: str) -> None:
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    cls = getattr(transformers, model_class)
+    policy = policy_for(model := cls(cls.config_class(**small, **config)))
+    policy.set_shard_config(ShardConfig())
+    policy.set_model(model)
+    assert any(message in problem for problem in policy.check())
+
+
+def test_every_declared_style_is_known() -> None:
+    styles = {style for plan in declared_plans().values() for style in (plan.styles or {}).values()}
+    assert styles <= set(STYLES)
