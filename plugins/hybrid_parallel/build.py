@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def check_options_against_model(
         check_optimizer(optim, names, config.tp_size)
     if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ConfigurationError(
-            f"gradient_checkpointing='{config.gradient_checkpointing}' needs a transformers model, not a "
+            f"gradient_checkpointing={config.gradient_checkpointing!r} needs a transformers model, not a "
             f"{type(model).__name__}; use gradient_checkpointing=None"
         )
 
@@ -75,6 +76,8 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     share_initial_weights(model)
     origin = WholeModel.of(model)
     shared = _shard(model, config, mesh)
+    if isinstance(config.gradient_checkpointing, float):
+        _recompute_share(model, config.gradient_checkpointing)
     model.to(mesh.device)
     masters = _cast(model, _DTYPES.get(config.precision), config.master_weights)
     tied = {}
@@ -85,6 +88,19 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     elsewhere = [param for param, tie in tied.items() if not tie.counted]
     wrapped = HybridParallelModel(model, mesh, _stream(mesh, seed), origin, elsewhere)
     return BuiltModel(wrapped, tied, masters)
+
+
+def _recompute_share(model: nn.Module, share: float) -> None:
+    """Recompute the first `share` of this stage's layers: in a pipeline they wait longest for their backward pass."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigurationError(
+            f"gradient_checkpointing={share} finds no layers to choose from in {type(model).__name__}; use 'full'"
+        )
+    for layer in layers[math.ceil(share * len(layers)) :]:
+        layer.gradient_checkpointing = False
 
 
 def build_optimizer(

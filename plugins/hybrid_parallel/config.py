@@ -30,7 +30,8 @@ class HybridParallelConfig:
         num_model_chunks: stages a rank holds, for interleaved schedules.
         layers_per_stage: an explicit split of the layers.
         enable_*: optimisations of the sharded model, see `ShardConfig`.
-        gradient_checkpointing: "full" recomputes every layer in the backward pass; None keeps activations.
+        gradient_checkpointing: "full" recomputes every layer in the backward pass, a share in (0, 1] the first so many
+            of each stage's layers; None keeps activations.
         custom_policy: how to shard a family that has no policy.
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this times `tp_size`.
         zero_bucket_size_in_mb: gradients are reduced in buckets of this size.
@@ -63,7 +64,7 @@ class HybridParallelConfig:
     sequence_parallelism_mode: str = "split_gather"
     enable_sequence_overlap: bool = False
     enable_all_optimization: bool = False
-    gradient_checkpointing: str | None = None
+    gradient_checkpointing: str | float | None = None
     custom_policy: Policy | None = None
     tp_info: Any = None
     make_vocab_size_divisible_by: int = 64
@@ -143,7 +144,6 @@ class HybridParallelConfig:
             "precision": PRECISIONS,
             "pp_style": SCHEDULES,
             "sequence_parallelism_mode": ("split_gather", "all_to_all"),
-            "gradient_checkpointing": (None, "full"),
         }
         return [
             f"{name}={getattr(self, name)!r} is not available; use {' or '.join(repr(choice) for choice in allowed)}"
@@ -153,6 +153,12 @@ class HybridParallelConfig:
 
     def _check_numbers(self) -> list[str]:
         problems = []
+        share = self.gradient_checkpointing
+        is_share = isinstance(share, float | int) and not isinstance(share, bool) and 0 < share <= 1
+        if share not in (None, "full") and not is_share:
+            problems.append(
+                f"gradient_checkpointing={share!r} is not available; use None, 'full' or a share of layers such as 0.5"
+            )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             problems.append("num_microbatches and microbatch_size are both given; use one of them")
         positive = ("num_microbatches", "microbatch_size", "initial_scale", "growth_interval", "max_norm")

@@ -134,6 +134,19 @@ def test_models_that_cannot_be_sharded_are_refused_on_every_rank() -> None:
         explicit.boost(recipe.model())
 
 
+@pytest.mark.parametrize(("share", "recomputed"), [(0.5, 3), (0.2, 1), (1.0, 5), ("full", 5)])
+@distributed(1)
+def test_a_share_of_the_layers_is_recomputed(share: float | str, recomputed: int) -> None:
+    recipe, forwards = Recipe(family="bert", head="sequence"), []
+    model = recipe.model()
+    for layer in model.bert.encoder.layer:
+        layer.attention.register_forward_hook(lambda *_: forwards.append(1))
+    booster = Booster(plugin=HybridParallelPlugin(gradient_checkpointing=share))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([recipe.batch(0)]), model, optimizer=optimizer)
+    assert len(forwards) == 5 + recomputed
+
+
 @distributed(1)
 def test_gradient_checkpointing_needs_a_transformers_model() -> None:
     booster = Booster(plugin=HybridParallelPlugin(gradient_checkpointing="full"))

@@ -69,7 +69,10 @@ def test_ranks_drop_other_entries(family: str, implementation: str) -> None:
     for dropout in (0.0, 0.5):
         model, _ = ShardFormer(ShardConfig()).optimize(_model(family, implementation, dropout))
         for param in model.parameters():
-            dist.broadcast(param.data, 0)
+            if (
+                param.shard_spec.on_rank(0).local_shape == param.shard_spec.on_rank(1).local_shape
+            ):  # not of feed-forwards
+                dist.broadcast(param.data, 0)
         seen = _inputs_of_output_projection(model, family)
         of_ranks = [torch.empty_like(seen) for _ in range(2)]
         dist.all_gather(of_ranks, seen)
