@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from shardformer.layers import ParallelDropout
 from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.plan_styles import drop_behind_activation
 from shardformer.policies.shorthand import Shorthand
+from shardformer.rng import draw_per_rank
 from shardformer.stage import AddsNothing, PassedThrough, Received, StageLayout, StandIn
 
 
@@ -109,11 +110,8 @@ class BartPolicy(Policy):
         attention.embed_dim //= self.tp_size
 
     def _drop_behind_activation(self, layer: nn.Module) -> None:
-        """The dropout between fc1 and fc2 is a function, and acts on features that each rank has of its own."""
-        probability, layer.activation_dropout = layer.activation_dropout, 0.0
-        if probability and self.tp_size > 1:
-            rank = self.shard_config.group.rank()
-            layer.activation_fn = nn.Sequential(layer.activation_fn, ParallelDropout(probability, rank))
+        if self.tp_size > 1:
+            drop_behind_activation(layer, self.shard_config.group.rank())
 
 
 class MBartPolicy(BartPolicy):
@@ -126,6 +124,11 @@ class MvpPolicy(BartPolicy):
     """MVP, without prompts in front of its layers' keys and values."""
 
     family, prefix = "mvp", "Mvp"
+
+    def _keep_local_heads(self, attention: nn.Module) -> None:
+        super()._keep_local_heads(attention)
+        if self.tp_size > 1:  # written out in the model
+            draw_per_rank(attention, self.shard_config.group.rank())
 
     def check(self) -> list[str]:
         prompts = ["use_prompt=True is not supported for MVP; use use_prompt=False"]

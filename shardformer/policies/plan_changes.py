@@ -12,6 +12,7 @@ from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParalle
 from shardformer.layers.linear import is_transposed
 from shardformer.policies.base import SubModuleReplacementDescription
 from shardformer.policies.plan_styles import (
+    drop_behind_activation,
     reduce_shared_experts,
     scale_input,
     shard_own_parameter,
@@ -102,6 +103,24 @@ def _hooked(hook: Callable[..., None]) -> Style:
     return style
 
 
+def _draws_per_rank(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
+    """An attention that draws by itself, and for its own heads alone."""
+    return lambda module: draw_per_rank(getattr(module, name), policy.shard_config.group.rank())
+
+
+def _activation_dropout(policy: PlanPolicy, owner: nn.Module, name: str) -> Change | None:
+    """A layer with an `activation_dropout` between its linear layers."""
+    if not hasattr(getattr(owner, name), "activation_dropout"):
+        return None
+
+    def change(module: nn.Module) -> None:
+        layer = getattr(module, name)
+        if hasattr(layer, "activation_fn"):  # it is on this stage
+            drop_behind_activation(layer, policy.shard_config.group.rank())
+
+    return change
+
+
 def _local_biases(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
     """An attention that is given biases of all heads; what it draws is this rank's own."""
     heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
@@ -141,6 +160,8 @@ STYLES: dict[str, Style] = {
     "moe_tp_experts": _hooked(share_expert_inputs),
     "moe_identity_expert": _hooked(scale_input),
     "all_reduce": _hooked(reduce_shared_experts),
+    "activation_dropout": _activation_dropout,
+    "draws_per_rank": _draws_per_rank,
     "local_biases": _local_biases,
     "local_params": _nothing,
     "replicate": _nothing,

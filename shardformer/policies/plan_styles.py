@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.collectives import copy_to_axis, reduce_from_axis
+from shardformer.layers import ParallelDropout
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
 
 _log = logging.getLogger(__name__)
@@ -137,3 +138,11 @@ def use_local_biases(attention: nn.Module, heads: int, group: ProcessGroup) -> N
         return args, {name: local(value) if name in _BIASES else value for name, value in kwargs.items()}
 
     attention.register_forward_pre_hook(take, with_kwargs=True)
+
+
+def drop_behind_activation(layer: nn.Module, rank: int) -> None:
+    """A dropout between two linear layers that is a function acts on features that each rank has to itself: put it into
+    the activation, as a module that draws for this rank."""
+    probability, layer.activation_dropout = layer.activation_dropout, 0.0
+    if probability:
+        layer.activation_fn = nn.Sequential(layer.activation_fn, ParallelDropout(probability, rank))

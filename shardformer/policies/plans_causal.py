@@ -31,6 +31,7 @@ _DECODER = {
     "self_attn.out_proj": "rowwise",
     "fc1": "colwise",
     "fc2": "rowwise",
+    "layers.*": "activation_dropout",
 }
 _DECODER_LOCAL = {"self_attn": ("num_heads", "embed_dim")}
 _NEOX = {
@@ -39,7 +40,13 @@ _NEOX = {
     "dense_h_to_4h": "colwise",
     "dense_4h_to_h": "rowwise",
 }
-_FUSED = {"attn.c_attn": "fused_colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+_FUSED = {
+    "attn.c_attn": "fused_colwise",
+    "attn.attn_dropout": "dropout",
+    "attn.c_proj": "rowwise",
+    "mlp.c_fc": "colwise",
+    "mlp.c_proj": "rowwise",
+}
 
 PLANS = {
     "biogpt": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": AddsNothing}),
@@ -87,7 +94,9 @@ PLANS = {
         {"mlp_block.gate_proj": "colwise", "mlp_block.up_proj": "colwise", "mlp_block.down_proj": "rowwise"}
     ),
     "rwkv": DeclaredPlan({"feed_forward.key": "colwise", "feed_forward.value": "rowwise"}, layer_outputs=3),
-    "gpt_neox_japanese": DeclaredPlan(_NEOX, {"attention": ("num_attention_heads", "hidden_size")}),
+    "gpt_neox_japanese": DeclaredPlan(
+        {**_NEOX, "attention.attention_dropout": "dropout"}, {"attention": ("num_attention_heads", "hidden_size")}
+    ),
     "imagegpt": DeclaredPlan(_FUSED, {"attn": ("num_heads", "split_size", "embed_dim")}, first={"wpe": AddsNothing}),
     "modernbert_decoder": DeclaredPlan(
         {
@@ -96,6 +105,7 @@ PLANS = {
             "attn.v_proj": "colwise",
             "attn.Wo": "rowwise",
             "mlp.Wi": "packed_colwise",
+            "mlp.drop": "dropout",
             "mlp.Wo": "rowwise",
         },
         {"attn": ("num_heads", "all_head_size")},
@@ -120,5 +130,7 @@ PLANS = {
         {"self_attn": ("num_heads", "hidden_size")},
     ),
     "stablelm": DeclaredPlan(_LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
-    "xglm": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": AddsNothing}),
+    "xglm": DeclaredPlan(
+        {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": AddsNothing}
+    ),
 }

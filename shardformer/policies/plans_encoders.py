@@ -42,6 +42,7 @@ _FEED_FORWARD = DeclaredPlan(
 _PAGE_BIASES = ("encoder.rel_pos_bias", "encoder.rel_pos_x_bias", "encoder.rel_pos_y_bias")
 _MODERN = DeclaredPlan(
     {"attn.Wqkv": "fused_colwise", "attn.Wo": "rowwise", "mlp.Wi": "packed_colwise", "mlp.Wo": "rowwise"}
+    | {"mlp.drop": "dropout"}
 )
 _XLM = {
     "styles": {
@@ -51,6 +52,7 @@ _XLM = {
         "out_lin": "rowwise",
         "lin1": "colwise",
         "lin2": "rowwise",
+        "attentions.*": "draws_per_rank",
     },
     "local": {"attentions.*": ("n_heads", "dim")},
     "layers": "attentions",

@@ -9,7 +9,8 @@ _ATTENTIONS = ("self_attn", "encoder_attn", "cross_attention")
 _QKV = {f"{name}.{part}_proj": "colwise" for name in _ATTENTIONS for part in "qkv"} | {
     f"{name}.out_proj": "rowwise" for name in _ATTENTIONS
 }
-_STYLES = {**_QKV, "fc1": "colwise", "fc2": "rowwise"}
+_FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise", "ffn.dropout": "dropout", "layers.*": "activation_dropout"}
+_STYLES = {**_QKV, **_FEED_FORWARD}
 _LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
 # T5's towers with other attentions in the encoder, which stay whole.
 _T5 = DeclaredPlan(
@@ -22,6 +23,7 @@ _T5 = DeclaredPlan(
         "DenseReluDense.wi_0": "colwise",
         "DenseReluDense.wi_1": "colwise",
         "DenseReluDense.wo": "rowwise",
+        "DenseReluDense.dropout": "dropout",
     },
     {"EncDecAttention": ("n_heads", "inner_dim")},
     towers=("encoder.block", "decoder.block"),
@@ -45,13 +47,13 @@ PLANS = {
     "florence2": DeclaredPlan(_STYLES, _LOCAL, pipelined=False),
     "led": DeclaredPlan(
         # The encoder's windows mix heads before they are put together: its attention stays whole.
-        {"fc1": "colwise", "fc2": "rowwise"},
+        _FEED_FORWARD,
         pipelined=False,  # embeds padding in front of its layers
     ),
     "longt5": _T5,
     "pop2piano": _T5,
     "nllb_moe": DeclaredPlan(_QKV, _LOCAL, pipelined=False),  # its loss reads the routers of all layers
-    "pegasus_x": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise"}, towers=_TOWERS),
+    "pegasus_x": DeclaredPlan(_FEED_FORWARD, towers=_TOWERS),
     "seamless_m4t": _SEAMLESS,
     "seamless_m4t_v2": _SEAMLESS,
     "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS),
