@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,7 +104,9 @@ FAMILIES = {
     "mbart": _like_bart(
         "MBart", "generation", "sequence", "question_answering", "causal_lm", "bare", scale_embedding=True
     ),
-    "mvp": _like_bart("Mvp", "generation", "sequence", "question_answering", "causal_lm", "bare"),
+    "mvp": replace(
+        _like_bart("Mvp", "generation", "sequence", "question_answering", "causal_lm", "bare"), attention_by_hand=True
+    ),
     "plbart": _like_bart("PLBart", "generation", "sequence", "causal_lm", "bare"),
     "pegasus": _like_bart("Pegasus", "generation", "causal_lm", "bare"),
     "blenderbot": _like_bart("Blenderbot", "generation", "causal_lm", "bare"),
