@@ -7,6 +7,7 @@ the plan names the list of layers, and modules run in the order in which they we
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -250,7 +251,12 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _attends(module: nn.Module) -> bool:
-    return uses_registry(module) and _is_attention(module)
+    """Whether it is an attention that goes through transformers' registry; linear attention beside it does not."""
+    return (
+        uses_registry(module)
+        and _is_attention(module)
+        and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)
+    )
 
 
 def _asked(getter: Callable[[], nn.Module | None]) -> nn.Module | None:
