@@ -154,6 +154,7 @@ STYLES: dict[str, Style] = {
     "packed_colwise": partial(_packed, from_end=2),
     "packed_rowwise": partial(_packed, from_end=1),
     "embedding_rowwise": _embedding,
+    "embedding_colwise": _embedding,  # which dim is cut is not seen from outside
     "dropout": _dropout,
     "replicated_with_grad_allreduce": _partial_gradient,
     "mla_kv_a_proj": _latent_key_value,
@@ -165,4 +166,5 @@ STYLES: dict[str, Style] = {
     "local_biases": _local_biases,
     "local_params": _nothing,
     "replicate": _nothing,
+    "sequence_parallel": _nothing,  # norms between regions: whole sequences give the same numbers
 }

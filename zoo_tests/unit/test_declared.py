@@ -109,3 +109,8 @@ def test_a_configuration_that_cannot_be_sharded(model_class: str, config: dict, 
 def test_every_declared_style_is_known() -> None:
     styles = {style for plan in declared_plans().values() for style in (plan.styles or {}).values()}
     assert styles <= set(STYLES)
+
+
+def test_every_style_of_transformers_is_known() -> None:
+    tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    assert set(tensor_parallel.ALL_PARALLEL_STYLES) <= set(STYLES)
