@@ -113,4 +113,5 @@ def test_every_declared_style_is_known() -> None:
 
 def test_every_style_of_transformers_is_known() -> None:
     tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
-    assert set(tensor_parallel.ALL_PARALLEL_STYLES) <= set(STYLES)
+    of_experts = {"grouped_gemm", "ep_dispatch_experts", "ep_router"}  # styles of another plan, for expert parallelism
+    assert set(tensor_parallel.ALL_PARALLEL_STYLES) - of_experts <= set(STYLES)
