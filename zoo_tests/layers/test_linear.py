@@ -68,9 +68,9 @@ def test_fused_parts_are_cut_each_on_its_own(part_size: int, num_heads: int | No
 
 @distributed(4)
 def test_heads_are_never_cut() -> None:
-    """6 heads of 3 over 4 ranks: 1, 2, 1 and 2 heads."""
+    """6 heads of 3 over 4 ranks: 2, 2, 1 and 1 heads."""
     layer = _check_column(_native("linear", 5, 18), 5, num_heads=6)
-    assert layer.weight.shape[0] == (3, 6, 3, 6)[dist.get_rank()]
+    assert layer.weight.shape[0] == (6, 6, 3, 3)[dist.get_rank()]
 
 
 @distributed(4)
