@@ -18,7 +18,7 @@ from zoo_tests.docs.pages import REPOSITORY, rows_of
 
 _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
-_FAST = ("megatron_bert", "biogpt", "wav2vec2", "pegasus_x", "olmo2")
+_FAST = ("megatron_bert", "biogpt", "olmo2")
 
 
 def _inexact() -> set[tuple[str, str]]:
