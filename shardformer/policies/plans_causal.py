@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
+from shardformer.policies.conventions import GATED, GATED_PARTS, LLAMA, self_attention
 from shardformer.policies.declared import DeclaredPlan
 from shardformer.stage import AddsNothing
 
-_ATTENTION = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.o_proj": "rowwise",
-}
-_GATED_PARTS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-_GATED = {f"mlp.{part}": style for part, style in _GATED_PARTS.items()}
-_LLAMA = {**_ATTENTION, **_GATED}
+_ATTENTION = self_attention("o_proj")
 _W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
-_LFM2 = {
-    **_W123,
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.out_proj": "rowwise",
-}
+_LFM2 = {**_W123, **self_attention("out_proj")}
 _LFM3 = {**_W123, **_ATTENTION, "self_attn.g_proj": "colwise"}
 # The layers of a BART decoder without its encoder.
 _DECODER = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.out_proj": "rowwise",
+    **self_attention("out_proj"),
     "fc1": "colwise",
     "fc2": "rowwise",
     "layers.*": "activation_dropout",
@@ -61,11 +45,9 @@ PLANS = {
         },
         {"multi_head_attention": ("num_heads", "d_model_size")},
     ),
-    "emu3": DeclaredPlan(_LLAMA),
+    "emu3": DeclaredPlan(LLAMA),
     # Its state-space half stays whole.
-    "falcon_h1": DeclaredPlan(
-        {**_ATTENTION, **{f"feed_forward.{part}": style for part, style in _GATED_PARTS.items()}}
-    ),
+    "falcon_h1": DeclaredPlan({**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}),
     "gemma4": DeclaredPlan(None, pipelined=False),  # every layer reads embeddings of its own
     "lfm2": DeclaredPlan(_LFM2),
     "lfm2_vl": DeclaredPlan(_LFM2, layers="language_model.layers"),
@@ -74,19 +56,19 @@ PLANS = {
     "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers behind the layers
     # Where heads are mixed otherwise, the attention stays whole.
     "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
-    "diffllama": DeclaredPlan(_GATED),
+    "diffllama": DeclaredPlan(GATED),
     "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
     # Experts interleave gate and up, and each adds a bias: they stay whole.
     "gpt_oss": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
     "hunyuan_v1_dense": DeclaredPlan(
         {
-            **_LLAMA,
+            **LLAMA,
             "self_attn.query_layernorm": "replicated_with_grad_allreduce",
             "self_attn.key_layernorm": "replicated_with_grad_allreduce",
         }
     ),
     **{
-        family: DeclaredPlan(_LLAMA, layers="language_model.layers")
+        family: DeclaredPlan(LLAMA, layers="language_model.layers")
         for family in ("cosmos3_omni", "hunyuan_vl", "qwen3_vl")
     },
     "openai_privacy_filter": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
@@ -129,7 +111,7 @@ PLANS = {
         },
         {"self_attn": ("num_heads", "hidden_size")},
     ),
-    "stablelm": DeclaredPlan(_LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
+    "stablelm": DeclaredPlan(LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
     "xglm": DeclaredPlan(
         {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": AddsNothing}
     ),

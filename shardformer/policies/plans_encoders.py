@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardformer.policies.conventions import LLAMA
 from shardformer.policies.declared import DeclaredPlan
 from shardformer.stage import Received
 
@@ -16,7 +17,7 @@ class ReceivedTokens(Received):
         return self
 
 
-BERT_STYLES = {
+_BERT_STYLES = {
     "self.query": "colwise",
     "self.key": "colwise",
     "self.value": "colwise",
@@ -24,17 +25,8 @@ BERT_STYLES = {
     "output.dense": "rowwise",
     "intermediate.dense": "colwise",
 }
-BERT_LOCAL = {"self": ("num_attention_heads", "all_head_size")}
-_LLAMA_STYLES = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.o_proj": "rowwise",
-    "mlp.gate_proj": "colwise",
-    "mlp.up_proj": "colwise",
-    "mlp.down_proj": "rowwise",
-}
-_BERT = DeclaredPlan(BERT_STYLES, BERT_LOCAL)
+_BERT_LOCAL = {"self": ("num_attention_heads", "all_head_size")}
+_BERT = DeclaredPlan(_BERT_STYLES, _BERT_LOCAL)
 # Where heads are mixed before they are put together, the attention stays whole.
 _FEED_FORWARD = DeclaredPlan(
     {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
@@ -60,61 +52,61 @@ _XLM = {
     "every": ("position_embeddings", "lang_embeddings", "layer_norm_emb"),
     "first": {"embeddings": Received},
 }
-_LLAMA = DeclaredPlan(_LLAMA_STYLES)
+_LLAMA = DeclaredPlan(LLAMA)
 
 PLANS = {
-    "big_bird": DeclaredPlan(BERT_STYLES, BERT_LOCAL, needs={"attention_type": "original_full"}),
+    "big_bird": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
     # Every head adds products with the embedding of the distances between boxes.
     "bros": DeclaredPlan(
-        {**BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"}, BERT_LOCAL, every=("bbox_embeddings",)
+        {**_BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"}, _BERT_LOCAL, every=("bbox_embeddings",)
     ),
-    "canine": DeclaredPlan(BERT_STYLES, BERT_LOCAL, pipelined=False),  # characters are read again behind the layers
+    "canine": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, pipelined=False),  # characters are read again behind the layers
     "convbert": _FEED_FORWARD,
     # Query, key and value of a head lie side by side.
     "deberta": DeclaredPlan(
-        {**BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
+        {**_BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
         | {"self.q_bias": "colwise", "self.v_bias": "colwise"},
-        BERT_LOCAL,
+        _BERT_LOCAL,
         every=("encoder.rel_embeddings",),
     ),
-    "esm": DeclaredPlan(BERT_STYLES, BERT_LOCAL, whole_logits=True),
+    "esm": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
     "flaubert": DeclaredPlan(**_XLM, needs={"pre_norm": False, "layerdrop": 0.0}),
     "fnet": _BERT,
     "funnel": DeclaredPlan({"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"}, pipelined=False),  # pools on its way
     "gte": _LLAMA,
-    "jina_embeddings_v3": DeclaredPlan({**_LLAMA_STYLES, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
+    "jina_embeddings_v3": DeclaredPlan({**LLAMA, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
     "layoutlmv3": DeclaredPlan(
         {
-            **BERT_STYLES,
+            **_BERT_STYLES,
             "attention.self": "local_biases",
             **dict.fromkeys(_PAGE_BIASES, "replicated_with_grad_allreduce"),
         },
-        BERT_LOCAL,
+        _BERT_LOCAL,
         every=_PAGE_BIASES,
     ),
     "longformer": _FEED_FORWARD,
     "luke": DeclaredPlan(
         # Words and entities ask words and entities with projections of their own.
-        {**BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
-        BERT_LOCAL,
+        {**_BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
+        _BERT_LOCAL,
         first={"entity_embeddings": Received},
         carries=("entity_hidden_states",),
     ),
     "markuplm": _BERT,
     "megatron_bert": _BERT,
     # Its head puts two weights side by side in one product.
-    "mobilebert": DeclaredPlan(BERT_STYLES, BERT_LOCAL, cut_vocabulary=False),
+    "mobilebert": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, cut_vocabulary=False),
     "modernbert": _MODERN,
     "modernvbert": replace(_MODERN, first={"text_model.embeddings": ReceivedTokens}),
     "mra": _BERT,
     "nomic_bert": _LLAMA,
     "nystromformer": DeclaredPlan(
-        {**BERT_STYLES, "self.conv.weight": "first_dim"},
-        {**BERT_LOCAL, "self.conv": ("groups", "in_channels", "out_channels")},
+        {**_BERT_STYLES, "self.conv.weight": "first_dim"},
+        {**_BERT_LOCAL, "self.conv": ("groups", "in_channels", "out_channels")},
     ),
     "rembert": _BERT,
     "roc_bert": _BERT,
-    "roformer": DeclaredPlan(BERT_STYLES, BERT_LOCAL, every=("encoder.embed_positions",)),
+    "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
     "tapas": _BERT,
     "visual_bert": _BERT,
     "xlm": DeclaredPlan(**_XLM),

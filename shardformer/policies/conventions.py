@@ -1,0 +1,15 @@
+"""Names that many families share, with the styles that belong to them."""
+
+from __future__ import annotations
+
+GATED_PARTS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+GATED = {f"mlp.{part}": style for part, style in GATED_PARTS.items()}
+
+
+def self_attention(output: str) -> dict[str, str]:
+    """Styles of q_proj, k_proj and v_proj below self_attn, and of the projection named `output`."""
+    return {**{f"self_attn.{part}_proj": "colwise" for part in "qkv"}, f"self_attn.{output}": "rowwise"}
+
+
+# The layers of Llama.
+LLAMA = {**self_attention("o_proj"), **GATED}
