@@ -65,6 +65,7 @@ def plain_run(head: HeadClass) -> Run | str:
         model = build(head)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         losses, gradients, required = [], {}, set()
+        state = torch.get_rng_state()
         for step in range(_STEPS):
             loss = model(**batch_for(head, model, step)).loss
             if loss is None:
@@ -81,7 +82,24 @@ def plain_run(head: HeadClass) -> Run | str:
         return _short(error)
     if not all(abs(loss) < 1e4 for loss in losses):
         return f"losses {losses} are not finite"
+    if not torch.equal(torch.get_rng_state(), state) and _depends_on_random_numbers(head, gradients):
+        return "draws random numbers in training: no two runs agree"
     return losses, gradients, required
+
+
+def _depends_on_random_numbers(head: HeadClass, gradients: dict[str, Tensor]) -> bool:
+    """Whether another seed in training gives other first gradients (a router that samples; dropout is off here)."""
+    model = build(head)
+    batch = batch_for(head, model, 0)
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        model(**batch).loss.backward()
+        named = model.named_parameters(remove_duplicate=False)
+        found = {name: param.grad for name, param in named if param.grad is not None}
+        if found.keys() != gradients.keys() or any(_difference(found[n], gradients[n]) > _TOLERANCE for n in found):
+            return True
+        model.zero_grad()
+    return False
 
 
 def sharded_verdict(head: HeadClass, layout: str, plain: Run) -> str:
