@@ -26,6 +26,7 @@ from plugins.hybrid_parallel.zero.parameters import (
 )
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
+from shardformer.attention import recompute_attention, uses_registry
 from shardformer.rng import SharedStream
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,6 +64,11 @@ def check_options_against_model(
             f"gradient_checkpointing={config.gradient_checkpointing!r} needs a transformers model, not a "
             f"{type(model).__name__}; use gradient_checkpointing=None"
         )
+    if config.gradient_checkpointing == "selective" and not any(map(uses_registry, model.modules())):
+        raise ConfigurationError(
+            f"gradient_checkpointing='selective' cannot reach the attention of {type(model).__name__}, which is written "
+            "out in its modules; use 'full'"
+        )
 
 
 def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int) -> BuiltModel:
@@ -71,7 +77,9 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     Raises:
         ConfigurationError: the model's family cannot be sharded as asked, with all reasons; ranks differ in the model.
     """
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing == "selective":
+        recompute_attention(model)
+    elif config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     share_initial_weights(model)
     origin = WholeModel.of(model)

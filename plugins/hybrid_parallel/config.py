@@ -31,7 +31,7 @@ class HybridParallelConfig:
         layers_per_stage: an explicit split of the layers.
         enable_*: optimisations of the sharded model, see `ShardConfig`.
         gradient_checkpointing: "full" recomputes every layer in the backward pass, a share in (0, 1] the first so many
-            of each stage's layers; None keeps activations.
+            of each stage's layers, "selective" the attention kernels that keep their scores; None keeps activations.
         custom_policy: how to shard a family that has no policy.
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this times `tp_size`.
         zero_bucket_size_in_mb: gradients are reduced in buckets of this size.
@@ -155,9 +155,10 @@ class HybridParallelConfig:
         problems = []
         share = self.gradient_checkpointing
         is_share = isinstance(share, float | int) and not isinstance(share, bool) and 0 < share <= 1
-        if share not in (None, "full") and not is_share:
+        if share not in (None, "full", "selective") and not is_share:
             problems.append(
-                f"gradient_checkpointing={share!r} is not available; use None, 'full' or a share of layers such as 0.5"
+                f"gradient_checkpointing={share!r} is not available; use None, 'full', 'selective' or a share of "
+                "layers such as 0.5"
             )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             problems.append("num_microbatches and microbatch_size are both given; use one of them")

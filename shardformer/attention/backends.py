@@ -137,10 +137,14 @@ def log_once(name: str, what: str) -> None:
         _log.warning("%s %s", name, what)
 
 
-def slow_reason(device: str, dtype: torch.dtype, head_dim: int, has_mask: bool, mask_needs_grad: bool) -> str:
+def slow_reason(
+    device: str, dtype: torch.dtype, head_dim: int, has_mask: bool, mask_needs_grad: bool, dropout: float = 0.0
+) -> str:
     """Why SDPA will run its plain kernel on such inputs; empty where a fused one takes them."""
-    if mask_needs_grad and device == "cuda":
+    if mask_needs_grad:
         return "the bias on attention scores needs a gradient, which torch's fused kernels do not compute"
+    if device == "cpu" and dropout:
+        return "torch's fused kernel for CPUs has no dropout"
     if device == "cpu":
         return "" if dtype.is_floating_point else f"torch has no fused kernel for {dtype} on CPUs"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -158,13 +162,28 @@ def sdpa_without_slow_kernels(
     """transformers' SDPA, which logs once a module class when no fused kernel takes its inputs."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    bias = kwargs.get("position_bias")
-    masks = [mask for mask in (attention_mask, bias) if mask is not None]
-    needs_grad = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)
-    reason = slow_reason(query.device.type, query.dtype, query.shape[-1], bool(masks), needs_grad)
-    if reason:
+    if reason := _slow_inputs(query, attention_mask, **kwargs):
         log_once(type(module).__name__, f"runs SDPA's plain kernel: {reason}")
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def keeps_scores(implementation: str, query: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> bool:
+    """Whether the kernel of that name keeps [batch, heads, seq, seq] for its backward pass on such inputs."""
+    if implementation in ("sdpa", SDPA):
+        return bool(_slow_inputs(query, attention_mask, **kwargs))
+    return not implementation.startswith(("flash", "flex")) and implementation != "xformers"
+
+
+def _slow_inputs(
+    query: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> str:
+    masks = [mask for mask in (attention_mask, position_bias) if mask is not None]
+    needs_grad = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)
+    return slow_reason(query.device.type, query.dtype, query.shape[-1], bool(masks), needs_grad, dropout)
 
 
 def xformers_attention(

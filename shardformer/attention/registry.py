@@ -8,11 +8,15 @@ same name is registered with it, because transformers silently drops the padding
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backends import SDPA, sdpa_without_slow_kernels, xformers_attention
+from shardformer.attention.backends import SDPA, keeps_scores, sdpa_without_slow_kernels, xformers_attention
 from shardformer.attention.ulysses import SequenceExchange
 from shardformer.rng import parallel_region
 
@@ -25,14 +29,29 @@ def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: SequenceExch
     The kernel stays the one the model was built with (SDPA by default). Models without the registry are left as
     they are: their policies say how their attention dropout is made parallel.
     """
+    for module in _routed(model):
+        module.sharded_attention_rank, module.sequence_exchange = tp_rank, exchange
+
+
+def recompute_attention(model: nn.Module) -> None:
+    """Selective recomputation (arXiv 2205.05198, section 5): what grows with the square of the sequence is not kept.
+
+    Attention kernels that would keep their scores for the backward pass run again there; fused ones keep none.
+    """
+    for module in _routed(model):
+        module.recomputes_attention = True
+
+
+def _routed(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that choose a kernel by name, once the name is one of ours."""
     for module in model.modules():
         config = getattr(module, "config", None)
         implementation = getattr(config, "_attn_implementation", None)
         if implementation is None or not uses_registry(module):
             continue
-        module.sharded_attention_rank, module.sequence_exchange = tp_rank, exchange
         if not implementation.startswith(_PREFIX):
             config._attn_implementation = _register(implementation)
+        yield module
 
 
 def uses_registry(module: nn.Module) -> bool:
@@ -79,8 +98,12 @@ def call_kernel(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the kernel of that name; its dropout draws from this rank's stream where ranks have heads of their own."""
     kernel = _kernel(implementation, module)
-    # Where all ranks run all heads they have to drop alike.
-    if not kwargs.get("dropout") or getattr(module, "attention_is_replicated", False):
+    recomputes = getattr(module, "recomputes_attention", False) and torch.is_grad_enabled()
+    if recomputes and keeps_scores(implementation, query, attention_mask, **kwargs):
+        kernel = partial(checkpoint, kernel, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")))
+    # Where all ranks run all heads they have to drop alike; a single rank goes on with its own stream.
+    is_alike = getattr(module, "attention_is_replicated", False) or not hasattr(module, "sharded_attention_rank")
+    if not kwargs.get("dropout") or is_alike:
         return kernel(module, query, key, value, attention_mask, **kwargs)
     with parallel_region(module.sharded_attention_rank):
         return kernel(module, query, key, value, attention_mask, **kwargs)

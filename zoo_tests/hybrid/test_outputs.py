@@ -147,6 +147,35 @@ def test_a_share_of_the_layers_is_recomputed(share: float | str, recomputed: int
     assert len(forwards) == 5 + recomputed
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@distributed(1)
+def test_selective_recomputation_keeps_no_scores_of_attention(attention: str) -> None:
+    recipe = Recipe(family="bert", head="sequence", config=(("attn_implementation", attention),))
+    batch = recipe.batch(0)
+    found = {}
+    for choice in (None, "selective"):
+        booster, model = Booster(plugin=HybridParallelPlugin(gradient_checkpointing=choice)), recipe.model()
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scores = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=scores: s.append(x.shape) or x, lambda x: x):
+            loss = model(**batch).loss
+        booster.backward(loss, optimizer)
+        length = batch["input_ids"].shape[1]
+        # [batch, heads, seq, seq]; masks have one head.
+        found[choice] = sum(len(shape) == 4 and shape[1] > 1 and shape[2:] == (length, length) for shape in scores)
+        found[choice, "gradients"] = optimizer.full_gradients()
+    assert found["selective"] == 0 and (found[None] > 0) == (attention == "eager")
+    for name, expected in found[None, "gradients"].items():
+        torch.testing.assert_close(found["selective", "gradients"][name], expected, rtol=1e-12, atol=1e-12)
+
+
+@distributed(1)
+def test_selective_recomputation_needs_attention_that_can_be_reached() -> None:
+    booster = Booster(plugin=HybridParallelPlugin(gradient_checkpointing="selective"))
+    with pytest.raises(ConfigurationError, match="'selective' cannot reach the attention of GPTJ.*; use 'full'"):
+        booster.boost(Recipe(family="gptj", head="causal_lm").model())
+
+
 @distributed(1)
 def test_gradient_checkpointing_needs_a_transformers_model() -> None:
     booster = Booster(plugin=HybridParallelPlugin(gradient_checkpointing="full"))

@@ -76,7 +76,10 @@ def test_a_named_backend_that_cannot_be_is_refused(request_: str, changes: dict[
         (("cuda", BF16, 64, True, True), True),
         (("cuda", torch.float64, 64, False, False), True),
         (("cuda", BF16, 512, False, False), True),
+        (("cuda", BF16, 64, False, False, 0.1), False),
         (("cpu", FP32, 64, True, False), False),
+        (("cpu", FP32, 64, True, True), True),
+        (("cpu", FP32, 64, False, False, 0.1), True),
     ],
 )
 def test_plain_kernels_have_a_reason(arguments: tuple, slow: bool) -> None:

@@ -119,10 +119,13 @@ def test_heads_are_dropped_differently_on_every_rank() -> None:
         assert not torch.allclose(first, second)
 
 
-@pytest.mark.parametrize(("layout", "sp"), [("tp2", False), ("tp2", True), ("tp2pp2", False)])
-def test_recomputation_draws_the_same_masks(layout: str, sp: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "sp", "choice"),
+    [("tp2", False, "full"), ("tp2", True, "full"), ("tp2pp2", False, "full"), ("tp2", True, "selective")],
+)
+def test_recomputation_draws_the_same_masks(layout: str, sp: bool, choice: str, tmp_path: Path) -> None:
     kept = _train(_case("bert", layout, sp=sp), tmp_path, "kept")
-    recomputed = _train(_case("bert", layout, sp=sp, gradient_checkpointing="full"), tmp_path, "recomputed")
+    recomputed = _train(_case("bert", layout, sp=sp, gradient_checkpointing=choice), tmp_path, "recomputed")
     assert kept[0].losses == pytest.approx(recomputed[0].losses, rel=1e-12)
     for one, other in zip(kept, recomputed, strict=True):
         assert one.checksums == pytest.approx(other.checksums, rel=1e-9)

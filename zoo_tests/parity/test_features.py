@@ -92,6 +92,8 @@ SLOW = [
     _case("llama", "tp4", sp=True, zero=0, config={"num_key_value_heads": 1}, max_norm=_CLIP),
     _case("llama", "tp2", options={"gradient_checkpointing": "full"}, sp=True),
     _case("bert", "tp2pp2", options={"gradient_checkpointing": 0.5}),
+    _case("bert", "tp2pp2", options={"gradient_checkpointing": "selective"}, sp=True, config=_EAGER),
+    _case("t5", "tp2pp2", options={"gradient_checkpointing": "selective"}),
     _case("llama", "tp2pp2", options={"gradient_checkpointing": "full"}, sp=True, config=_TIED),
     _case("llama", "tp2", config={"attention_bias": True, "mlp_bias": True}, sp=True, max_norm=_CLIP),
     _case("llama", "pp2dp2", options={"overlap_allgather": True}, optimizer="adamw"),

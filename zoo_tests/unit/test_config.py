@@ -29,7 +29,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": "fp8"}, r"precision='fp8' is not available; use 'fp32' or 'bf16' or 'fp16'"),
     ({"pp_style": "zero_bubble"}, r"pp_style='zero_bubble' is not available; use '1f1b' or 'gpipe'"),
     ({"sequence_parallelism_mode": "ring_attn"}, r"sequence_parallelism_mode='ring_attn' is not available"),
-    ({"gradient_checkpointing": "selective"}, r"gradient_checkpointing='selective' is not available; use None, 'full'"),
+    ({"gradient_checkpointing": "some"}, r"gradient_checkpointing='some' is not available; use None, 'full', 'select"),
     ({"gradient_checkpointing": 1.5}, r"gradient_checkpointing=1.5 is not available; use .* a share .* such as 0.5"),
     ({"num_microbatches": 2, "microbatch_size": 1}, r"num_microbatches and microbatch_size are both given"),
     ({"num_microbatches": 0}, r"num_microbatches=0 is not positive"),
