@@ -125,6 +125,11 @@ def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
+def first_output(output: Any, change: Any) -> Any:
+    """Apply `change` to the hidden states that a module returns, alone or with others."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
 class PendingGather:
     """A gather of the sequence that is on its way.
 
@@ -179,11 +184,13 @@ def wrap_layers(layers: list[nn.Module], region: SequenceParallel) -> None:
     layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: first_input(args, kwargs, region.enter), with_kwargs=True
     )
+    layers[-1].register_forward_hook(lambda _, __, output: first_output(output, region.leave))
 
-    def leave(_: nn.Module, __: tuple, output: Any) -> Any:
-        return (region.leave(output[0]), *output[1:]) if isinstance(output, tuple) else region.leave(output)
 
-    layers[-1].register_forward_hook(leave)
+def run_whole(module: nn.Module, region: SequenceParallel) -> None:
+    """Let `module`, between two slices of the sequence, see the whole of it and compute the same on every rank."""
+    module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, region.leave), with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: first_output(output, region.enter))
 
 
 def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:
@@ -203,6 +210,8 @@ def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:
         tables = kwargs.get("position_embeddings")  # cos and sin, [..., seq, features]
         if isinstance(tables, (tuple, list)):
             changed["position_embeddings"] = tuple(own(table, -2) for table in tables)
+        elif isinstance(tables, Tensor):  # one table of complex numbers
+            changed["position_embeddings"] = own(tables, -2)
         if "position_ids" in kwargs:
             changed["position_ids"] = own(kwargs["position_ids"], -1)
         return args, changed

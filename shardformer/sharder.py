@@ -87,7 +87,8 @@ class ModelSharder:
 
     def _check_towers(self) -> list[str]:
         layout = self.policy.stages
-        if self.config.sequence is None or layout is None or layout.then is None:
+        is_split = self.policy.splits_towers and not self.config.exchanges_heads
+        if self.config.sequence is None or layout is None or layout.then is None or is_split:
             return []
         return [
             f"enable_sequence_parallelism=True does not support the several lists of layers of "
@@ -110,10 +111,10 @@ class ModelSharder:
         self._route_attention()
         if self.config.sequence is not None:
             self.model.sequence_is_cut = True
-            layers = self._held_layers()
-            wrap_layers(layers, self.config.sequence)
-            for layer in layers if self.config.exchanges_heads else ():
-                slice_positions(layer, self.config.sequence)
+            for layers in filter(None, self._held_layers()):
+                wrap_layers(layers, self.config.sequence)
+                for layer in layers if self.config.exchanges_heads else ():
+                    slice_positions(layer, self.config.sequence)
 
     def _tell_what_stays(self, fusions: int) -> None:
         """An option that changes nothing in this model is not dropped silently."""
@@ -180,7 +181,11 @@ class ModelSharder:
         for fuse in description.fusions if self.config.enable_jit_fused else ():
             if not any(isinstance(child, StandIn) for child in module.children()):
                 fuse(module)
-        if self.config.sequence is not None and description.gathers_sequence and not self.config.exchanges_heads:
+        if description.gathers_sequence:
+            self._gather_on_entry(module)
+
+    def _gather_on_entry(self, module: nn.Module) -> None:
+        if self.config.sequence is not None and not self.config.exchanges_heads:
             gather_on_entry(module, self.config.sequence, self.config.enable_sequence_overlap)
 
     def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
@@ -193,6 +198,8 @@ class ModelSharder:
             new = target.from_native_module(native, self.config.group, **(replacement.kwargs or {}))
             new.train(native.training)
             replace_module(module, replacement.suffix, new)
+        if replacement.gathers_sequence:
+            self._gather_on_entry(new or native)
         if replacement.partial_gradient or stays_whole:
             for parameter in (new or native).parameters():
                 annotate(parameter, self._replicated_spec(parameter), self.config.group)
@@ -275,10 +282,12 @@ class ModelSharder:
 
     # ----- stages and tied parameters -----
 
-    def _held_layers(self) -> list[nn.Module]:
+    def _held_layers(self) -> list[list[nn.Module]]:
+        """The layers of this stage, list by list."""
         base = self.model.get_submodule(self.policy.base_path)
-        layers = base.get_submodule(self.policy.stages.layers)
-        return [layer for layer in layers if not isinstance(layer, StandIn)]
+        paths = [layout.layers for layout in self.policy.stages.chain]
+        lists = [base.get_submodule(path) for path in paths if has_module(base, path)]  # an encoder may be finished
+        return [[layer for layer in layers if not isinstance(layer, StandIn)] for layers in lists]
 
     def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
         """Parameters (all of their names) that several stages hold, and those stages; asked before the model is cut."""

@@ -66,8 +66,8 @@ def check_options_against_model(
         )
     if config.gradient_checkpointing == "selective" and not any(map(uses_registry, model.modules())):
         raise ConfigurationError(
-            f"gradient_checkpointing='selective' cannot reach the attention of {type(model).__name__}, which is written "
-            "out in its modules; use 'full'"
+            f"gradient_checkpointing='selective' cannot reach the attention of {type(model).__name__}, which is "
+            "written out in its modules; use 'full'"
         )
 
 

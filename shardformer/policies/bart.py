@@ -17,6 +17,8 @@ class BartPolicy(Policy):
     """Encoder-decoders whose layers have q_proj, k_proj, v_proj, out_proj, fc1 and fc2."""
 
     family, prefix = "bart", "Bart"
+    splits_towers = True
+    exchanges_heads = False
     heads: tuple[str, ...] = (
         "Model",
         "ForConditionalGeneration",
@@ -76,16 +78,16 @@ class BartPolicy(Policy):
             together = [f"{name}.{projection}" for projection in read_together]
             return [
                 *query,
-                *cut.column(*together, num_heads=heads),
+                *cut.column(*together, num_heads=heads, reads_whole="q_proj" not in read_together),
                 *cut.row(f"{name}.out_proj", num_heads=heads),
                 *cut.layer_norm(f"{name}_layer_norm"),
             ]
 
         def layer(*attentions: list) -> ModulePolicyDescription:
-            feed_forward = [*cut.column("fc1"), *cut.row("fc2"), *cut.layer_norm("final_layer_norm")]
+            dense = [*cut.column("fc1", gathers_sequence=True), *cut.row("fc2")]
             return ModulePolicyDescription(
-                param_replacement=[self._drop_behind_activation],
-                sub_module_replacement=[*sum(attentions, []), *feed_forward],
+                param_replacement=[self._drop_behind_activation, self._drop_own_slice],
+                sub_module_replacement=[*sum(attentions, []), *dense, *cut.layer_norm("final_layer_norm")],
             )
 
         config = self.model.config
@@ -96,7 +98,9 @@ class BartPolicy(Policy):
         return {
             f"{self.prefix}Encoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens?")),
             f"{self.prefix}Decoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
-            f"{self.prefix}Attention": ModulePolicyDescription(param_replacement=[self._keep_local_heads]),
+            f"{self.prefix}Attention": ModulePolicyDescription(
+                param_replacement=[self._keep_local_heads], gathers_sequence=True
+            ),
             f"{self.prefix}EncoderLayer": layer(attention("self_attn", encoder_heads, "q_proj", "k_proj", "v_proj")),
             f"{self.prefix}DecoderLayer": layer(
                 attention("self_attn", decoder_heads, "q_proj", "k_proj", "v_proj"),
@@ -112,6 +116,11 @@ class BartPolicy(Policy):
     def _drop_behind_activation(self, layer: nn.Module) -> None:
         if self.tp_size > 1:
             drop_behind_activation(layer, self.shard_config.group.rank())
+
+    def _drop_own_slice(self, layer: nn.Module) -> None:
+        """Dropout between the regions is a function: a layer whose rank holds a slice draws all of it for itself."""
+        if self.shard_config.sequence is not None:
+            draw_per_rank(layer, self.shard_config.group.rank())
 
 
 class MBartPolicy(BartPolicy):

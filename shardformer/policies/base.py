@@ -27,6 +27,7 @@ class SubModuleReplacementDescription:
         reads: name of the input; column-parallel sub-modules that read the same one share an all-reduce.
         partial_gradient: the parameters stay whole but see a part of the tokens or heads of each rank, so their
             gradients are summed over the axis.
+        gathers_sequence: under sequence parallelism its input is gathered: it starts a tensor-parallel region.
     """
 
     suffix: str
@@ -35,6 +36,7 @@ class SubModuleReplacementDescription:
     ignore_if_not_exist: bool = False
     reads: str | None = None
     partial_gradient: bool = False
+    gathers_sequence: bool = False
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Policy(ABC):
         heads: what follows the prefix in the names of the model classes that the policy is for.
         stages: where the family may be cut into pipeline stages; None where it may not.
         splits_sequence: whether the family can be cut along the sequence (split-gather).
+        splits_towers: whether that also goes for several lists of layers, one after the other.
         exchanges_heads: whether ranks may exchange the sequence for heads around its attention (all-to-all).
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         uneven_heads: whether ranks may have different numbers of heads, because the attention follows its weights.
@@ -83,6 +86,7 @@ class Policy(ABC):
     heads: tuple[str, ...] = ()
     stages: StageLayout | None = None
     splits_sequence = True
+    splits_towers = False
     exchanges_heads = True
     repeats_layers = False
     uneven_heads = False

@@ -24,6 +24,12 @@ from shardformer.layers import (
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, divisors_phrase
 from shardformer.policies.declared import DeclaredPlan, starred
 from shardformer.policies.plan_changes import STYLES
+from shardformer.policies.plan_sequence import (
+    add_sequence_regions,
+    own_parameters_per_token,
+    per_token,
+    unclosed_regions,
+)
 from shardformer.policies.plan_tree import layer_paths, stage_layout
 
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -72,15 +78,11 @@ class PlanPolicy(Policy):
             for style in unknown
             if self.tp_size > 1
         ]
-        if self.shard_config.sequence is not None and not self._attends_only():
+        if self.shard_config.sequence is not None and not self._splits_sequence():
             problems.append(
-                f"enable_sequence_parallelism=True needs a policy, and {type(self.model).__name__} is sharded by its "
-                "plan; use enable_sequence_parallelism=False"
-            )
-        elif self.shard_config.sequence is not None and not self.shard_config.exchanges_heads:
-            problems.append(
-                f"sequence_parallelism_mode='split_gather' needs a policy, and {type(self.model).__name__} is sharded "
-                "by its plan; use 'all_to_all' or enable_sequence_parallelism=False"
+                f"sequence_parallelism_mode='{self.shard_config.sequence_parallelism_mode}' needs a policy for "
+                f"{type(self.model).__name__}, whose plan does not tell where its tokens meet; "
+                "use enable_sequence_parallelism=False"
             )
         if self.declared is not None:
             problems += self.declared.check(self.model)
@@ -90,6 +92,8 @@ class PlanPolicy(Policy):
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = self._whole_layers() if self.shard_config.exchanges_heads else self._cut_layers()
+        if self.shard_config.sequence is not None and not self.shard_config.exchanges_heads:
+            add_sequence_regions(table, self.model, self.stages.layers, self.shard_config)
         for target, module in self._vocabulary():
             path, _, name = _name_of(self.model, module).rpartition(".")
             description = table.setdefault(path, ModulePolicyDescription())
@@ -100,10 +104,21 @@ class PlanPolicy(Policy):
                 description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
 
-    def _attends_only(self) -> bool:
-        """Whether tokens of different places meet in attention alone, so that a layer can work on a part of them."""
+    def _splits_sequence(self) -> bool:
+        """Whether layers can work on slices of the sequence."""
         layout = None if self.declared is not None else self.stages
-        layers = list(self.model.get_submodule(layout.layers)) if layout is not None else []
+        if layout is None or layout.then is not None:
+            return False
+        layers = list(self.model.get_submodule(layout.layers))
+        held = {id(module) for layer in layers for module in layer.modules()}
+        if any(_attends(module) and id(module) not in held for module in self.model.modules()):
+            return False  # a tower beside the layers
+        if self.shard_config.exchanges_heads:
+            return self._attends_only(layers)
+        return not unclosed_regions(self._cut_layers(), layout.layers)
+
+    def _attends_only(self, layers: list[nn.Module]) -> bool:
+        """Whether tokens of different places meet in attention alone, so that a layer can work on a part of them."""
         attentions = [[module for module in layer.modules() if _attends(module)] for layer in layers]
         others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
         sinks = [parameter for found in attentions for module in found for parameter in module._parameters.values()]
@@ -113,11 +128,10 @@ class PlanPolicy(Policy):
         """Every rank has all of a layer and works on a part of the tokens: gradients are summed."""
         return {
             f"{self.stages.layers}.{index}": ModulePolicyDescription(
+                param_replacement=own_parameters_per_token(layer, self.shard_config),
                 sub_module_replacement=[
-                    SubModuleReplacementDescription(name, None, partial_gradient=True)
-                    for name, child in layer.named_children()
-                    if any(True for _ in child.parameters())
-                ]
+                    change for name, child in layer.named_children() for change in per_token(name, child)
+                ],
             )
             for index, layer in enumerate(self.model.get_submodule(self.stages.layers))
         }

@@ -37,14 +37,24 @@ class Shorthand:
         self.config = shard_config
 
     def column(
-        self, *suffixes: str, num_heads: int | None = None, part_size: int | None = None, reads: str | None = None
+        self,
+        *suffixes: str,
+        num_heads: int | None = None,
+        part_size: int | None = None,
+        reads: str | None = None,
+        reads_whole: bool = False,
+        gathers_sequence: bool = False,
     ) -> list[Replacement]:
         """Column-parallel linears that read the same input (`reads` names it, to join several calls).
 
-        A fused projection consists of parts of `part_size` features, each with `num_heads` heads.
+        A fused projection consists of parts of `part_size` features, each with `num_heads` heads. `reads_whole` where
+        the input is no slice of the sequence even under sequence parallelism (an encoder's output);
+        `gathers_sequence` where the linear itself starts a region.
         """
-        kwargs = {"num_heads": num_heads, "part_size": part_size, "input_is_gathered": self.config.sequence is not None}
-        return [_replace(suffix, ColumnParallelLinear, kwargs, reads=reads or suffixes[0]) for suffix in suffixes]
+        is_gathered = self.config.sequence is not None and not reads_whole
+        kwargs = {"num_heads": num_heads, "part_size": part_size, "input_is_gathered": is_gathered}
+        options = {"reads": reads or suffixes[0], "gathers_sequence": gathers_sequence}
+        return [_replace(suffix, ColumnParallelLinear, kwargs, **options) for suffix in suffixes]
 
     def row(self, suffix: str, num_heads: int | None = None) -> list[Replacement]:
         """A row-parallel linear that ends a tensor-parallel region."""

@@ -19,6 +19,8 @@ class T5Policy(Policy):
     """
 
     family, prefix = "t5", "T5"
+    splits_towers = True
+    exchanges_heads = False
     heads = (
         "Model",
         "ForConditionalGeneration",
@@ -62,7 +64,7 @@ class T5Policy(Policy):
             return ModulePolicyDescription(
                 sub_module_replacement=[
                     *query,
-                    *cut.column(*together, num_heads=heads),
+                    *cut.column(*together, num_heads=heads, reads_whole="q" not in read_together),
                     *cut.row(f"{name}.o", num_heads=heads),
                     *cut.head_table(f"{name}.relative_attention_bias?"),
                     *cut.rms_norm("layer_norm"),
@@ -72,13 +74,16 @@ class T5Policy(Policy):
 
         def dense(*column: str) -> ModulePolicyDescription:
             return ModulePolicyDescription(
-                sub_module_replacement=[*cut.column(*column), *cut.row("wo"), *cut.region_dropout("dropout")]
+                sub_module_replacement=[*cut.column(*column), *cut.row("wo"), *cut.region_dropout("dropout")],
+                gathers_sequence=True,
             )
 
         vocabulary = ModulePolicyDescription(sub_module_replacement=[*cut.vocab("shared?"), *cut.head("lm_head?")])
         return {
             f"{self.prefix}Stack": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
-            f"{self.prefix}Attention": ModulePolicyDescription({"n_heads": heads // self.tp_size}),
+            f"{self.prefix}Attention": ModulePolicyDescription(
+                {"n_heads": heads // self.tp_size}, gathers_sequence=True
+            ),
             f"{self.prefix}LayerSelfAttention": attention("SelfAttention", "q", "k", "v"),
             f"{self.prefix}LayerCrossAttention": attention("EncDecAttention", "k", "v"),
             f"{self.prefix}DenseActDense": dense("wi"),

@@ -58,7 +58,6 @@ def _like_bart(prefix: str, *heads: str, **config: Any) -> Family:
         inputs=_with_one_end,
         attention_dropout="attention_dropout",
         attention_output="encoder.layers.0.self_attn.out_proj" if heads[0] != "causal_lm" else "self_attn.out_proj",
-        sequence_parallel=False,
     )
 
 
@@ -96,7 +95,6 @@ WHISPER = Family(
     inputs=spectra,
     attention_dropout="attention_dropout",
     attention_output="encoder.layers.0.self_attn.out_proj",
-    sequence_parallel=False,
 )
 
 FAMILIES = {

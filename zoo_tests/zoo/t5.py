@@ -86,7 +86,6 @@ def _like_t5(prefix: str, **config: Any) -> Family:
         attention_dropout="dropout_rate",
         attention_output="SelfAttention.o",
         precision="fp32",
-        sequence_parallel=False,
     )
 
 
