@@ -65,7 +65,8 @@ class SequenceParallel:
 
     def pad(self, x: Tensor) -> Tensor:
         missing = pad_to_multiple(x.shape[_SEQ_DIM], self.world_size) - x.shape[_SEQ_DIM]
-        return F.pad(x, (0, 0, 0, missing)) if missing else x
+        behind = x.dim() - 1 - _SEQ_DIM  # some layers hold several streams, [batch, seq, streams, hidden]
+        return F.pad(x, (0, 0) * behind + (0, missing)) if missing else x
 
     def all_gather(self, x: Tensor, length: int) -> Tensor:
         return all_gather_dim(x, _SEQ_DIM, self.group)[:, :length].contiguous()
@@ -189,8 +190,14 @@ def wrap_layers(layers: list[nn.Module], region: SequenceParallel) -> None:
 
 def run_whole(module: nn.Module, region: SequenceParallel) -> None:
     """Let `module`, between two slices of the sequence, see the whole of it and compute the same on every rank."""
+
+    def enter(x: Tensor) -> Tensor:
+        if x.dim() > 2:
+            return region.enter(x)
+        return region.enter(x.unflatten(0, (-1, region.length))).flatten(0, 1)  # experts return [tokens, hidden]
+
     module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, region.leave), with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: first_output(output, region.enter))
+    module.register_forward_hook(lambda _, __, output: first_output(output, enter))
 
 
 def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:

@@ -91,9 +91,11 @@ class PlanPolicy(Policy):
         return problems
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        table = self._whole_layers() if self.shard_config.exchanges_heads else self._cut_layers()
-        if self.shard_config.sequence is not None and not self.shard_config.exchanges_heads:
-            add_sequence_regions(table, self.model, self.stages.layers, self.shard_config)
+        layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
+        exchanges_heads = layers is not None and self.shard_config.exchanges_heads
+        table = self._whole_layers(layers) if exchanges_heads else self._cut_layers()
+        if layers is not None and not exchanges_heads:
+            add_sequence_regions(table, self.model, layers, self.shard_config)
         for target, module in self._vocabulary():
             path, _, name = _name_of(self.model, module).rpartition(".")
             description = table.setdefault(path, ModulePolicyDescription())
@@ -113,6 +115,8 @@ class PlanPolicy(Policy):
         held = {id(module) for layer in layers for module in layer.modules()}
         if any(_attends(module) and id(module) not in held for module in self.model.modules()):
             return False  # a tower beside the layers
+        if getattr(self.model.config, "hc_mult", 1) > 1:
+            return False  # hyper-connections: layers hand on several streams, [batch, seq, streams, hidden]
         if self.shard_config.exchanges_heads:
             return self._attends_only(layers)
         return not unclosed_regions(self._cut_layers(), layout.layers)
@@ -121,19 +125,22 @@ class PlanPolicy(Policy):
         """Whether tokens of different places meet in attention alone, so that a layer can work on a part of them."""
         attentions = [[module for module in layer.modules() if _attends(module)] for layer in layers]
         others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
+        # A part of an attention that is more than a layer reads tokens of its own choice (an indexer).
+        parts = [child for found in attentions for module in found for child in module.children()]
+        others += [part for part in parts if any(True for child in part.children() for _ in child.parameters())]
         sinks = [parameter for found in attentions for module in found for parameter in module._parameters.values()]
         return bool(layers) and all(attentions) and not others and not sinks
 
-    def _whole_layers(self) -> dict[str, ModulePolicyDescription]:
+    def _whole_layers(self, layers: str) -> dict[str, ModulePolicyDescription]:
         """Every rank has all of a layer and works on a part of the tokens: gradients are summed."""
         return {
-            f"{self.stages.layers}.{index}": ModulePolicyDescription(
+            f"{layers}.{index}": ModulePolicyDescription(
                 param_replacement=own_parameters_per_token(layer, self.shard_config),
                 sub_module_replacement=[
                     change for name, child in layer.named_children() for change in per_token(name, child)
                 ],
             )
-            for index, layer in enumerate(self.model.get_submodule(self.stages.layers))
+            for index, layer in enumerate(self.model.get_submodule(layers))
         }
 
     def _cut_layers(self) -> dict[str, ModulePolicyDescription]:

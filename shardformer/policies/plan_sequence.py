@@ -7,7 +7,7 @@ indexers) works on the whole sequence, as it does without sequence parallelism, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ def add_sequence_regions(table: Table, model: nn.Module, layers: str, config: Sh
         path = f"{layers}.{index}"
         described = table.setdefault(path, ModulePolicyDescription())
         described.param_replacement += own_parameters_per_token(layer, config)
-        for name, child in layer.named_children():
+        for name, child in _parts(layer):
             inside = _below(table, f"{path}.{name}")
             if not inside and all(parameter.dim() <= 1 for parameter in child.parameters()):  # a norm, an activation
                 described.sub_module_replacement += per_token(name, child)
@@ -103,5 +103,14 @@ def _gather_and_scatter(description: ModulePolicyDescription, region: SequencePa
         change.kwargs = {**(change.kwargs or {}), **options}
 
 
+def _parts(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """What a layer calls: its children, and those in lists."""
+    for name, child in layer.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from _parts(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
 def _run_whole(layer: nn.Module, name: str, region: SequenceParallel) -> None:
-    run_whole(getattr(layer, name), region)
+    run_whole(layer.get_submodule(name), region)

@@ -14,7 +14,8 @@ import pytest
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
 
-_HEADS = {"t5": "generation", "bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "qwen3": "causal_lm"}
+_HEADS = {"t5": "generation", "bart": "generation", "bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "qwen3": "causal_lm"}
+_HEADS |= dict.fromkeys(("gpt_neox", "mixtral", "opt"), "causal_lm")
 _CLIP = 0.05  # far below the norms of these models: it bites at every step
 
 
@@ -35,6 +36,7 @@ _FIVE_GROUPS = {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim":
 _FLASH = {"enable_flash_attention": True}
 _FUSED = {"enable_jit_fused": True}
 _OVERLAP = {"enable_sequence_overlap": True}
+_RECOMPUTED_OVERLAP = {**_OVERLAP, "gradient_checkpointing": "full"}
 
 FAST = [
     _case("bert", "tp2pp2", sp=True, options=_FUSED),
@@ -67,8 +69,14 @@ SLOW = [
     _case("llama", "pp2", options={**_FUSED, "gradient_checkpointing": "full"}),
     _case("gpt2", "tp2dp2", options=_FUSED),
     _case("gpt2", "dp2", options={"enable_all_optimization": True}),
-    # All that the family can do: it cannot be cut along the sequence.
+    # All that the family can do: OPT cannot be cut along the sequence.
     _case("t5", "tp2pp2", options={"enable_all_optimization": True}, precision="fp32"),
+    _case("opt", "tp2", options={"enable_all_optimization": True}, precision="fp32"),
+    # Two lengths at once, and regions that start at a linear, or at a block of experts.
+    _case("t5", "tp4", sp=True, options=_RECOMPUTED_OVERLAP, precision="fp32"),
+    _case("bart", "tp2pp2", sp=True, options=_RECOMPUTED_OVERLAP, max_norm=_CLIP),
+    _case("gpt_neox", "tp2pp2", sp=True, options=_RECOMPUTED_OVERLAP, max_norm=_CLIP),
+    _case("mixtral", "tp2", sp=True, options=_RECOMPUTED_OVERLAP, precision="fp32"),
     _case("bert", "tp4", sp=True, options=_OVERLAP, optimizer="momentum"),
     _case("gpt2", "tp4", sp=True, options=_OVERLAP, max_norm=_CLIP),
     _case("llama", "tp2", sp=True, options={**_OVERLAP, "gradient_checkpointing": "full"}),

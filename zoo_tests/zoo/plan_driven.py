@@ -30,14 +30,14 @@ def _gemma3(**config: Any) -> Family:
         "causal_lm": family.heads["causal_lm"],
         "sequence": replace(family.heads["sequence"], model_class="Gemma3TextForSequenceClassification"),
     }
-    return _rounding(replace(family, heads=heads, config_class="Gemma3TextConfig", sequence_parallel=False))
+    return _rounding(replace(family, heads=heads, config_class="Gemma3TextConfig"))
 
 
 def _plan_driven(prefix: str, **config: Any) -> Family:
     family = _like_llama(prefix, **config)
     heads = {name: head for name, head in family.heads.items() if hasattr(transformers, head.model_class)}
     # Attention is on all heads of every rank (Phi-3, GLM), or soft-capped, which SDPA leaves out (Gemma 2).
-    return replace(family, heads=heads, sequence_parallel=False, attention_dropout=None)
+    return replace(family, heads=heads, attention_dropout=None)
 
 
 GEMMA2 = _rounding(_plan_driven("Gemma2", head_dim=16, sliding_window=5))
