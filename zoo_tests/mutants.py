@@ -148,6 +148,29 @@ def _encoder_learns_nothing() -> None:
     Finished.forward = detached
 
 
+def _encoder_read_as_a_slice() -> None:
+    from shardformer.policies.shorthand import Shorthand
+
+    column = Shorthand.column
+
+    def gathered(self: Shorthand, *suffixes: str, reads_whole: bool = False, **options: Any) -> list[Any]:
+        return column(self, *suffixes, **options)
+
+    Shorthand.column = gathered
+
+
+def _gradient_of_experts_summed_twice() -> None:
+    """A block that runs whole is entered by a gather that sums gradients, although each rank has all of them."""
+    from shardformer.policies import plan_sequence
+    from shardformer.sequence import SequenceParallel, first_input, first_output
+
+    def summed(module: nn.Module, region: SequenceParallel) -> None:
+        module.register_forward_pre_hook(lambda _, a, k: first_input(a, k, region.gather), with_kwargs=True)
+        module.register_forward_hook(lambda _, __, output: first_output(output, region.enter))
+
+    plan_sequence.run_whole = summed
+
+
 def _forget_sums(bucket: Any, chosen: Callable[[nn.Parameter], bool]) -> None:
     """Leave the gradients of the chosen parameters unsummed over the ranks that hold parts of them."""
     if any(chosen(param) for param in bucket.params):
@@ -194,7 +217,15 @@ MUTANTS: dict[str, Mutant] = {
     "no sum over copied kv heads": Mutant(_no_sum_over_copied_kv_heads, (f"{PARITY}[llama-causal_lm-tp4-zero1]",)),
     "partial gradients in sequence regions": Mutant(
         _partial_gradients_of_sequence_regions,
-        (f"{PARITY}[bert-masked_lm-tp2-zero1-sp]", f"{PARITY}[gpt2-lm_head-tp2pp2-zero1-sp]"),
+        (
+            f"{PARITY}[bert-masked_lm-tp2-zero1-sp]",
+            f"{PARITY}[gpt2-lm_head-tp2pp2-zero1-sp]",
+            f"{PARITY}[gpt_neox-causal_lm-tp2-zero1-sp]",
+        ),
+    ),
+    "encoder read as a slice": Mutant(_encoder_read_as_a_slice, (f"{PARITY}[bart-generation-tp2-zero1-sp]",)),
+    "gradient of experts summed twice": Mutant(
+        _gradient_of_experts_summed_twice, (f"{PARITY}[mixtral-causal_lm-tp2-zero1-sp-fp32]",)
     ),
     "clipping counts every copy": Mutant(
         _clipping_counts_every_copy, (f"{FEATURES}[gpt2-lm_head-tp2pp2-zero1-sp-adamw-clip]",)

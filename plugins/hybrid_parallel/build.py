@@ -27,6 +27,7 @@ from plugins.hybrid_parallel.zero.parameters import (
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention import recompute_attention, uses_registry
+from shardformer.lazy import materialize, waits_for_values, weight_reader_of
 from shardformer.rng import SharedStream
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,6 +65,11 @@ def check_options_against_model(
             f"gradient_checkpointing={config.gradient_checkpointing!r} needs a transformers model, not a "
             f"{type(model).__name__}; use gradient_checkpointing=None"
         )
+    if (names := waits_for_values(model)) and weight_reader_of(model) is None:
+        raise ConfigurationError(
+            f"{names[0]} of the {type(model).__name__} is on the meta device, without values; build the model on a "
+            "device, or say where its values are with shardformer.lazy.set_weight_reader"
+        )
     if config.gradient_checkpointing == "selective" and not any(map(uses_registry, model.modules())):
         raise ConfigurationError(
             f"gradient_checkpointing='selective' cannot reach the attention of {type(model).__name__}, which is "
@@ -84,6 +90,8 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     share_initial_weights(model)
     origin = WholeModel.of(model)
     shared = _shard(model, config, mesh)
+    if waits_for_values(model):
+        _materialize(model)
     if isinstance(config.gradient_checkpointing, float):
         _recompute_share(model, config.gradient_checkpointing)
     model.to(mesh.device)
@@ -96,6 +104,13 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     elsewhere = [param for param, tie in tied.items() if not tie.counted]
     wrapped = HybridParallelModel(model, mesh, _stream(mesh, seed), origin, elsewhere)
     return BuiltModel(wrapped, tied, masters)
+
+
+def _materialize(model: nn.Module) -> None:
+    try:
+        materialize(model, weight_reader_of(model))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _recompute_share(model: nn.Module, share: float) -> None:

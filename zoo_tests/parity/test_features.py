@@ -14,7 +14,14 @@ import pytest
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
 
-_HEADS = {"t5": "generation", "bart": "generation", "bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "qwen3": "causal_lm"}
+_HEADS = {
+    "t5": "generation",
+    "bart": "generation",
+    "bert": "masked_lm",
+    "llama": "causal_lm",
+    "gpt2": "lm_head",
+    "qwen3": "causal_lm",
+}
 _HEADS |= dict.fromkeys(("gpt_neox", "mixtral", "opt"), "causal_lm")
 _CLIP = 0.05  # far below the norms of these models: it bites at every step
 

@@ -1,0 +1,64 @@
+"""Values for the parameters of a model that was built, and sharded, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, spec_of
+
+# (name of the parameter, which piece of it is here) -> the values of that piece.
+WeightReader = Callable[[str, ShardSpec], Tensor]
+
+
+def set_weight_reader(model: nn.Module, reader: WeightReader) -> None:
+    """Say where the values of a model on the meta device are to come from once it is sharded."""
+    model.weight_reader = reader
+
+
+def weight_reader_of(model: nn.Module) -> WeightReader | None:
+    """What `set_weight_reader` said of the model."""
+    return getattr(model, "weight_reader", None)
+
+
+def waits_for_values(model: nn.Module) -> list[str]:
+    """Names of the parameters and buffers on the meta device."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in named if tensor.is_meta]
+
+
+def materialize(model: nn.Module, reader: WeightReader) -> None:
+    """Read the values of every parameter on the meta device; the reader sees each once, under its first name.
+
+    Args:
+        model: after `ShardFormer.optimize`: each parameter has the shape of this rank's piece.
+        reader: asked for one piece at a time, so that no more than one tensor is in memory beside the pieces.
+
+    Raises:
+        ValueError: a piece of another shape was read, or a buffer is on the meta device.
+    """
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if buffers:
+        raise ValueError(
+            f"buffer {buffers[0]} is on the meta device, where it lost its values; build the model with parameters "
+            "alone on it, as accelerate.init_empty_weights() does"
+        )
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            # In place: others (tied names, the pipeline's list of shared parameters) hold the parameter itself.
+            torch.utils.swap_tensors(parameter, _with_values(name, parameter, reader))
+
+
+def _with_values(name: str, parameter: nn.Parameter, reader: WeightReader) -> nn.Parameter:
+    spec = spec_of(parameter)
+    with torch.no_grad():
+        values = reader(name, spec)
+    if values.shape != parameter.shape:
+        raise ValueError(
+            f"the piece of {name} that was read has shape {tuple(values.shape)}; this rank holds "
+            f"{tuple(parameter.shape)} of {spec.full_shape}"
+        )
+    made = nn.Parameter(values.to(parameter.dtype), requires_grad=parameter.requires_grad)
+    return annotate(made, spec, grad_group_of(parameter))
