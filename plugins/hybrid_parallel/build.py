@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.loss_scale import DynamicLossScale, LossScale
@@ -30,6 +32,7 @@ from shardformer.attention import recompute_attention, uses_registry
 from shardformer.lazy import materialize, waits_for_values, weight_reader_of
 from shardformer.rng import SharedStream
 
+_logger = get_logger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,6 +90,12 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         recompute_attention(model)
     elif config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if (config.pp_size > 1 or mesh.size("dp") > 1) and any(isinstance(each, _BatchNorm) for each in model.modules()):
+        _logger.warning(
+            "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
+            "differ from those of the whole batch",
+            type(model).__name__,
+        )
     share_initial_weights(model)
     origin = WholeModel.of(model)
     shared = _shard(model, config, mesh)

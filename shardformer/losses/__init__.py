@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -22,13 +23,22 @@ from shardformer.losses.text import (
     replaced_tokens,
     sequence_classification,
 )
+from shardformer.policies.declared import declared_plan_of
+from shardformer.policies.registry import family_policies, supported_classes
 
 __all__ = ["HeadLoss", "LossTerm", "head_loss_of"]
 
 
 def head_loss_of(model: nn.Module) -> HeadLoss | None:
-    """The loss of the model's head by its class name, or None for a head (or a bare model) that has none."""
-    name = type(model).__name__
+    """The loss of the model's head by its class name.
+
+    None for a head (or a bare model) that has none, and for one that may compute another loss than its name says: a
+    forward of the user's own, or one of a family that no policy and no plan is for and that does not call
+    transformers' `loss_function`. Then the model's own loss counts.
+    """
+    name = _known_head(type(model))
+    if name is None:
+        return None
     if name in _BY_NAME:
         return _BY_NAME[name](model)
     for suffix, build in _BY_SUFFIX.items():
@@ -37,6 +47,30 @@ def head_loss_of(model: nn.Module) -> HeadLoss | None:
     return None
 
 
+def _known_head(cls: type) -> str | None:
+    """Name of the head class of transformers, or of this package, whose forward `cls` has."""
+    definer = next(each for each in cls.__mro__ if "forward" in vars(each))
+    if definer.__module__.startswith("shardformer."):
+        return definer.__name__
+    if not definer.__module__.startswith("transformers."):  # remote code is known by the name of its class
+        return cls.__name__ if any(name.endswith(f".{cls.__name__}") for name in supported_classes()) else None
+    head = next(each for each in cls.__mro__ if each.__module__.startswith("transformers."))
+    family = head.__module__.split(".")[2]
+    is_tested = family in family_policies() or declared_plan_of(head) is not None or family in _USUAL
+    return head.__name__ if is_tested or "self.loss_function(" in inspect.getsource(definer.forward) else None
+
+
+# Families with a plan of transformers whose heads write the usual losses out.
+_USUAL = (
+    "eurobert",
+    "gemma3",
+    "granite_speech",
+    "granite_speech_plus",
+    "qwen2_audio",
+    "qwen3_5",
+    "ultrabert",
+    "ultravbert",
+)
 # Decoders of these encoder-decoders take labels that are already those of the next token.
 _NOT_SHIFTED = (
     "Bart",
@@ -48,6 +82,7 @@ _NOT_SHIFTED = (
     "Mvp",
     "Pegasus",
     "PLBart",
+    "TrOCR",
     "Whisper",
 )
 
@@ -59,6 +94,7 @@ _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss | None]] = {
     **dict.fromkeys(("FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"), masked_lm),
     # They search with beams: the mean is the model's own.
     **{f"{family}ForQuestionAnswering": lambda _: None for family in ("Flaubert", "XLM", "XLNet")},
+    "ViltForQuestionAnswering": lambda _: None,  # scores of answers
     "ElectraForPreTraining": replaced_tokens,
     "FunnelForPreTraining": replaced_tokens,
     "SplinterForPreTraining": recurring_spans,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.attention.registry import uses_registry
+from shardformer.attention import log_once, uses_registry
 from shardformer.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -94,6 +94,10 @@ class PlanPolicy(Policy):
         layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
         exchanges_heads = layers is not None and self.shard_config.exchanges_heads
         table = self._whole_layers(layers) if exchanges_heads else self._cut_layers()
+        if self.tp_size > 1 and not table:
+            log_once(
+                type(self.model).__name__, f"keeps its layers whole: tp_size={self.tp_size} cuts its vocabulary alone"
+            )
         if layers is not None and not exchanges_heads:
             add_sequence_regions(table, self.model, layers, self.shard_config)
         for target, module in self._vocabulary():

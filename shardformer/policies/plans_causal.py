@@ -24,6 +24,12 @@ _NEOX = {
     "dense_h_to_4h": "colwise",
     "dense_4h_to_h": "rowwise",
 }
+_PERSIMMON = {
+    **_NEOX,
+    "self_attn.q_layernorm": "replicated_with_grad_allreduce",
+    "self_attn.k_layernorm": "replicated_with_grad_allreduce",
+}
+_PERSIMMON_LOCAL = {"self_attn": ("num_heads", "hidden_size")}
 _FUSED = {
     "attn.c_attn": "fused_colwise",
     "attn.attn_dropout": "dropout",
@@ -32,7 +38,43 @@ _FUSED = {
     "mlp.c_proj": "rowwise",
 }
 
+# Nothing in a layer can be cut: its heads are normalised together, or it is a state-space model.
+_VOCABULARY = DeclaredPlan({})
+
 PLANS = {
+    "bitnet": _VOCABULARY,
+    "clvp": DeclaredPlan(
+        {
+            **{f"attn.{part}_proj": "colwise" for part in "qkv"},
+            "attn.out_proj": "rowwise",
+            "mlp.c_fc": "colwise",
+            "mlp.c_proj": "rowwise",
+        },
+        {"attn": ("num_heads", "embed_dim")},
+    ),
+    "falcon_mamba": _VOCABULARY,
+    "fuyu": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL, layers="language_model.layers"),
+    "jetmoe": _VOCABULARY,
+    "kosmos2": _VOCABULARY,
+    "kosmos2_5": DeclaredPlan(self_attention("out_proj"), _DECODER_LOCAL),
+    "mamba": _VOCABULARY,
+    "mamba2": _VOCABULARY,
+    "mllama": DeclaredPlan(
+        {**LLAMA, **{f"cross_attn.{part}_proj": "colwise" for part in "qkv"}, "cross_attn.o_proj": "rowwise"},
+        {name: ("num_heads", "num_key_value_heads") for name in ("self_attn", "cross_attn")},
+    ),
+    "moshi": DeclaredPlan(
+        {
+            **{f"self_attn.{part}_proj.linear": "colwise" for part in "qkv"},
+            "self_attn.o_proj.linear": "rowwise",
+            "mlp.fc1": "packed_colwise",
+            "mlp.fc2": "rowwise",
+        },
+        {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")},
+    ),
+    "trocr": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"}, pipelined=False),
+    "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
+    "zaya": DeclaredPlan({}, pipelined=False),  # routers hand on their states
     "biogpt": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": AddsNothing}),
     "ctrl": DeclaredPlan(
         {
@@ -54,7 +96,10 @@ PLANS = {
     "lfm3": DeclaredPlan(_LFM3),
     "lfm3_vl": DeclaredPlan(_LFM3, layers="language_model.layers"),
     "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers behind the layers
+    **dict.fromkeys(("deepseek_v4", "hy_v4"), DeclaredPlan(None, pipelined=False)),  # layers hand on several streams
+    "hrm_text": DeclaredPlan(None, pipelined=False),  # runs its two lists of layers in turns
     # Where heads are mixed otherwise, the attention stays whole.
+    "doge": DeclaredPlan(GATED),
     "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
     "diffllama": DeclaredPlan(GATED),
     "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
@@ -103,14 +148,7 @@ PLANS = {
         {"attn": ("n_heads",)},
     ),
     "openai": DeclaredPlan(_FUSED, {"attn": ("n_head", "split_size")}, first={"positions_embed": AddsNothing}),
-    "persimmon": DeclaredPlan(
-        {
-            **_NEOX,
-            "self_attn.q_layernorm": "replicated_with_grad_allreduce",
-            "self_attn.k_layernorm": "replicated_with_grad_allreduce",
-        },
-        {"self_attn": ("num_heads", "hidden_size")},
-    ),
+    "persimmon": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL),
     "stablelm": DeclaredPlan(LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
     "xglm": DeclaredPlan(
         {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": AddsNothing}

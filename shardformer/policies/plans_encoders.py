@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardformer.policies.conventions import LLAMA
+from shardformer.policies.conventions import GATED, LLAMA
 from shardformer.policies.declared import DeclaredPlan
 from shardformer.stage import Received
 
@@ -71,6 +71,7 @@ PLANS = {
     ),
     "esm": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
     "flaubert": DeclaredPlan(**_XLM, needs={"pre_norm": False, "layerdrop": 0.0}),
+    "esmc": DeclaredPlan(GATED),  # normalises all heads together
     "fnet": _BERT,
     "funnel": DeclaredPlan({"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"}, pipelined=False),  # pools on its way
     "gte": _LLAMA,
@@ -83,6 +84,12 @@ PLANS = {
         },
         _BERT_LOCAL,
         every=_PAGE_BIASES,
+    ),
+    "lilt": DeclaredPlan(
+        {**_BERT_STYLES, "self.layout_query": "colwise", "self.layout_key": "colwise", "self.layout_value": "colwise"}
+        | {"layout_output.dense": "rowwise", "layout_intermediate.dense": "colwise"},
+        _BERT_LOCAL,
+        pipelined=False,  # a layer returns a tuple in a tuple
     ),
     "longformer": _FEED_FORWARD,
     "luke": DeclaredPlan(
@@ -107,6 +114,7 @@ PLANS = {
     "rembert": _BERT,
     "roc_bert": _BERT,
     "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
+    "squeezebert": DeclaredPlan({}, pipelined=False),  # its projections are convolutions in groups
     "tapas": _BERT,
     "visual_bert": _BERT,
     "xlm": DeclaredPlan(**_XLM),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -87,7 +88,41 @@ _CONFORMER = {
     "distance_embedding": "replicated_with_grad_allreduce",
 }
 
+# Convolutions between the linear layers of a feed-forward see each feature by itself.
+_CONVOLVED = {"dwconv.dwconv.weight": "first_dim", "dwconv.dwconv.bias": "first_dim"}
+_CONVOLVED_LOCAL = {"dwconv.dwconv": ("groups", "in_channels", "out_channels")}
+_DENSE = {"mlp.dense1": "colwise", "mlp.dense2": "rowwise"}
+
+_ENCODER_BLOCK = {
+    "feed_forward1.linear1": "colwise",
+    "feed_forward1.linear2": "rowwise",
+    "feed_forward2.linear1": "colwise",
+    "feed_forward2.linear2": "rowwise",
+}
+
 PLANS = {
+    "convnextv2": DeclaredPlan({}, layers="encoder.stages"),  # normalises over all features
+    "focalnet": DeclaredPlan(_MLP, pipelined=False),
+    "hiera": DeclaredPlan(_MLP, pipelined=False),
+    "lasr": DeclaredPlan(_ENCODER_BLOCK, pipelined=False),
+    "perceiver": DeclaredPlan(_DENSE, pipelined=False),
+    "pvt": DeclaredPlan(_DENSE, pipelined=False),
+    "pvt_v2": DeclaredPlan({**_DENSE, **_CONVOLVED}, _CONVOLVED_LOCAL, pipelined=False),
+    "segformer": DeclaredPlan({**_MLP, **_CONVOLVED}, _CONVOLVED_LOCAL, pipelined=False),
+    "sew": DeclaredPlan(
+        {**_QKV, "attention.out_proj": "rowwise", "intermediate_dense": "colwise", "output_dense": "rowwise"}
+        | {"intermediate_dropout": "dropout"},
+        {"attention": ("num_heads", "embed_dim")},
+        pipelined=False,
+    ),
+    "sew_d": DeclaredPlan({"intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"}, pipelined=False),
+    "vilt": replace(_BERT, first={}, pipelined=False),  # its embeddings return masks too
+    "vjepa2": DeclaredPlan(
+        {"attention.query": "colwise", "attention.key": "colwise", "attention.value": "colwise"}
+        | {"attention.proj": "rowwise", **_MLP},
+        {"attention": ("num_attention_heads", "all_head_size")},
+        pipelined=False,
+    ),
     "audio_spectrogram_transformer": _VIT,
     "convnext": DeclaredPlan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),
     "dinov2": _VIT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardformer.policies.conventions import GATED
 from shardformer.policies.declared import DeclaredPlan
 
 _TOWERS = ("encoder.layers", "decoder.layers")
@@ -32,6 +33,11 @@ _T5 = DeclaredPlan(
 _SEAMLESS = DeclaredPlan(_STYLES, _LOCAL, towers=("text_encoder.layers", "text_decoder.layers"))
 
 PLANS = {
+    "switch_transformers": DeclaredPlan(
+        {**{f"EncDecAttention.{part}": "colwise" for part in "qkv"}, "EncDecAttention.o": "rowwise"},
+        {"EncDecAttention": ("n_heads", "inner_dim")},
+        pipelined=False,
+    ),
     "bigbird_pegasus": DeclaredPlan(
         {
             **_STYLES,
@@ -56,5 +62,6 @@ PLANS = {
     "pegasus_x": DeclaredPlan(_FEED_FORWARD, towers=_TOWERS),
     "seamless_m4t": _SEAMLESS,
     "seamless_m4t_v2": _SEAMLESS,
+    "t5gemma2": DeclaredPlan(GATED, pipelined=False, cut_vocabulary=False),  # an embedding of its own making
     "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS),
 }

@@ -33,6 +33,7 @@ _SOUND = {
     "classifier_proj_size": 16,
     "num_labels": 3,
 }
+_STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _TWO_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
 
@@ -81,6 +82,17 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "dots3_note": {"num_key_value_heads": 4},
     "mistral4": {"num_key_value_heads": 4},
     "siglip2_vision_model": {"num_patches": 16},
+    **dict.fromkeys(("convnextv2", "pvt", "segformer", "glpn", "efficientnet"), {"image_size": 64}),
+    "pvt_v2": {"image_size": 64, "num_attention_heads": [2, 2, 4, 4], "hidden_sizes": [16, 16, 32, 32]},
+    **dict.fromkeys(("sew", "sew-d"), {**_SOUND, "squeeze_factor": 1}),
+    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4, "num_cross_attention_heads": 4}
+    | {"num_self_attention_heads": 4, "qk_channels": 32, "v_channels": 32},
+    **dict.fromkeys(("bamba", "granitemoehybrid"), _STATE_SPACE),
+    "mamba2": {"num_heads": 8, "state_size": 16, "chunk_size": 8, "n_groups": 1},
+    "switch_transformers": {"router_jitter_noise": 0.0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "vjepa2": {"crop_size": 16, "frames_per_clip": 4, "pred_num_hidden_layers": 2, "pred_hidden_size": 32}
+    | {"pred_num_attention_heads": 4, "num_pooler_layers": 1},
 }
 
 
@@ -126,6 +138,11 @@ def _first_marked(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator
 
 _box = _draw(60, -1, -1, 4)
 
+
+def _ordered_box(*given: Any) -> Tensor:
+    return _box(*given).sort(-1).values
+
+
 # "argument", or "family/argument", or "Class/argument" -> what makes it.
 _INPUTS: Mapping[str, Maker] = {
     "AlbertForPreTraining/sentence_order_label": _draw(2, -1),
@@ -155,7 +172,11 @@ _INPUTS: Mapping[str, Maker] = {
     "siglip2/pixel_attention_mask": lambda _, batch, __: torch.ones(len(batch["pixel_values"]), 16, dtype=torch.int64),
     "siglip2/spatial_shapes": lambda _, batch, __: torch.full((len(batch["pixel_values"]), 2), 4),
     "timesformer/pixel_values": _noise(-1, 8, 3, 16, 16),
+    "vilt/pixel_values": _noise(-1, 3, 16, 16),
+    "ViltForQuestionAnswering/labels": lambda *given: _noise(-1, 2)(*given).softmax(-1),
+    "lasr/input_features": _noise(-1, 40, 128),
+    "lasr/attention_mask": lambda _, batch, __: torch.ones(batch["input_features"].shape[:2], dtype=torch.int64),
     "bros/bbox": lambda *given: _box(*given) / 60,
     "layoutlmv3/bbox": _box,
-    "lilt/bbox": _box,
+    "lilt/bbox": _ordered_box,
 }

@@ -129,6 +129,8 @@ def batch_for(head: HeadClass, model: nn.Module, step: int, rows: int = 6) -> di
         size, channels = getattr(model.config, "image_size", 16), getattr(model.config, "num_channels", 3)
         sides = size if isinstance(size, tuple | list) else (size, size)
         batch["pixel_values"] = torch.randn(rows, channels, *sides, generator=generator)
+    elif "pixel_values_videos" in takes:
+        batch["pixel_values_videos"] = torch.randn(rows, 4, 3, 16, 16, generator=generator)
     elif "input_values" in takes or "input_features" in takes:
         name = "input_values" if "input_values" in takes else "input_features"
         batch[name] = torch.randn(rows, 500, generator=generator)
@@ -165,7 +167,10 @@ def _labels(
         return {"labels": torch.randint(0, classes, (rows, *sides), generator=generator)}
     if head.kind == "ForDepthEstimation":
         return {"labels": torch.rand(rows, *batch["pixel_values"].shape[-2:], generator=generator)}
-    if head.kind in ("ForConditionalGeneration", "ForSpeechToText") and "input_features" in batch:
+    if (
+        head.kind in ("ForConditionalGeneration", "ForSpeechToText")
+        and {"input_features", "input_values"} & batch.keys()
+    ):
         return {"labels": torch.randint(5, 90, (rows, 7), generator=generator)}
     if "input_ids" not in batch:
         raise NotImplementedError(f"labels of a {head.kind} on images")

@@ -88,7 +88,9 @@ def test_trains_on_from_what_it_read(family: str) -> None:
 @distributed(1)
 def test_a_model_without_values_is_refused_where_none_are_known() -> None:
     recipe = Recipe(family="bert", head="sequence")
-    with pytest.raises(ConfigurationError, match=r"bert.embeddings.word_embeddings.weight of the Bert.* is on the meta"):
+    with pytest.raises(
+        ConfigurationError, match=r"bert.embeddings.word_embeddings.weight of the Bert.* is on the meta"
+    ):
         Booster(plugin=HybridParallelPlugin()).boost(_without_values(recipe))
     model = _without_values(recipe)
     set_weight_reader(model, lambda name, spec: torch.zeros(2))
