@@ -49,7 +49,7 @@ def _found(model: nn.Module, family: str) -> Tensor:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", map(_marked, REGISTERED))
+@pytest.mark.parametrize("family", [_marked(family) for family in REGISTERED])
 @distributed(2)
 def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> None:
     """Batches padded on the left and on the right."""
