@@ -40,13 +40,13 @@ def add_sequence_regions(table: Table, model: nn.Module, layers: str, config: Sh
 
 
 def unclosed_regions(table: Mapping[str, ModulePolicyDescription], layers: str) -> list[str]:
-    """Paths of what a plan cuts in the first layer without a region around it."""
-    found = []
-    for path, description in table.items():
-        names = path.removeprefix(f"{layers}.").split(".")
-        if path.startswith(f"{layers}.0") and len(names) == 1 and description.sub_module_replacement:
-            found += [f"{path}.{each.suffix}" for each in description.sub_module_replacement]
-    return found
+    """Paths of what a plan cuts of a layer itself, where there is no module around it to be a region."""
+    return [
+        f"{path}.{each.suffix}"
+        for path, description in table.items()
+        if path.rpartition(".")[0] == layers
+        for each in description.sub_module_replacement
+    ]
 
 
 def own_parameters_per_token(layer: nn.Module, config: ShardConfig) -> list[Callable[[nn.Module], None]]:
