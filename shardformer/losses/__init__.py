@@ -24,9 +24,9 @@ from shardformer.losses.text import (
     sequence_classification,
 )
 from shardformer.policies.declared import declared_plan_of
-from shardformer.policies.registry import family_policies, supported_classes
+from shardformer.policies.registry import supported_classes
 
-__all__ = ["HeadLoss", "LossTerm", "head_loss_of"]
+__all__ = ["HeadLoss", "LossTerm", "head_loss_of", "known_head"]
 
 
 def head_loss_of(model: nn.Module) -> HeadLoss | None:
@@ -36,7 +36,7 @@ def head_loss_of(model: nn.Module) -> HeadLoss | None:
     forward of the user's own, or one of a family that no policy and no plan is for and that does not call
     transformers' `loss_function`. Then the model's own loss counts.
     """
-    name = _known_head(type(model))
+    name = known_head(type(model))
     if name is None:
         return None
     if name in _BY_NAME:
@@ -47,7 +47,7 @@ def head_loss_of(model: nn.Module) -> HeadLoss | None:
     return None
 
 
-def _known_head(cls: type) -> str | None:
+def known_head(cls: type) -> str | None:
     """Name of the head class of transformers, or of this package, whose forward `cls` has."""
     definer = next(each for each in cls.__mro__ if "forward" in vars(each))
     if definer.__module__.startswith("shardformer."):
@@ -55,8 +55,11 @@ def _known_head(cls: type) -> str | None:
     if not definer.__module__.startswith("transformers."):  # remote code is known by the name of its class
         return cls.__name__ if any(name.endswith(f".{cls.__name__}") for name in supported_classes()) else None
     head = next(each for each in cls.__mro__ if each.__module__.startswith("transformers."))
-    family = head.__module__.split(".")[2]
-    is_tested = family in family_policies() or declared_plan_of(head) is not None or family in _USUAL
+    is_tested = (
+        f"{head.__module__}.{head.__name__}" in supported_classes()
+        or declared_plan_of(head) is not None
+        or head.__module__.split(".")[2] in _USUAL
+    )
     return head.__name__ if is_tested or "self.loss_function(" in inspect.getsource(definer.forward) else None
 
 

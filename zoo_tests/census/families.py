@@ -88,6 +88,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4, "num_cross_attention_heads": 4}
     | {"num_self_attention_heads": 4, "qk_channels": 32, "v_channels": 32},
     **dict.fromkeys(("bamba", "granitemoehybrid"), _STATE_SPACE),
+    "gemma4_text": {"vocab_size_per_layer_input": 101},
+    **dict.fromkeys(("vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_encoder"), {"num_filters": 2}),
     "mamba2": {"num_heads": 8, "state_size": 16, "chunk_size": 8, "n_groups": 1},
     "switch_transformers": {"router_jitter_noise": 0.0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

@@ -5,6 +5,7 @@ What breaks here first: a head that is taken for another's because of its name.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from transformers import (
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.losses import head_loss_of
+from shardformer.losses import head_loss_of, known_head
+from shardformer.policies.registry import supported_classes
 from zoo_tests.case import LAYOUTS, Recipe
 from zoo_tests.ranks import run_on_ranks
 
@@ -90,3 +92,9 @@ def test_losses_are_known_by_their_forward_and_not_by_a_name() -> None:
     assert head_loss_of(RenamedLlama(llama.config)) is not None
     for cls in (UnshiftedLlama, MusicgenForCausalLM, ProphetNetForCausalLM):
         assert head_loss_of(cls.__new__(cls)) is None, f"{cls.__name__} computes a loss of its own"
+
+
+def test_every_class_with_a_policy_has_the_loss_of_its_name() -> None:
+    for qualified_name in supported_classes():
+        module, _, name = qualified_name.rpartition(".")
+        assert known_head(getattr(importlib.import_module(module), name)) == name
