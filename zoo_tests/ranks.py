@@ -40,6 +40,7 @@ _PRELOAD = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 _GROUP_TIMEOUT = timedelta(seconds=30)
+_LOOK_AGAIN = 50  # tasks
 _GRACE_S = 1.0  # for the other ranks to fail too, once one has
 _STACK_DUMP_S = 0.3
 
@@ -220,6 +221,8 @@ def _serve(rank: int, world_size: int, directory: str, tasks: Any, results: Any,
             importlib.import_module("zoo_tests.mutants").apply(mutant)
         while True:
             number, *task = tasks.get()
+            if number % _LOOK_AGAIN == 0:
+                gc.unfreeze()  # what was in use when it was frozen, and is no more
             error, result = _run_task(*task)
             results.put((number, rank, error, result))
 
