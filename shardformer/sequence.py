@@ -65,8 +65,7 @@ class SequenceParallel:
 
     def pad(self, x: Tensor) -> Tensor:
         missing = pad_to_multiple(x.shape[_SEQ_DIM], self.world_size) - x.shape[_SEQ_DIM]
-        behind = x.dim() - 1 - _SEQ_DIM  # some layers hold several streams, [batch, seq, streams, hidden]
-        return F.pad(x, (0, 0) * behind + (0, missing)) if missing else x
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
 
     def all_gather(self, x: Tensor, length: int) -> Tensor:
         return all_gather_dim(x, _SEQ_DIM, self.group)[:, :length].contiguous()

@@ -90,7 +90,8 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         recompute_attention(model)
     elif config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if (config.pp_size > 1 or mesh.size("dp") > 1) and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    cuts_batch = config.microbatch_size is not None or (config.num_microbatches or config.pp_size) * mesh.size("dp") > 1
+    if cuts_batch and any(isinstance(each, _BatchNorm) for each in model.modules()):
         _logger.warning(
             "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
             "differ from those of the whole batch",

@@ -119,8 +119,6 @@ class PlanPolicy(Policy):
         held = {id(module) for layer in layers for module in layer.modules()}
         if any(_attends(module) and id(module) not in held for module in self.model.modules()):
             return False  # a tower beside the layers
-        if getattr(self.model.config, "hc_mult", 1) > 1:
-            return False  # hyper-connections: layers hand on several streams, [batch, seq, streams, hidden]
         if self.shard_config.exchanges_heads:
             return self._attends_only(layers)
         return not unclosed_regions(self._cut_layers(), layout.layers)

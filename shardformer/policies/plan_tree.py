@@ -60,7 +60,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
     Modules without parameters (rotary tables) stay on every stage. A pooler, and what a head class has around its base
     model, run behind the layers in whatever order they were registered. Only what is below `root` is looked at.
     """
-    if layers is None or len(model.get_submodule(layers)) == 0 or reads_earlier_layers(model.get_submodule(layers)[0]):
+    if layers is None or len(model.get_submodule(layers)) == 0:
         return None
     first: dict[str, type[StandIn]] = {}
     last: list[str] = []
@@ -87,11 +87,6 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         tuple_output=num_outputs(layer),
         first_inputs=_ENCODED_INPUTS if skips_encoders else (),
     )
-
-
-def reads_earlier_layers(layer: nn.Module) -> bool:
-    """Whether a layer reads more of the layers before it than the hidden states, which alone travel (Inkling 2)."""
-    return "block_states" in inspect.signature(layer.forward).parameters
 
 
 def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | None:

@@ -97,6 +97,7 @@ PLANS = {
     "lfm3_vl": DeclaredPlan(_LFM3, layers="language_model.layers"),
     "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers behind the layers
     **dict.fromkeys(("deepseek_v4", "hy_v4"), DeclaredPlan(None, pipelined=False)),  # layers hand on several streams
+    "inkling2": DeclaredPlan(None, pipelined=False),  # layers read the states of all before them
     "hrm_text": DeclaredPlan(None, pipelined=False),  # runs its two lists of layers in turns
     # Where heads are mixed otherwise, the attention stays whole.
     "doge": DeclaredPlan(GATED),
