@@ -6,9 +6,12 @@ What breaks here first: an output class whose tensors are not cut along the samp
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from booster import Booster
 from booster.errors import ConfigurationError
@@ -203,3 +206,17 @@ def test_one_process_alone_is_a_layout_too() -> None:
         for name, gradient in boosted.optimizer.full_gradients().items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, **EXACT)
         boosted.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("num_microbatches", "is_told"), [(1, False), (2, True)])
+@distributed(1)
+def test_batch_normalisation_is_told_where_the_batch_is_cut(num_microbatches: int, is_told: bool) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("plugins.hybrid_parallel.build")
+    logger.addHandler(handler)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    Booster(plugin=HybridParallelPlugin(num_microbatches=num_microbatches)).boost(model)
+    logger.removeHandler(handler)
+    assert any("Sequential normalises over its batch" in line for line in told) == is_told
