@@ -9,7 +9,15 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks import bare_loop, host_time, optimizer_memory, pipeline, tensor_parallel
+from benchmarks import (
+    bare_loop,
+    checkpoint_bandwidth,
+    checkpoint_state,
+    host_time,
+    optimizer_memory,
+    pipeline,
+    tensor_parallel,
+)
 
 BENCHMARKS = {
     "tensor_parallel": tensor_parallel,
@@ -17,6 +25,8 @@ BENCHMARKS = {
     "host_time": host_time,
     "bare_loop": bare_loop,
     "optimizer_memory": optimizer_memory,
+    "checkpoint_bandwidth": checkpoint_bandwidth,
+    "checkpoint_state": checkpoint_state,
 }
 
 
@@ -29,7 +39,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     transformers.logging.set_verbosity_error()
     sections = [
-        "# Measured performance\n\nWritten by `python -m benchmarks --output docs/results/performance.md`. "
+        f"# Measured performance\n\nWritten by `{_command(options)}`. "
         f"Ratios of medians within one run, one thread a rank, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {os.cpu_count()} cores.\n"
     ]
@@ -41,6 +51,11 @@ def main() -> None:
         sections.append(section)
         if options.output is not None:  # after each: what took minutes is not lost with a later one
             options.output.write_text("\n".join(sections))
+
+
+def _command(options: argparse.Namespace) -> str:
+    words = ["python -m benchmarks", *(f"--only {name}" for name in options.only or ())]
+    return " ".join([*words, *(["--quick"] if options.quick else []), f"--output {options.output}"])
 
 
 if __name__ == "__main__":

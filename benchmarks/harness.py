@@ -6,7 +6,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +15,39 @@ import torch.multiprocessing as mp
 
 
 def medians(ways: Mapping[str, Callable[[], None]], repeats: int, warm_up: int = 1) -> dict[str, float]:
-    """Median seconds of each way; the ways take turns, so that a drift of the machine meets all alike.
+    """Median seconds of each way, see `turns`."""
+    return {name: statistics.median(values) for name, values in turns(ways, repeats, warm_up).items()}
+
+
+def turns(
+    ways: Mapping[str, Callable[[], None]],
+    repeats: int,
+    warm_up: int = 1,
+    before: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each way in each turn; the ways take turns, so that a drift of the machine meets all alike.
 
     With several ranks all of them enter a way together, and its time is that of the slowest.
+
+    Args:
+        before: called in front of each way, outside of its time.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_up + repeats):
         for name, work in ways.items():
+            before()
             _barrier()
             start = time.perf_counter()
             work()
             _barrier()
             if turn >= warm_up:
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def ratio(times: Mapping[str, Sequence[float]], way: str, other: str) -> float:
+    """How many times as fast `way` is as `other`: the median over the turns."""
+    return statistics.median(theirs / ours for ours, theirs in zip(times[way], times[other], strict=True))
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:

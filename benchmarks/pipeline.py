@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from benchmarks.harness import medians, run_ranks, table
 from plugins.hybrid_parallel.mesh import build_mesh
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
-from plugins.hybrid_parallel.pipeline.schedule import one_forward_one_backward
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.stage import run_stage
 
@@ -64,11 +64,11 @@ def measure(repeats: int) -> dict[str, float]:
         whole.zero_grad()
 
     runtime = PipelineRuntime(stage, build_mesh(2, 1, 1, 1))
-    actions = list(one_forward_one_backward(rank, 2, MICROBATCHES))
+    actions = SCHEDULES["1f1b"].actions(rank, 2, MICROBATCHES)
     inputs: list[dict[str, Any]] = [{"input_ids": ids[index], "use_cache": False} for index in range(MICROBATCHES)]
 
     def ours() -> None:
-        runtime.run(actions, inputs, lambda out, i: F.cross_entropy(out.logits, labels[i]), 1.0, lambda: None)
+        runtime.run(actions, inputs, lambda out, i: F.cross_entropy(out.logits, labels[i]), 1.0)
         stage.zero_grad()
 
     module = StageModule(stage, rank == 0, ids[0])

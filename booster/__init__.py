@@ -12,6 +12,7 @@ from booster.plugin import (
     load_plugin,
 )
 from booster.wrappers import ModelWrapper, OptimizerWrapper
+from shardformer.lazy import LazyInitContext, record_module_init
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "Booster",
     "CheckpointIO",
     "ConfigurationError",
+    "LazyInitContext",
     "ModelWrapper",
     "OptimizerWrapper",
     "PipelineResult",
@@ -28,4 +30,5 @@ __all__ = [
     "launch",
     "launch_from_torch",
     "load_plugin",
+    "record_module_init",
 ]

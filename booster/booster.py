@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from booster.checkpoint import load_lr_scheduler, save_lr_scheduler
+from booster import failure
+from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
 from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
 
@@ -33,6 +34,7 @@ class Booster:
         self.plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
         self._criterion: Callable[[Any, Any], Any] | None = None
 
+    @failure.guard("booster.boost")
     def boost(self, *objects: Any, **named: Any) -> Any:
         """Prepare training objects for parallel training.
 
@@ -89,18 +91,32 @@ class Booster:
         """A context in which `backward` accumulates gradients without communication."""
         return self.plugin.no_sync(model, optimizer)
 
+    def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Compare what ranks have to share: parameters, tied weights, learning rates, loss scale, random streams.
+
+        To be called on all ranks.
+
+        Raises:
+            SynchronyError: they differ, on all ranks alike, with the first difference.
+        """
+        self.plugin.check_synchrony(model, optimizer)
+
+    @failure.guard("booster.save_model")
     def save_model(self, model: nn.Module, directory: str, **options: Any) -> None:
         """Write a Hugging Face directory that plain `from_pretrained` opens."""
         self.plugin.checkpoint_io.save_model(model, str(directory), **options)
 
+    @failure.guard("booster.load_model")
     def load_model(self, model: nn.Module, directory: str, **options: Any) -> None:
         """Read the weights of a Hugging Face directory."""
         self.plugin.checkpoint_io.load_model(model, str(directory), **options)
 
+    @failure.guard("booster.save_optimizer")
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Write the optimizer's whole state, which opens under any layout."""
         self.plugin.checkpoint_io.save_optimizer(optimizer, str(directory))
 
+    @failure.guard("booster.load_optimizer")
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Read what `save_optimizer` wrote."""
         self.plugin.checkpoint_io.load_optimizer(optimizer, str(directory))
@@ -113,6 +129,7 @@ class Booster:
         """Read what `save_lr_scheduler` wrote."""
         load_lr_scheduler(lr_scheduler, str(path))
 
+    @failure.guard("booster.save_checkpoint")
     def save_checkpoint(
         self,
         directory: str,
@@ -121,12 +138,28 @@ class Booster:
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: Any = None,
         dataloader: DataLoader | None = None,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
         **extra: Any,
-    ) -> None:
-        """Write the whole training state; `extra` holds anything that JSON can."""
-        objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
-        self.plugin.checkpoint_io.save_checkpoint(str(directory), objects, extra)
+    ) -> SavedCheckpoint:
+        """Write the whole training state; it appears under its name when it is complete, checked and on the disk.
 
+        Args:
+            asynchronous: copy the state, and write it while training goes on; an error surfaces at the next call that
+                saves or loads, or at `finish_saving`.
+            keep_last: afterwards remove all but so many of the newest checkpoints in the folder of `directory`.
+            extra: anything that JSON can hold.
+
+        Returns:
+            A handle: `.stall_s` is what training waited, `.wait()` the end of the save.
+
+        Raises:
+            ConfigurationError: it cannot be written, or the asynchronous save before it failed; on all ranks alike.
+        """
+        objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
+        return self.plugin.checkpoint_io.save_checkpoint(str(directory), objects, extra, asynchronous, keep_last)
+
+    @failure.guard("booster.load_checkpoint")
     def load_checkpoint(
         self,
         directory: str,
@@ -135,10 +168,30 @@ class Booster:
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: Any = None,
         dataloader: DataLoader | None = None,
+        resume: str | None = None,
     ) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote, under this layout or another; returns the extras."""
+        """Read what `save_checkpoint` wrote, under this layout or another; returns the extras.
+
+        Args:
+            resume: "latest": `directory` is a folder of checkpoints; the newest one that is whole is read.
+
+        Raises:
+            ConfigurationError: there is none, a file is damaged, or it is that of other objects; on all ranks alike.
+        """
         objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
-        return self.plugin.checkpoint_io.load_checkpoint(str(directory), objects)
+        return self.plugin.checkpoint_io.load_checkpoint(str(directory), objects, resume)
+
+    def latest_checkpoint(self, folder: str) -> str | None:
+        """The newest complete checkpoint in `folder`, the same on all ranks; None if there is none yet."""
+        return self.plugin.checkpoint_io.latest_checkpoint(str(folder))
+
+    def finish_saving(self) -> None:
+        """Wait for an asynchronous save.
+
+        Raises:
+            ConfigurationError: it failed; on all ranks alike.
+        """
+        self.plugin.checkpoint_io.finish_saving()
 
     def _configure(self, given: list[Any]) -> dict[int, Any]:
         """Boost the objects together; id of each given object -> the boosted one."""

@@ -1,15 +1,47 @@
-"""Small state that needs no plugin: the learning-rate scheduler, as JSON."""
+"""What needs no plugin: a handle of a save, and the learning-rate scheduler's state as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
+from shardformer.json_text import read_json_object
+
+
+class SavedCheckpoint:
+    """A save of a checkpoint, finished or going on.
+
+    Args:
+        path: where the checkpoint is, or will be.
+        stall_s: seconds that training waited for it.
+        work: the rest of the save; None for one that is finished.
+    """
+
+    def __init__(self, path: Path, stall_s: float, work: Future[float] | None = None) -> None:
+        self.path, self.stall_s = path, stall_s
+        self._work = work
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to be done; a save that failed is finished too."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> float:
+        """Wait for the end of the save, on all ranks.
+
+        Returns:
+            Seconds from the call until everything was on the disk.
+
+        Raises:
+            ConfigurationError: the save failed.
+        """
+        return self.stall_s if self._work is None else self._work.result()
 
 
 def save_lr_scheduler(lr_scheduler: Any, path: str) -> None:
@@ -36,11 +68,15 @@ def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:
     """Read what `save_lr_scheduler` wrote.
 
     Raises:
-        ConfigurationError: there is no such file.
+        ConfigurationError: there is no such file, or it is broken.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"{path} does not exist; give a file that save_lr_scheduler wrote")
-    lr_scheduler.load_state_dict(json.loads(Path(path).read_text()))
+    try:
+        state = read_json_object(Path(path))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    lr_scheduler.load_state_dict(state)
 
 
 def write_text(path: Path, text: str) -> None:

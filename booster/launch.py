@@ -1,6 +1,6 @@
 """Joining the job: process group, device, seeds, and the watch for failures of other ranks.
 
-The only place that reads torchrun's environment.
+The only place that reads the environment of a job.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from booster.logging import get_logger
 _logger = get_logger(__name__)
 _MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DEBUG = "BOOSTER_DEBUG"
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _CPU_BACKEND = "gloo"
 _TIMEOUT_S = 1800.0
+_HEARTBEAT_S = 60.0
 _HOW_TO_START = "start the script with `booster run --nproc-per-node N` or torchrun"
 
 
@@ -37,7 +39,12 @@ class Place:
     local_rank: int
 
 
-def launch_from_torch(seed: int | None = 42, backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
+def launch_from_torch(
+    seed: int | None = 42,
+    backend: str | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    heartbeat_s: float = _HEARTBEAT_S,
+) -> None:
     """Join the job that torchrun (or `booster run`) started; without either, be a job of one process.
 
     Calling it again, or where a process group exists already, only seeds.
@@ -45,13 +52,15 @@ def launch_from_torch(seed: int | None = 42, backend: str | None = None, timeout
     Args:
         seed: of `random`, numpy and torch, alike on all ranks; None leaves them alone.
         backend: of the process group; by default NCCL for tensors on GPUs where there are any, and gloo for the CPU's.
-        timeout_s: seconds after which a collective that nobody answers is an error.
+        timeout_s: seconds after which a collective that nobody answers is an error, and a rank that has not joined.
+        heartbeat_s: seconds without a sign from any rank of another machine after which that machine counts as lost;
+            0 for never. On the same machine the processes themselves are looked at.
     Raises:
         ConfigurationError: torchrun's environment is set only in part, or makes no sense.
     """
     failure.report_uncaught()
     if not dist.is_initialized():
-        _join(place_from_environment(os.environ), "env://", backend, timeout_s)
+        _join(place_from_environment(os.environ), "env://", backend, timeout_s, heartbeat_s)
     _seed_all(seed)
 
 
@@ -65,20 +74,26 @@ def launch(
     seed: int | None = 42,
     backend: str | None = None,
     timeout_s: float = _TIMEOUT_S,
+    heartbeat_s: float = _HEARTBEAT_S,
 ) -> None:
     """Join a job whose ranks were started by other means; all call it with the host and port of rank 0.
 
     Args:
         local_rank: place among the ranks of this machine, which chooses the GPU (default: `rank` modulo its GPUs).
-        seed, backend, timeout_s: see `launch_from_torch`.
+        seed, backend, timeout_s, heartbeat_s: see `launch_from_torch`.
     Raises:
         ConfigurationError: `rank` is not below `world_size`, or its GPU does not exist.
     """
     failure.report_uncaught()
     if not dist.is_initialized():
         place = _checked(Place(rank, world_size, _default_local_rank(rank) if local_rank is None else local_rank))
-        _join(place, f"tcp://{host}:{port}", backend, timeout_s)
+        _join(place, f"tcp://{host}:{port}", backend, timeout_s, heartbeat_s)
     _seed_all(seed)
+
+
+def debug_is_asked() -> bool:
+    """Whether `BOOSTER_DEBUG=1` is set, which is debug mode for a job as it stands."""
+    return os.environ.get(_DEBUG, "0") not in ("", "0")
 
 
 def place_from_environment(environment: Mapping[str, str]) -> Place:
@@ -120,23 +135,45 @@ def _checked(place: Place) -> Place:
     return place
 
 
-def _join(place: Place, rendezvous_url: str, backend: str | None, timeout_s: float) -> None:
+def _join(place: Place, rendezvous_url: str, backend: str | None, timeout_s: float, heartbeat_s: float) -> None:
     backend = backend or (_GPU_BACKEND if torch.cuda.is_available() else _CPU_BACKEND)
     if "nccl" in backend:
         _choose_gpu(place.local_rank)
     timeout = timedelta(seconds=timeout_s)
     store = _store(place, rendezvous_url, timeout)
+    if debug_is_asked():
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # all groups, this first one included, compare their collectives
+    if place.world_size > 1:
+        # Before the process group, so that a rank that fails while joining is seen.
+        _watch(store, place, timeout_s, heartbeat_s)
     with failure.staying_outermost():
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("default_pg", store),
+            store=dist.PrefixStore(f"default_pg/{_attempt()}", store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
         )
-    if place.world_size > 1:
-        failure.install(store, place.rank)
     _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
+
+
+def _watch(store: dist.Store, place: Place, timeout_s: float, heartbeat_s: float) -> None:
+    """Watch for failures, on a connection of its own: a main thread that waits on the other is no hindrance."""
+    environment = os.environ
+    failure.install(
+        dist.PrefixStore(f"booster/{_attempt()}", store.clone()),
+        place.rank,
+        place.world_size,
+        store_name=f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "",
+        holds_store=place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        heartbeat_s=heartbeat_s,
+        timeout_s=timeout_s,
+    )
+
+
+def _attempt() -> str:
+    """Torchrun keeps its store when it starts the ranks again: neither failures nor addresses of then are of now."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _store(place: Place, rendezvous_url: str, timeout: timedelta) -> dist.Store:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 
 ENTRY_POINT_GROUP = "booster.plugins"
@@ -73,6 +74,14 @@ class Plugin(ABC):
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
         """A context in which `backward` accumulates gradients without communication."""
 
+    def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Compare what ranks have to share; not every plugin can.
+
+        Raises:
+            SynchronyError: they differ.
+        """
+        raise ConfigurationError(f"{type(self).__name__} cannot compare ranks; use a plugin that has check_synchrony")
+
     @abstractmethod
     def prepare_dataloader(self, dataset: Dataset, batch_size: int, **kwargs: Any) -> DataLoader:
         """A loader of this rank's share of `dataset`."""
@@ -103,12 +112,27 @@ class CheckpointIO(ABC):
         """Read what `save_optimizer` wrote, under any layout."""
 
     @abstractmethod
-    def save_checkpoint(self, directory: str, objects: dict[str, Any], extra: dict[str, Any]) -> None:
+    def save_checkpoint(
+        self,
+        directory: str,
+        objects: dict[str, Any],
+        extra: dict[str, Any],
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+    ) -> SavedCheckpoint:
         """Write the whole training state; `objects` has any of model, optimizer, lr_scheduler, dataloader."""
 
     @abstractmethod
-    def load_checkpoint(self, directory: str, objects: dict[str, Any]) -> dict[str, Any]:
+    def load_checkpoint(self, directory: str, objects: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
         """Read what `save_checkpoint` wrote; returns the extras."""
+
+    @abstractmethod
+    def latest_checkpoint(self, folder: str) -> str | None:
+        """The newest complete checkpoint of a folder, the same on all ranks; None if there is none."""
+
+    @abstractmethod
+    def finish_saving(self) -> None:
+        """Wait for a save that goes on in the background."""
 
 
 def available_plugins() -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardformer.layers import ColumnParallelLinear, HeadRowsLinear, ParallelDropout, ParallelModule, RowParallelLinear
-from shardformer.layers.linear import is_transposed
+from shardformer.layers.linear import is_linear, is_transposed
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
@@ -59,7 +59,7 @@ def _check(layers: Mapping[str, nn.Module], config: ShardConfig, policy: Policy)
     problems = []
     for path, layer in layers.items():
         base = layer.base_layer
-        if not isinstance(base, nn.Linear) and type(base).__name__ != "Conv1D":
+        if not is_linear(base):
             problems.append(
                 f"the adapter of {path} adds to {type(base).__name__}, which is not a linear layer; "
                 "leave it out of target_modules"

@@ -7,6 +7,7 @@ sequence forward and reduce-scatters it backward, `g-bar*` the other way round. 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ from torch.distributed import ProcessGroup
 # torch 2.13 renames both; earlier releases have the old names only.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def world_timeout() -> timedelta | None:
+    """How long the job's collectives wait, which `new_group` would otherwise replace by torch's 30 minutes."""
+    backends = (dist.group.WORLD._get_backend(device) for device in dist.group.WORLD._device_types)
+    options = (getattr(backend, "options", None) for backend in backends)
+    return next((each._timeout for each in options if each is not None), None)
 
 
 def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

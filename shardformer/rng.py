@@ -49,7 +49,12 @@ class SharedStream:
     """
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._states = self._states_after_seeding(seed)
+
+    def restart(self, step: int) -> None:
+        """Numbers that were not drawn before: training goes on at `step` on another layout, which had other streams."""
+        self._states = self._states_after_seeding((self.seed + 0x9E3779B97F4A7C15 * step) % _SEED_LIMIT)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self._states)

@@ -35,6 +35,8 @@ class ShardConfig:
         sequence_parallelism_mode: `split_gather` between the regions of cut weights, or `all_to_all` around attention
             with whole weights.
         compute_dtype: what the model will run in, where that is not its present dtype.
+        sharding_dim: None pairs column- with row-parallel layers, as the family's policy says; -1 cuts the output
+            features of every linear layer and gathers, 0 the input features and adds, so that activations stay whole.
         make_vocab_size_divisible_by: a vocabulary is padded to a multiple of this times the ranks.
 
     Raises:
@@ -54,6 +56,7 @@ class ShardConfig:
     sequence_parallelism_mode: SequenceMode = "split_gather"
     make_vocab_size_divisible_by: int = 64
     compute_dtype: torch.dtype | None = None
+    sharding_dim: Literal[0, -1] | None = None
 
     def __post_init__(self) -> None:
         if self.enable_sequence_parallelism and self.sequence_parallelism_mode not in ("split_gather", "all_to_all"):

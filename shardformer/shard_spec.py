@@ -71,6 +71,11 @@ class ShardSpec:
         shape[self.dim] = sum(stop - start + padding for start, stop, padding in self.pieces())
         return tuple(shape)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the piece here has rows that the full tensor has not."""
+        return self.dim is not None and any(padding for *_, padding in self.pieces())
+
     def on_rank(self, rank: int) -> ShardSpec:
         """The spec of another rank's piece of the same tensor."""
         return replace(self, rank=rank)
@@ -101,11 +106,15 @@ class ShardSpec:
             return shards[0]
         full = shards[0].new_empty(self.full_shape)
         for rank, shard in enumerate(shards):
-            position = 0
-            for start, stop, padding in self.on_rank(rank).pieces():
-                full.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, position, stop - start))
-                position += stop - start + padding
+            self.on_rank(rank).fill(full, shard)
         return full
+
+    def fill(self, full: Tensor, shard: Tensor) -> None:
+        """Copy this rank's piece to its place in the full tensor; padding is left out."""
+        position = 0
+        for start, stop, padding in self.pieces():
+            full.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, position, stop - start))
+            position += stop - start + padding
 
 
 def annotate(parameter: nn.Parameter, spec: ShardSpec, grad_group: ProcessGroup | None = None) -> nn.Parameter:

@@ -19,6 +19,7 @@ from shardformer.policies.base import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.registry import policy_for
+from shardformer.policies.whole_activations import WholeActivationsPolicy
 from shardformer.sequence import gather_on_entry, slice_positions, wrap_layers
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
@@ -42,7 +43,7 @@ class ModelSharder:
     def __init__(self, model: nn.Module, shard_config: ShardConfig, policy: Policy | None = None) -> None:
         self.model = model
         self.config = shard_config
-        self.policy = policy or policy_for(model)
+        self.policy = policy or _policy_of(model, shard_config)
         self.policy.set_model(model)
         self.policy.set_shard_config(shard_config)
         if shard_config.enable_all_optimization and self._sequence_problems():
@@ -132,7 +133,7 @@ class ModelSharder:
             use_backend(
                 self.model, self.config.enable_flash_attention, device, self.config.compute_dtype or first.dtype
             )
-        if self.config.tensor_parallel_size > 1:
+        if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
             exchange = SequenceExchange(self.config.sequence) if self.config.exchanges_heads else None
             use_sharded_attention(self.model, dist.get_rank(self.config.group), exchange)
         elif self.config.enable_flash_attention:
@@ -283,11 +284,11 @@ class ModelSharder:
     # ----- stages and tied parameters -----
 
     def _held_layers(self) -> list[list[nn.Module]]:
-        """The layers of this stage, list by list."""
+        """The layers that run one after the other, list by list and stage by stage."""
+        if self._cut is not None:
+            return self._cut.held_layers()
         base = self.model.get_submodule(self.policy.base_path)
-        paths = [layout.layers for layout in self.policy.stages.chain]
-        lists = [base.get_submodule(path) for path in paths if has_module(base, path)]  # an encoder may be finished
-        return [[layer for layer in layers if not isinstance(layer, StandIn)] for layers in lists]
+        return [list(base.get_submodule(layout.layers)) for layout in self.policy.stages.chain]
 
     def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
         """Parameters (all of their names) that several stages hold, and those stages; asked before the model is cut."""
@@ -297,13 +298,22 @@ class ModelSharder:
         return [(names, stages) for names, stages in holders if len(stages) > 1]
 
     def _shared_parameters(self, shared: list[tuple[list[str], list[int]]]) -> SharedParameters:
-        here = self.config.stage_manager.stage
+        here = self.config.stage_manager.held
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         result = []
         for names, stages in shared:
             local = next((parameters[name] for name in names if name in parameters), None)
-            result.append({stage: local if stage == here else torch.empty(0, device="meta") for stage in stages})
+            result.append({stage: local if stage in here else torch.empty(0, device="meta") for stage in stages})
         return result
+
+
+def _policy_of(model: nn.Module, config: ShardConfig) -> Policy:
+    """The policy of the model's family, or where `sharding_dim` says so one that needs none.
+
+    Raises:
+        ValueError: no policy is known.
+    """
+    return policy_for(model) if config.sharding_dim is None else WholeActivationsPolicy(config.sharding_dim)
 
 
 def _is_elsewhere(module: nn.Module, path: str) -> bool:
@@ -311,12 +321,17 @@ def _is_elsewhere(module: nn.Module, path: str) -> bool:
     return isinstance(module.get_submodule(path), StandIn)
 
 
+def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Id of each parameter -> its names, several where it is tied, in the model's order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
 def alias_groups(model: nn.Module) -> list[list[str]]:
     """The names of each parameter, in the model's order."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return list(groups.values())
+    return list(names_of_parameters(model).values())
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

@@ -8,12 +8,14 @@ batch, which every stage has; only hidden states travel, and what later layers r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from shardformer.stage_split import balanced_split, matrix_cost
+from shardformer.stage_view import Place, StageView, StageViews
 from shardformer.stand_ins import (
     AddsNothing,
     Arrival,
@@ -50,42 +52,60 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineStageManager:
-    """Which stage is here.
+    """Which stages are here.
 
     Attributes:
         stage: index of this stage.
         num_stages: stages of the pipeline.
         layers_per_stage: an explicit split of the layers; None for an even one.
+        further_stages: stages that are here as well, where the schedule gives a rank several.
     """
 
     stage: int = 0
     num_stages: int = 1
     layers_per_stage: tuple[int, ...] | None = None
+    further_stages: tuple[int, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """All stages that are here."""
+        return (self.stage, *self.further_stages)
 
     @property
     def is_first(self) -> bool:
-        return self.stage == 0
+        return 0 in self.held
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
+        return self.num_stages - 1 in self.held
 
-    def split(self, num_layers: int) -> list[range]:
+    def split(self, num_layers: int, even: Sequence[int] | None = None) -> list[range]:
         """The layers of each stage, in order.
+
+        Args:
+            even: how many layers of this model make stages that take equal times; None to count layers.
 
         Raises:
             ValueError: fewer layers than stages, or an explicit split that does not fit.
         """
         if num_layers < self.num_stages:
+            chunks = len(self.held)
+            if chunks == 1:
+                raise ValueError(
+                    f"pp_size={self.num_stages} is larger than the model's {num_layers} layers; "
+                    f"use a pp_size of at most {num_layers}"
+                )
             raise ValueError(
-                f"pp_size={self.num_stages} is larger than the model's {num_layers} layers; "
-                f"use a pp_size of at most {num_layers}"
+                f"pp_size={self.num_stages // chunks} with {chunks} chunks a rank makes {self.num_stages} stages, more "
+                f"than the model's {num_layers} layers; use fewer chunks, or a pp_size of at most "
+                f"{max(num_layers // chunks, 1)}"
             )
-        counts = list(self.layers_per_stage or self._even_counts(num_layers))
+        even = list(even or self._even_counts(num_layers))
+        counts = list(self.layers_per_stage or even)
         if len(counts) != self.num_stages or sum(counts) != num_layers or min(counts) < 1:
             raise ValueError(
                 f"layers_per_stage={counts} does not split {num_layers} layers over {self.num_stages} stages; "
-                f"use for example {self._even_counts(num_layers)}"
+                f"use for example {even}"
             )
         starts = [sum(counts[:stage]) for stage in range(self.num_stages)]
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -152,8 +172,8 @@ class StageCut:
         base = model.get_submodule(base_path)
         sizes = [len(base.get_submodule(each.layers)) for each in self.lists]
         self.starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-        self.ranges = manager.split(self.starts[-1])
         self._head = [] if not base_path else [n for n, _ in model.named_children() if n != base_path.split(".")[0]]
+        self.ranges = manager.split(self.starts[-1], self._even_counts())
 
     def holders(self, name: str) -> set[int]:
         """The stages that hold the module or parameter `name` of the whole model."""
@@ -189,66 +209,102 @@ class StageCut:
         )
 
     def apply(self) -> None:
-        """Keep this stage's modules and put stand-ins in the place of all others."""
-        held = self.ranges[self.manager.stage]
-        arrival = Arrival(*self._travels_to(held.start))
-        outgoing = self._travels_to(held.stop)
+        """Keep the modules of the stages that are here and put stand-ins in the place of all others."""
+        arrival = Arrival()
+        views = {stage: self._view_of(stage, arrival) for stage in self.manager.held}
+        entered = [self.ranges[stage].start for stage in self.manager.held]
         for index, layout in enumerate(self.lists):
-            self._cut_layers(index, held, arrival, outgoing)
-            self._stand_in(layout.first, max(self.starts[index] - 1, 0), held)
-            self._stand_in(dict.fromkeys(layout.last, PassedThrough), self.starts[index + 1] - 1, held)
+            for path, fields in layout.done.items():
+                if any(start < self.starts[index + 1] for start in entered):
+                    keep_output(self.model.get_submodule(self._prefix + path), path, fields, arrival)
+        self.model.stage_views = StageViews(self.model, arrival, views)
+        for layout in self.lists:
+            if has_module(self.model, self._prefix + layout.layers):
+                layers = self.model.get_submodule(self._prefix + layout.layers)
+                if hasattr(layers, "keep_used"):
+                    layers.keep_used()
+
+    def held_layers(self) -> list[list[nn.Module]]:
+        """The layers of each list that a stage of this rank runs one after the other, stage by stage."""
+        found = []
+        for held in (self.ranges[stage] for stage in self.manager.held):
+            for start, layout in zip(self.starts, self.lists, strict=False):
+                if has_module(self.model, self._prefix + layout.layers):  # an encoder may be finished
+                    layers = self.model.get_submodule(self._prefix + layout.layers)
+                    found.append([layer for number, layer in enumerate(layers, start) if number in held])
+        return found
+
+    def _even_counts(self) -> list[int] | None:
+        """How many layers each stage gets, none that the others would wait for."""
+        if self.starts[-1] < self.manager.num_stages:
+            return None
+        base = self.model.get_submodule(self._prefix.rstrip("."))
+        costs = [0.0] * self.starts[-1]
+        for start, layout in zip(self.starts, self.lists, strict=False):
+            for path in (layout.layers, *layout.beside):
+                for position, layer in enumerate(base.get_submodule(path), start):
+                    costs[position] += matrix_cost(layer)
+        embedding = matrix_cost(base, lambda name: _is_in(name, self.lists[0].first))
+        head = matrix_cost(base, lambda name: _is_in(name, self.lists[-1].last))
+        head += sum(matrix_cost(self.model.get_submodule(name)) for name in self._head)
+        # Of equal cuts the one with fewer layers beside the head, and then beside the embedding.
+        little = 0.01 * sum(costs) / len(costs)
+        return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little)
+
+    def _view_of(self, stage: int, arrival: Arrival) -> StageView:
+        """What `stage` sees; its first layer reads from `arrival` from now on."""
+        held = self.ranges[stage]
+        carries, keeps = self._travels_to(held.start)
+        ignored = frozenset() if held.start == 0 else frozenset(self.lists[0].first_inputs)
+        view = StageView(carries, keeps, ignored)
+        for index, layout in enumerate(self.lists):
+            self._cut_layers(view, index, held, arrival)
+            self._stand_in(view, layout.first, max(self.starts[index] - 1, 0), held)
+            self._stand_in(view, dict.fromkeys(layout.last, PassedThrough), self.starts[index + 1] - 1, held)
             for path, fields in layout.done.items():
                 if self.starts[index + 1] <= held.start:
-                    replace_module(self.model, self._prefix + path, Finished(path, fields))
-                else:
-                    keep_output(self.model.get_submodule(self._prefix + path), path, fields, arrival)
-        if not self.manager.is_last:
+                    view.stand_ins[self._place(path)] = Finished(path, fields)
+        if stage != self.manager.num_stages - 1:
             for name in self._head:
-                replace_module(self.model, name, Elsewhere())
-        for module in self.model.modules():
-            if isinstance(module, StandIn):
-                module.arrival = arrival
-        arrival.ignored_inputs = frozenset() if held.start == 0 else frozenset(self.lists[0].first_inputs)
-        self.model.stage_arrival = arrival
+                view.stand_ins[self.model, name] = Elsewhere()
+        return view
 
-    def held_layers(self) -> list[nn.Module]:
-        """The layers of this stage, in order."""
-        lists = [self.model.get_submodule(self._prefix + each.layers) for each in self.lists]
-        return [layer for layers in lists for layer in layers if not isinstance(layer, StandIn)]
-
-    def _cut_layers(self, index: int, held: range, arrival: Arrival, outgoing: tuple) -> None:
+    def _cut_layers(self, view: StageView, index: int, held: range, arrival: Arrival) -> None:
         layout, start = self.lists[index], self.starts[index]
         layers = self.model.get_submodule(self._prefix + layout.layers)
         for position, layer in enumerate(list(layers), start=start):
+            stand_in = None
             if position < held.start:
-                layers[position - start] = _alike(Skipped(int(layout.tuple_output), layout.carries), layer)
+                stand_in = Skipped(int(layout.tuple_output), layout.carries)
             elif position == held.stop:
-                layers[position - start] = _alike(Boundary(layer, *outgoing), layer)
+                stand_in = Boundary(layer, *self._travels_to(held.stop))
             elif position > held.stop:
-                layers[position - start] = _alike(Elsewhere(), layer)
+                stand_in = Elsewhere()
             elif position == held.start and position > 0 and not layout.beside:
                 enter_at(layer, arrival, layout.carries if position > start else ())
-        if hasattr(layers, "keep_used"):
-            layers.keep_used()
+            if stand_in is not None:
+                view.stand_ins[layers, position - start] = _alike(stand_in, layer)
         for path in layout.beside:
             parts = self.model.get_submodule(self._prefix + path)
             for position, part in enumerate(list(parts), start=start):
                 if position < held.start:
                     ends_layer = position == held.start - 1 and path == layout.beside[-1]
-                    parts[position - start] = _alike(Entered() if ends_layer else PassedThrough(), part)
+                    view.stand_ins[parts, position - start] = _alike(Entered() if ends_layer else PassedThrough(), part)
                 elif position >= held.stop:
-                    parts[position - start] = _alike(Elsewhere(), part)
+                    view.stand_ins[parts, position - start] = _alike(Elsewhere(), part)
 
-    def _stand_in(self, paths: Mapping[str, type[StandIn]], runs_with: int, held: range) -> None:
+    def _stand_in(self, view: StageView, paths: Mapping[str, type[StandIn]], runs_with: int, held: range) -> None:
         """Stand-ins for modules that run on the stage of layer number `runs_with`."""
         if runs_with in held:
             return
         for path, stand_in in paths.items():
             if has_module(self.model, self._prefix + path):
                 new = stand_in() if runs_with < held.start else Elsewhere()
-                replace_module(
-                    self.model, self._prefix + path, _alike(new, self.model.get_submodule(self._prefix + path))
-                )
+                view.stand_ins[self._place(path)] = _alike(new, self.model.get_submodule(self._prefix + path))
+
+    def _place(self, path: str) -> Place:
+        parent, _, name = (self._prefix + path).rpartition(".")
+        return self.model.get_submodule(parent), name
 
     def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:
         """What travels to a stage that starts at layer number `position`, beside the hidden state."""
@@ -263,7 +319,12 @@ class StageCut:
         return next(stage for stage, held in enumerate(self.ranges) if layer in held)
 
     def _is_below(self, name: str, paths: Sequence[str] | Mapping[str, Any]) -> bool:
-        return any(name == self._prefix + path or name.startswith(f"{self._prefix}{path}.") for path in paths)
+        return name.startswith(self._prefix) and _is_in(name.removeprefix(self._prefix), paths)
+
+
+def _is_in(name: str, paths: Iterable[str]) -> bool:
+    """Whether `name` is one of `paths` or below one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def _alike(stand_in: StandIn, native: nn.Module) -> StandIn:
@@ -293,25 +354,24 @@ def has_module(root: nn.Module, path: str) -> bool:
     return True
 
 
-def run_stage(model: nn.Module, message: Message | None, inputs: Mapping[str, Any]) -> Any:
-    """Run one pass of the stage that `model` is.
+def run_stage(model: nn.Module, message: Message | None, inputs: Mapping[str, Any], stage: int | None = None) -> Any:
+    """Run one pass of a stage that `model` is.
 
     Args:
         model: the model, cut by `StageCut`.
         message: from the stage before, the hidden state [batch, seq, hidden] first; None on the first stage.
         inputs: the keyword arguments of the model's forward, the same on every stage.
+        stage: which of the stages that are here; None for the only one.
 
     Returns:
         The message for the next stage, or the model's own output on the last stage.
     """
-    arrival = getattr(model, "stage_arrival", None)
-    if arrival is not None:
-        arrival.begin(message)
-        inputs = {name: value for name, value in inputs.items() if name not in arrival.ignored_inputs}
-    try:
+    views = getattr(model, "stage_views", None)
+    if views is None:
         return model(**inputs)
-    except StageBoundary as boundary:
-        return boundary.message
-    finally:
-        if arrival is not None:
-            arrival.begin(None)
+    with views.running(stage, message) as view:
+        inputs = {name: value for name, value in inputs.items() if name not in view.ignored_inputs}
+        try:
+            return model(**inputs)
+        except StageBoundary as boundary:
+            return boundary.message

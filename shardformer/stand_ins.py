@@ -24,24 +24,23 @@ class Arrival:
         hidden: the hidden state of the layers, [batch, seq, hidden].
         carried: further inputs of the layers, by name.
         kept: outputs of modules that are finished, (path, field) -> value.
-        ignored_inputs: inputs of the model that this stage goes without.
     """
 
-    def __init__(self, carries: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()) -> None:
-        self._carries, self._keeps = tuple(carries), tuple(keeps)
-        self.ignored_inputs: frozenset[str] = frozenset()
+    def __init__(self) -> None:
         self.hidden: Tensor | None = None
         self.carried: dict[str, Tensor | None] = {}
         self.kept: dict[tuple[str, str], Tensor | None] = {}
 
-    def begin(self, message: Message | None) -> None:
-        """Take what arrived; None on the first stage."""
+    def begin(
+        self, message: Message | None, carries: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Take what arrived, the hidden state and then what `carries` and `keeps` name; None on the first stage."""
         self.hidden, self.carried, self.kept = None, {}, {}
         if message is None:
             return
         self.hidden, *rest = message
-        self.carried = dict(zip(self._carries, rest[: len(self._carries)], strict=True))
-        self.kept = dict(zip(self._keeps, rest[len(self._carries) :], strict=True))
+        self.carried = dict(zip(carries, rest[: len(carries)], strict=True))
+        self.kept = dict(zip(keeps, rest[len(carries) :], strict=True))
 
     def dummy(self) -> Tensor:
         """A tensor of the hidden state's shape, of its own: some models scale embeddings in place."""

@@ -71,7 +71,8 @@ class Recipe:
         """The whole model, always the same."""
         model = self.zoo_family.build(self.head, self.dtype, **dict(self.config))
         for name, param in model.named_parameters():
-            param.requires_grad_(not name.startswith(self.frozen) if self.frozen else True)
+            if name.startswith(self.frozen):
+                param.requires_grad_(False)
         return with_adapters(model, self.adapters) if self.adapters else model
 
     def batch(self, step: int) -> Batch:

@@ -20,6 +20,9 @@ PARITY = "zoo_tests/parity/test_parity.py::test_trains_like_plain_training"
 FEATURES = "zoo_tests/parity/test_features.py::test_options_together"
 PRECISION = "zoo_tests/parity/test_precision.py::test_16_bit"
 DROPOUT = "zoo_tests/parity/test_dropout.py"
+NONFINITE = "zoo_tests/hybrid/test_nonfinite.py"
+SYNCHRONY = "zoo_tests/hybrid/test_synchrony.py"
+SCHEDULES = "zoo_tests/parity/test_schedules.py::test_trains_like_plain_training"
 LOOPS = "zoo_tests/parity/test_loops.py"
 
 
@@ -123,6 +126,26 @@ def _no_gathering_after_the_step() -> None:
     bucket.Bucket.publish = lambda self, async_op: None
 
 
+def _bad_copies_do_not_count() -> None:
+    from plugins.hybrid_parallel.zero.bucket import Bucket
+
+    squared_norm = Bucket.squared_norm
+    Bucket.squared_norm = lambda self: squared_norm(self) if self.counted else torch.zeros((), dtype=torch.float64)
+
+
+def _copies_are_not_compared() -> None:
+    from plugins.hybrid_parallel.debug import synchrony
+
+    differences = synchrony._differences
+    synchrony._differences = lambda scope: iter(()) if scope.words == "tensor-parallel" else differences(scope)
+
+
+def _batches_by_names_alone() -> None:
+    from plugins.hybrid_parallel.debug import batches
+
+    batches.checksum = lambda tensor: 0
+
+
 def _labels_not_shifted() -> None:
     from shardformer import losses
 
@@ -192,6 +215,12 @@ def _patch_buckets(change: Callable[[Any, Any], None]) -> None:
     build.build_buckets = changed
 
 
+def _weights_that_wait_are_forgotten() -> None:
+    from plugins.hybrid_parallel.pipeline import runtime
+
+    runtime.finish_backward = lambda put_off: put_off.clear()
+
+
 MUTANTS: dict[str, Mutant] = {
     "no data-parallel reduction": Mutant(
         _no_data_parallel_reduction,
@@ -237,5 +266,22 @@ MUTANTS: dict[str, Mutant] = {
     "no gathering after the step": Mutant(_no_gathering_after_the_step, (f"{PARITY}[llama-causal_lm-dp2-zero1]",)),
     "experts read alone": Mutant(_experts_read_alone, (f"{PARITY}[mixtral-causal_lm-tp2-zero1-fp32]",)),
     "encoder learns nothing": Mutant(_encoder_learns_nothing, (f"{PARITY}[t5-generation-pp2-zero1-fp32]",)),
+    "bad copies do not count": Mutant(
+        _bad_copies_do_not_count, (f"{NONFINITE}::test_a_bad_gradient_on_one_rank_is_named_on_all[tp2-1]",)
+    ),
+    "copies are not compared": Mutant(
+        _copies_are_not_compared,
+        (
+            f"{SYNCHRONY}::test_the_first_difference_is_named[tp2-copied_weight]",
+            f"{SYNCHRONY}::test_debug_mode_compares_before_a_pass_spreads_it[tp2]",
+        ),
+    ),
+    "batches by names alone": Mutant(
+        _batches_by_names_alone, (f"{SYNCHRONY}::test_another_batch_on_one_rank_of_a_replica[pp2]",)
+    ),
+    "weights that wait are forgotten": Mutant(
+        _weights_that_wait_are_forgotten,
+        (f"{SCHEDULES}[llama-causal_lm-pp2-zero1-pp_style=zero_bubble-num_microbatches=4]",),
+    ),
     "labels not shifted": Mutant(_labels_not_shifted, (f"{PARITY}[llama-causal_lm-tp2-zero1]",)),
 }

@@ -7,13 +7,32 @@ else of it: a change of peft itself would not be noticed here.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 ADAPTER = "default"
+
+
+@dataclass
+class LoraConfig:
+    """What the library reads of peft's configuration: the kind, and all of it as a dictionary."""
+
+    r: int
+    target_modules: set[str]
+    lora_alpha: float = 3
+    peft_type: str = "LORA"
+    bias: str = "none"
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    inference_mode: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class LoraLinear(nn.Module):
@@ -77,10 +96,10 @@ class PeftModel(_Wrapper):
 
     inside = "base_model"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         super().__init__()
         self.base_model = LoraModel(model)
-        self.peft_config = {ADAPTER: SimpleNamespace(peft_type="LORA")}
+        self.peft_config = {ADAPTER: config}
 
     def get_base_model(self) -> nn.Module:
         return self.base_model.model
@@ -97,4 +116,12 @@ def with_adapters(model: nn.Module, targets: tuple[str, ...], rank: int = 3, dro
                 parent, _, name = path.rpartition(".")
                 setattr(model.get_submodule(parent), name, LoraLinear(module, rank, dropout).to(dtype))
                 module.requires_grad_(False)
-    return PeftModel(model).train()
+    return PeftModel(model, LoraConfig(rank, set(targets))).train()
+
+
+def load_adapters(model: PeftModel, directory: Path) -> None:
+    """What `PeftModel.from_pretrained` does with the file: every adapter has its weights there, under these names."""
+    tensors = load_file(directory / "adapter_model.safetensors")
+    own = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    assert {name.replace(f".{ADAPTER}", "") for name in own} == tensors.keys()
+    model.load_state_dict({name: tensors[name.replace(f".{ADAPTER}", "")] for name in own}, strict=False)

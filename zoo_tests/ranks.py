@@ -41,6 +41,8 @@ _PRELOAD = (
 )
 _GROUP_TIMEOUT = timedelta(seconds=30)
 _LOOK_AGAIN = 50  # tasks
+# Layouts leave process groups behind, each with threads that wake up a hundred times a second.
+_TASKS_OF_A_PROCESS = 80
 _GRACE_S = 1.0  # for the other ranks to fail too, once one has
 _STACK_DUMP_S = 0.3
 
@@ -80,6 +82,13 @@ def run_on_ranks(world_size: int, function: Callable, *args: Any, timeout_s: flo
     return _pool(world_size).run(function, args, kwargs, timeout_s)
 
 
+def rank_context() -> Any:
+    """The context of `multiprocessing` whose processes start with all libraries imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    return context
+
+
 class RankPool:
     """Processes that run one function after the other, all the same.
 
@@ -90,16 +99,17 @@ class RankPool:
 
     def __init__(self, world_size: int, mutant: str | None = None) -> None:
         self.world_size, self.mutant = world_size, mutant
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(_PRELOAD))
+        self._context = rank_context()
         self._processes: list[Any] = []
         self._task_numbers = itertools.count()
 
     def run(self, function: Callable, args: tuple, kwargs: dict[str, Any], timeout_s: float) -> list[Any]:
         """Run `function` on all ranks; see `run_on_ranks`."""
+        number = next(self._task_numbers)
+        if number % _TASKS_OF_A_PROCESS == 0:
+            self.stop()
         if not self._processes:
             self._start()
-        number = next(self._task_numbers)
         for tasks in self._tasks:
             tasks.put((number, function.__module__, function.__qualname__, args, kwargs))
         answers = self._collect(number, timeout_s)
@@ -122,10 +132,19 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._results = self._context.Queue()
         self._tasks = [self._context.Queue() for _ in range(self.world_size)]
+        self._store = _new_store()
         self._processes = [
             self._context.Process(
                 target=_serve,
-                args=(rank, self.world_size, self._directory.name, self._tasks[rank], self._results, self.mutant),
+                args=(
+                    rank,
+                    self.world_size,
+                    self._directory.name,
+                    self._store.port,
+                    self._tasks[rank],
+                    self._results,
+                    self.mutant,
+                ),
                 daemon=True,
             )
             for rank in range(self.world_size)
@@ -204,7 +223,14 @@ def _pool(world_size: int) -> RankPool:
 # ----- what runs in a rank -----
 
 
-def _serve(rank: int, world_size: int, directory: str, tasks: Any, results: Any, mutant: str | None) -> None:
+def _new_store() -> Any:
+    """Where ranks meet. Not a file: ranks that wait on one look again and again, and take the cores from the others."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _serve(rank: int, world_size: int, directory: str, port: int, tasks: Any, results: Any, mutant: str | None) -> None:
     """Run tasks until killed."""
     import torch
     import torch._dynamo
@@ -214,7 +240,7 @@ def _serve(rank: int, world_size: int, directory: str, tasks: Any, results: Any,
     with _stack_file(directory, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
-        store = dist.FileStore(str(Path(directory) / "store"), world_size)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_GROUP_TIMEOUT)
         torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_GROUP_TIMEOUT)
         if mutant is not None:

@@ -6,15 +6,18 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from booster.errors import ConfigurationError
 
 _INTERRUPTED = 130
 _USAGE_ERROR = 2
-# Command -> module with `main(arguments) -> exit code`, and its line of help. Imported only when asked for.
-_COMMANDS = {
+ENTRY_POINT_GROUP = "booster.commands"
+# Command -> module with `main(arguments) -> exit code`, and its line of help. Imported only when asked for; what needs
+# to know a plugin is found by its entry point.
+_COMMANDS: dict[str, tuple[str | None, str]] = {
     "run": ("booster.cli.run", "start a script on several ranks of this machine, or of several"),
+    "inspect": (None, "show who holds what of a model; a pipeline schedule, predicted or as it ran"),
     "doctor": ("booster.cli.doctor", "show versions, devices, backends and optional packages"),
 }
 
@@ -42,8 +45,16 @@ def _run(arguments: list[str]) -> int:
     if name not in _COMMANDS:
         problem = f"command '{name}' does not exist" if name else "no command was given"
         raise ConfigurationError(f"{problem}; use one of {', '.join(_COMMANDS)}, as in `booster run --help`")
-    command: Callable[[list[str]], int] = import_module(_COMMANDS[name][0]).main
+    module, _ = _COMMANDS[name]
+    command = _command_of_a_plugin(name) if module is None else import_module(module).main
     return command(arguments[1:])
+
+
+def _command_of_a_plugin(name: str) -> Callable[[list[str]], int]:
+    found = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
+    if found is None:
+        raise ConfigurationError(f"no installed plugin brings `booster {name}`; pip install hybrid-booster")
+    return found.load()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,16 +7,20 @@ starts, the agent adds no report of its own to what a failing rank has said, and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
 import signal
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from booster.errors import ConfigurationError
+from booster.failure.report import REPORT_VARIABLE
 
 _PROG = "booster run"
 _EXAMPLE = "`booster run --nproc-per-node 4 script.py`"
@@ -40,7 +44,21 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     _check(options)
     _prepare(options)
-    return _run(options)
+    with tempfile.NamedTemporaryFile("r", prefix="booster-run-") as report:
+        os.environ[REPORT_VARIABLE] = report.name
+        code = _run(options, lambda: bool(report.read()))
+    if code:
+        _leave_now(code)
+    return code
+
+
+def _leave_now(code: int) -> NoReturn:
+    """All ranks are gone; taking down an interpreter that has imported torch can cost seconds more."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -110,7 +128,13 @@ def _interruption() -> Exception:
     return error
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
+    """Run it.
+
+    Args:
+        options: torchrun's.
+        was_reported: whether a rank has said why the job failed.
+    """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -120,7 +144,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         run(options)
     except ChildFailedError as error:
-        return _code_of(error.failures)
+        return _code_of(error.failures, was_reported())
     except SignalException as error:
         return _ended(error)
     except (ValueError, AssertionError, RendezvousError, DistError) as error:  # how torchrun refuses an option
@@ -128,15 +152,15 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _code_of(failures: dict[int, Any]) -> int:
+def _code_of(failures: dict[int, Any], was_reported: bool) -> int:
     """The code of the rank at fault: one ended by a signal that is not the agent's own, else the first to fail."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     for rank, failure in by_time:
         number = -failure.exitcode
         if number > 0 and number != signal.SIGTERM:
-            # This rank could not say anything itself.
-            why = "; the system may have run out of memory" if number == signal.SIGKILL else ""
-            sys.stderr.write(f"error: rank {rank} was ended by {signal.Signals(number).name}{why}\n")
+            if not was_reported:  # this rank could not say anything itself, and there is no other
+                why = "; if nobody sent it, the system ran out of memory" if number == signal.SIGKILL else ""
+                sys.stderr.write(f"error: rank {rank} was ended by {signal.Signals(number).name}{why}\n")
             return _SIGNAL_CODE + number
     codes = [failure.exitcode for _, failure in by_time]
     return next((code for code in codes if code > 0), _SIGNAL_CODE + signal.SIGTERM)

@@ -28,7 +28,8 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 
 _WARMUP_FRACTION = 0.1
 _MAX_NORM = 1.0
-_CHECKPOINT = "checkpoint"
+_CHECKPOINTS = "checkpoints"
+_KEPT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,7 +71,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=42, help="of data, new weights and dropout")
     add("--output", type=Path, default=Path("runs/bert"), help="directory of the result")
     add("--plot", type=Path, metavar="FILE.png", help="draw the loss curve")
-    add("--resume", action="store_true", help="go on from the last epoch that was finished in --output")
+    add("--save-every", type=positive_int, metavar="STEPS", help="save within an epoch too, while training goes on")
+    add(
+        "--resume",
+        nargs="?",
+        const="latest",
+        choices=("latest", "auto"),
+        help="go on from the newest checkpoint in --output; auto: if there is one, as after an elastic restart",
+    )
     return parser.parse_args(arguments)
 
 
@@ -85,10 +93,11 @@ class FineTuning:
     def __init__(self, options: argparse.Namespace, plugin: HybridParallelPlugin) -> None:
         self.options, self.plugin = options, plugin
         self.booster = Booster(plugin=plugin)
-        self.checkpoint = options.output / _CHECKPOINT
-        if options.resume and not self.checkpoint.is_dir():
+        self.checkpoints = options.output / _CHECKPOINTS
+        self.resumes = options.resume is not None and self.booster.latest_checkpoint(self.checkpoints) is not None
+        if options.resume == "latest" and not self.resumes:
             raise ConfigurationError(
-                f"--resume finds no checkpoint in {self.checkpoint}; "
+                f"--resume finds no checkpoint in {self.checkpoints}; "
                 "give the --output of an earlier run or leave it away"
             )
         self.losses: list[float] = []
@@ -97,9 +106,12 @@ class FineTuning:
 
     def run(self) -> None:
         """Train what is left to train, evaluate, save and report."""
-        for epoch in range(self._resume(), self.options.epochs):
+        if self.resumes:
+            self.losses = self.booster.load_checkpoint(self.checkpoints, **self._state(), resume="latest")["losses"]
+        for epoch in range(self.training.epoch, self.options.epochs):
             self._train(epoch)
-            self._save_checkpoint(epoch + 1)
+            self._save_checkpoint()
+        self.booster.finish_saving()
         metrics = self.evaluate()
         self.booster.save_model(self.model, str(self.options.output))
         self._report(metrics, peak_memory_of_ranks(self.counting_device))
@@ -143,29 +155,25 @@ class FineTuning:
         )
 
     def _train(self, epoch: int) -> None:
-        self.training.set_epoch(epoch)
-        batches, started = iter(self.training), time.perf_counter()
-        progress = self._progress(range(len(self.training)), f"epoch {epoch + 1}/{self.options.epochs}")
-        for _ in progress:
+        position, started = self.training.position, time.perf_counter()  # of a run that was interrupted in this epoch
+        batches = iter(self.training)
+        progress = self._progress(range(position, len(self.training)), f"epoch {epoch + 1}/{self.options.epochs}")
+        for step in progress:
             result = self.booster.execute_pipeline(batches, self.model, optimizer=self.optimizer)
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
             self.losses.append(result.loss.item())
             progress.set_postfix(loss=f"{self.losses[-1]:.3f}", refresh=False)
+            if self.options.save_every and (step + 1) % self.options.save_every == 0 and step + 1 < len(self.training):
+                self._save_checkpoint()
         self.seconds += time.perf_counter() - started
-        self.samples += len(self.training.dataset)
+        self.samples += (len(self.training) - position) * self.training.global_batch_size
 
-    def _resume(self) -> int:
-        """Epochs that are finished already."""
-        if not self.options.resume:
-            return 0
-        extra = self.booster.load_checkpoint(str(self.checkpoint), **self._state())
-        self.losses = list(extra["losses"])
-        return int(extra["epoch"])
-
-    def _save_checkpoint(self, epoch: int) -> None:
-        self.booster.save_checkpoint(str(self.checkpoint), **self._state(), epoch=epoch, losses=self.losses)
+    def _save_checkpoint(self) -> None:
+        """Written while training goes on; the older ones go."""
+        path = self.checkpoints / f"step-{len(self.losses)}"
+        self.booster.save_checkpoint(path, **self._state(), losses=self.losses, asynchronous=True, keep_last=_KEPT)
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from plugins.hybrid_parallel.checkpoint.agree import together
 from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.debug.watch import ModuleWatch
 from plugins.hybrid_parallel.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.mesh import HybridMesh, tied_group
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
 from plugins.hybrid_parallel.zero.bucket import BucketOptions
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.parameters import (
@@ -29,11 +36,21 @@ from plugins.hybrid_parallel.zero.parameters import (
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention import recompute_attention, uses_registry
-from shardformer.lazy import materialize, waits_for_values, weight_reader_of
+from shardformer.lazy import (
+    RecordedValues,
+    WeightReader,
+    is_recorded,
+    materialize,
+    waits_for_values,
+    weight_reader_of,
+)
+from shardformer.policies.tp_info import TPInfoPolicy
 from shardformer.rng import SharedStream
+from shardformer.shard_model import as_policy
+from shardformer.weight_gradients import split_native_layers
 
 _logger = get_logger(__name__)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -68,10 +85,10 @@ def check_options_against_model(
             f"gradient_checkpointing={config.gradient_checkpointing!r} needs a transformers model, not a "
             f"{type(model).__name__}; use gradient_checkpointing=None"
         )
-    if (names := waits_for_values(model)) and weight_reader_of(model) is None:
+    if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):
         raise ConfigurationError(
             f"{names[0]} of the {type(model).__name__} is on the meta device, without values; build the model on a "
-            "device, or say where its values are with shardformer.lazy.set_weight_reader"
+            "device, or in shardformer.record_module_init()"
         )
     if config.gradient_checkpointing == "selective" and not any(map(uses_registry, model.modules())):
         raise ConfigurationError(
@@ -97,29 +114,79 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
             "differ from those of the whole batch",
             type(model).__name__,
         )
+    reader = _reader_of(model, seed)
     share_initial_weights(model)
     origin = WholeModel.of(model)
-    shared = _shard(model, config, mesh)
+    shared = shard_model(model, config, mesh)
     if waits_for_values(model):
-        _materialize(model)
+        with _mistakes():
+            materialize(model, reader)
     if isinstance(config.gradient_checkpointing, float):
         _recompute_share(model, config.gradient_checkpointing)
     model.to(mesh.device)
-    masters = _cast(model, _DTYPES.get(config.precision), config.master_weights)
+    return wrap_model(model, config, mesh, seed, origin, shared)
+
+
+def wrap_model(
+    model: nn.Module,
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+    seed: int,
+    origin: WholeModel,
+    shared: Sequence[Mapping[int, Tensor]],
+) -> BuiltModel:
+    """Cast and wrap a sharded model.
+
+    Args:
+        origin: what the whole model was.
+        shared: the parameters that several stages hold, see `shard_model`.
+    """
+    masters = _cast(model, DTYPES.get(config.precision), config.master_weights)
     tied = {}
     for order, stages in enumerate(shared):
-        group = tied_group(mesh, tuple(sorted(stages)))  # on all ranks, also those without the parameter
+        # In the order of stages; a rank that holds several is there once.
+        holders = list(dict.fromkeys(config.schedule.rank_of(stage, config.pp_size) for stage in sorted(stages)))
+        if len(holders) == 1:
+            continue
+        group = tied_group(mesh, tuple(sorted(holders)))  # on all ranks, also those without the parameter
         if group is not None:
-            tied[stages[mesh.rank("pp")]] = TiedParameter(order, group, counted=mesh.rank("pp") == min(stages))
+            here = next(stage for stage in stages if config.schedule.rank_of(stage, config.pp_size) == mesh.rank("pp"))
+            tied[stages[here]] = TiedParameter(order, group, counted=mesh.rank("pp") == holders[0])
     elsewhere = [param for param, tie in tied.items() if not tie.counted]
-    wrapped = HybridParallelModel(model, mesh, _stream(mesh, seed), origin, elsewhere)
+    if config.schedule.splits_backward:
+        split_native_layers(model)
+    wrapped = HybridParallelModel(
+        model, mesh, _stream(mesh, seed), origin, elsewhere, config.schedule, config.chunks_per_rank
+    )
+    wrapped.tied = tied
+    if config.record_schedule is not None:
+        # A directory that cannot be written is an error on all ranks.
+        wrapped.runtime.recorder = together(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
+    if config.debug:
+        # Before any optimizer: its hooks take a gradient away.
+        watch = wrapped.trace.watch = ModuleWatch(model)
+        wrapped.runtime.before_microbatch = watch.begin_microbatch
     return BuiltModel(wrapped, tied, masters)
 
 
-def _materialize(model: nn.Module) -> None:
+def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:
+    """Where the values of a model without values are; its buffers get theirs now, whole as policies expect them."""
+    reader = weight_reader_of(model)
+    if reader is None and is_recorded(model):
+        shared_seed = torch.tensor(seed)
+        dist.broadcast(shared_seed, src=0)  # pieces drawn from other seeds would fit together without an error
+        with _mistakes():
+            reader = RecordedValues(model, int(shared_seed))
+            reader.fill_buffers(model)
+    return reader
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """What shardformer refuses is the user's mistake."""
     try:
-        materialize(model, weight_reader_of(model))
-    except ValueError as error:
+        yield
+    except (ValueError, TypeError) as error:
         raise ConfigurationError(str(error)) from error
 
 
@@ -172,9 +239,20 @@ def build_optimizer(
         scale = DynamicLossScale(config.initial_scale, config.growth_interval)
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wrapped = HybridParallelOptimizer(
-        optim, buckets, first_names, mesh.group("tp"), reducer, scale, config.max_norm, config.overlap_allgather
+        optim,
+        buckets,
+        first_names,
+        mesh,
+        reducer,
+        scale,
+        config.max_norm,
+        config.nonfinite,
+        built.model.trace,
+        config.overlap_allgather,
     )
     wrapped.aliases = built.model.origin.aliases
+    if config.debug:
+        wrapped.after_step = partial(built.model.synchrony.run_at, config.synchrony_interval, [wrapped])
     return wrapped
 
 
@@ -183,8 +261,12 @@ def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> 
     return next((name for name in names if name in parameters), None)
 
 
-def _shard(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
-    """Shard in place; returns the parameters that several stages hold."""
+def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
+    """Shard in place; returns the parameters that several stages hold.
+
+    Raises:
+        ConfigurationError: the model cannot be sharded as asked, with all reasons.
+    """
     changes_layers = (
         config.enable_fused_normalization,
         config.enable_flash_attention,
@@ -193,12 +275,13 @@ def _shard(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> 
     )
     if config.tp_size == 1 and config.pp_size == 1 and config.custom_policy is None and not any(changes_layers):
         return []  # nothing to cut: a model of any kind will do
-    stage = mesh.rank("pp")
+    stage, *further = config.schedule.stages_of(mesh.rank("pp"), config.pp_size, config.chunks_per_rank)
+    num_stages = config.pp_size * config.chunks_per_rank
     split = None if config.layers_per_stage is None else tuple(config.layers_per_stage)
-    try:
+    with _mistakes():
         shard_config = ShardConfig(
             tensor_parallel_process_group=mesh.group("tp"),
-            pipeline_stage_manager=PipelineStageManager(stage, config.pp_size, split),
+            pipeline_stage_manager=PipelineStageManager(stage, num_stages, split, tuple(further)),
             enable_fused_normalization=config.enable_fused_normalization,
             enable_flash_attention=config.enable_flash_attention,
             enable_jit_fused=config.enable_jit_fused,
@@ -207,11 +290,11 @@ def _shard(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> 
             enable_sequence_overlap=config.enable_sequence_overlap,
             enable_all_optimization=config.enable_all_optimization,
             make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
-            compute_dtype=_DTYPES.get(config.precision),
+            compute_dtype=DTYPES.get(config.precision),
+            sharding_dim=config.sharding_dim,
         )
-        return ShardFormer(shard_config).optimize(model, config.custom_policy)[1]
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(str(error)) from error
+        policy = as_policy(config.custom_policy) if config.tp_info is None else TPInfoPolicy(config.tp_info)
+        return ShardFormer(shard_config).optimize(model, policy)[1]
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> dict[nn.Parameter, Tensor]:

@@ -2,13 +2,16 @@
 
 A global batch is `batch_size * dp_size` consecutive samples, and rank r's share its r-th part. The last one of an
 epoch may be short: it is split as evenly as possible and nothing is repeated, so that a rank's share may be empty.
-Device placement, epochs and skipping ahead are accelerate's.
+Device placement, epochs and skipping ahead are accelerate's. What a batch holds depends on the seed, the epoch and the
+replica alone, so that training can be resumed in the middle of an epoch: skipped batches are loaded and dropped, which
+draws what was drawn the first time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.loading_stream import LoadingStream
 
 
 class DataParallelBatchSampler(BatchSampler):
@@ -28,6 +32,7 @@ class DataParallelBatchSampler(BatchSampler):
 
     Attributes:
         empty_batches: positions of this epoch's batches that stand for an empty share.
+        stream: what a sampler without a generator of its own draws from.
     """
 
     def __init__(self, batch_sampler: BatchSampler, rank: int, world_size: int) -> None:
@@ -36,12 +41,13 @@ class DataParallelBatchSampler(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)
         self.empty_batches: set[int] = set()
+        self.stream: LoadingStream | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         self.empty_batches.clear()
         group: list[list[int]] = []
         position = 0
-        for batch in self.batch_sampler:
+        for batch in self._batches():
             group.append(list(batch))
             if len(group) == self.world_size:
                 yield self._share(group, position)
@@ -52,6 +58,16 @@ class DataParallelBatchSampler(BatchSampler):
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
         return batches // self.world_size if self.drop_last else math.ceil(batches / self.world_size)
+
+    def _batches(self) -> Iterator[list[int]]:
+        """The order is to be the same on all ranks, however many numbers the samples draw in between."""
+        batches = iter(self.batch_sampler)
+        while True:
+            with self.stream.active() if self.stream is not None else nullcontext():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _share(self, group: list[list[int]], position: int) -> list[int]:
         if len({len(batch) for batch in group}) == 1 and len(group) == self.world_size:
@@ -100,29 +116,65 @@ class ShardedDataLoader(DataLoaderShard):
 
     Attributes:
         global_batch_size: samples of a batch over all data-parallel ranks; without a known batch size, of those ranks.
+        seed, rank: what loading draws depends on these, and on the epoch.
     """
 
     global_batch_size = 1
+    seed = 0
+    rank = 0
     _position = 0  # batches of this epoch that were handed out
+    _sampler_at_start: dict[str, Any] | None = None  # when this epoch began
 
     def __iter__(self) -> Iterator[Any]:
         empty = getattr(self.batch_sampler, "empty_batches", ())
+        self.set_epoch(self.epoch)
         self._position = self.skip_batches
-        for batch in super().__iter__():
+        self._sampler_at_start = self._sampler_state()
+        stream = LoadingStream(self.seed, "samples", self.iteration, self.rank)
+        if isinstance(self.batch_sampler, DataParallelBatchSampler):
+            self.batch_sampler.stream = LoadingStream(self.seed, "order", self.iteration)
+        batches, end = super().__iter__(), object()
+        while True:
+            with stream.active():
+                batch = next(batches, end)
+            if batch is end:
+                break
             self._position += 1
             yield _without_rows(batch) if self._position - 1 in empty else batch
         self._position = self.skip_batches = 0
 
-    def state_dict(self) -> dict[str, int]:
+    @property
+    def epoch(self) -> int:
+        """The epoch that training is in; one whose batches were all handed out is over."""
+        return self.iteration + self._is_over
+
+    @property
+    def position(self) -> int:
+        """Batches of this epoch that were handed out, also by a run before this one."""
+        return 0 if self._is_over else self._position
+
+    @property
+    def _is_over(self) -> bool:
+        """A loop that asks for `len(loader)` batches leaves its iterator just before its end."""
+        return not isinstance(self.dataset, IterableDataset) and 0 < self._position == len(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch with the next iteration, or stay in this one."""
+        if epoch != self.iteration:
+            self._position = self.skip_batches = 0
+        super().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
         """Epoch, and samples of it that are done on all ranks together: they do not depend on the layout."""
-        finished = self._position == len(self) if not isinstance(self.dataset, IterableDataset) else False
         return {
-            "epoch": self.iteration + finished,
-            "samples": 0 if finished else self._position * self.global_batch_size,
+            "epoch": self.epoch,
+            "samples": self.position * self.global_batch_size,
             "global_batch_size": self.global_batch_size,
+            "seed": self.seed,
+            "sampler": self._sampler_at_start if self.position else self._sampler_state(),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch begin where the saved one was.
 
         Raises:
@@ -136,6 +188,27 @@ class ShardedDataLoader(DataLoaderShard):
             )
         self.iteration, self.skip_batches = state["epoch"], position
         self._position = position
+        self.seed = state.get("seed", self.seed)
+        self._sampler_at_start = state.get("sampler", {})
+        self._load_sampler_state(self._sampler_at_start)
+
+    def _sampler_state(self) -> dict[str, Any]:
+        """What the order of the next epoch depends on beside its number."""
+        sampler = getattr(self.batch_sampler, "sampler", None)
+        if isinstance(sampler, SeedableRandomSampler):
+            return {"seed": sampler.initial_seed}
+        generator = getattr(sampler, "generator", None)
+        state = {} if generator is None else {"generator": generator.get_state().numpy().tobytes().hex()}
+        return state | ({"state": sampler.state_dict()} if hasattr(sampler, "state_dict") else {})
+
+    def _load_sampler_state(self, state: dict[str, Any]) -> None:
+        sampler = getattr(self.batch_sampler, "sampler", None)
+        if "seed" in state and isinstance(sampler, SeedableRandomSampler):
+            sampler.initial_seed = state["seed"]
+        elif "generator" in state and getattr(sampler, "generator", None) is not None:
+            sampler.generator.set_state(torch.frombuffer(bytearray.fromhex(state["generator"]), dtype=torch.uint8))
+        if "state" in state and hasattr(sampler, "load_state_dict"):
+            sampler.load_state_dict(state["state"])
 
 
 def shard_dataloader(
@@ -147,7 +220,7 @@ def shard_dataloader(
         dataloader: the user's, made alike on all ranks; its `batch_size` is that of one rank.
         rank, world_size: position on the data-parallel axis.
         device: where batches are put.
-        seed: of the order of samples where the user gave no generator.
+        seed: of the order of samples where the user gave no generator, and of what loading them draws.
     """
     options = {
         "num_workers": dataloader.num_workers,
@@ -171,6 +244,7 @@ def shard_dataloader(
             dataset, device=device, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **options
         )
         sharded.global_batch_size = dataloader.batch_size * world_size
+        sharded.seed, sharded.rank = seed, rank
         return sharded
     if dataloader.batch_sampler is None:
         raise ConfigurationError("a DataLoader with batch_size=None cannot be shared out; use batch_size=1 or more")
@@ -178,6 +252,7 @@ def shard_dataloader(
     sharded = ShardedDataLoader(dataloader.dataset, device=device, batch_sampler=sampler, **options)
     sharded.batch_size = dataloader.batch_size  # of one replica, as the user set it
     sharded.global_batch_size = (dataloader.batch_size or 1) * world_size
+    sharded.seed, sharded.rank = seed, rank
     return sharded
 
 

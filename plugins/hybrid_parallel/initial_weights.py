@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from plugins.hybrid_parallel.checksum import checksum
 
 _logger = get_logger(__name__)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # element size -> dtype
 
 
 def share_initial_weights(model: nn.Module) -> None:
@@ -27,13 +25,14 @@ def share_initial_weights(model: nn.Module) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    tensors = dict(_tensors(model))
-    structure = zlib.crc32(repr([(name, tuple(tensor.shape)) for name, tensor in tensors.items()]).encode())
-    values = zlib.crc32(repr([_fingerprint(tensor) for tensor in tensors.values()]).encode())
+    named = [*model.named_parameters(), *model.named_buffers()]
+    structure = zlib.crc32(repr([(name, tuple(tensor.shape), tensor.is_meta) for name, tensor in named]).encode())
+    tensors = {name: tensor for name, tensor in named if not tensor.is_meta}
+    values = zlib.crc32(repr([checksum(tensor) for tensor in tensors.values()]).encode())
     same_structure, same_values = _same_everywhere(structure, values)
     if not same_structure:
         raise ConfigurationError(
-            f"the ranks built different models (rank {dist.get_rank()}: a {type(model).__name__} of {len(tensors)} "
+            f"the ranks built different models (rank {dist.get_rank()}: a {type(model).__name__} of {len(named)} "
             "tensors); build the same model from the same configuration on every rank"
         )
     if same_values:
@@ -44,19 +43,6 @@ def share_initial_weights(model: nn.Module) -> None:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole, src=0)
         tensor.detach().copy_(whole)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that hold data, each once."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if not tensor.is_meta:
-            yield name, tensor
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """The sum of the bits read as integers: exact, and the same in whatever order threads add."""
-    bits = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-    return int(bits.sum(dtype=torch.int64))
 
 
 def _same_everywhere(*numbers: int) -> list[bool]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+_FLOOR = 1.0  # unscaled: gradients that overflow here do so by themselves
+
 
 class LossScale:
     """No scaling: fp32 and bf16."""
 
     value = 1.0
     watches_overflow = False
+    can_shrink = False
 
     def update(self, overflowed: bool) -> None:
         """Take note of a step."""
@@ -35,9 +38,14 @@ class DynamicLossScale(LossScale):
         self.value, self.growth_interval = float(initial_scale), growth_interval
         self.good_steps = 0
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow may come from the scale; at its floor it does not."""
+        return self.value > _FLOOR
+
     def update(self, overflowed: bool) -> None:
         if overflowed:
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            self.value, self.good_steps = max(self.value / 2, _FLOOR), 0
             return
         self.good_steps += 1
         if self.good_steps == self.growth_interval:

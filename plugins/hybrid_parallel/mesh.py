@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.debug.collectives import checked_collectives
+from shardformer.collectives import world_timeout
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -20,21 +26,19 @@ class HybridMesh:
         device_mesh: torch's mesh with the four axes.
         device: the device of this rank.
         stage_ranks: global ranks of the pipeline that this rank is part of, first stage first.
-        forward_group, backward_group: the pipeline's ranks once for each direction: activations and gradients
-            between two neighbours must not queue behind one another.
+        axis_groups: the groups of the axes.
         replica_group: all ranks with this tensor-parallel coordinate, over which a step's loss is summed.
     """
 
     device_mesh: DeviceMesh
     device: torch.device
     stage_ranks: tuple[int, ...]
-    forward_group: ProcessGroup
-    backward_group: ProcessGroup
     replica_group: ProcessGroup
+    axis_groups: Mapping[str, ProcessGroup]
 
     def group(self, axis: str) -> ProcessGroup:
         """The process group of an axis."""
-        return self.device_mesh.get_group(axis)
+        return self.axis_groups[axis]
 
     def size(self, axis: str) -> int:
         return self.device_mesh.size(AXES.index(axis))
@@ -43,34 +47,78 @@ class HybridMesh:
         """This rank's coordinate on an axis."""
         return self.device_mesh.get_local_rank(axis)
 
+    @property
+    def place(self) -> str:
+        """Where this rank is, for messages: "rank 3 (stage 1, tp rank 1)"."""
+        names = {"pp": "stage", "dp": "replica", "cp": "cp rank", "tp": "tp rank"}
+        words = ", ".join(f"{name} {self.rank(axis)}" for axis, name in names.items() if self.size(axis) > 1)
+        return f"rank {dist.get_rank()}" + (f" ({words})" if words else "")
+
 
 # One grid a layout and world: process groups are costly and are never given back.
 _MESHES: dict[tuple, HybridMesh] = {}
 _TIED_GROUPS: dict[tuple, ProcessGroup | None] = {}
+_LINK_GROUPS: dict[tuple, ProcessGroup] = {}
+_CONTROL_GROUPS: dict[int, ProcessGroup] = {}
 
 
-def build_mesh(pp_size: int, dp_size: int, cp_size: int, tp_size: int) -> HybridMesh:
-    """The grid of a layout; all ranks of the world call this alike."""
-    key = (id(dist.group.WORLD), pp_size, dp_size, cp_size, tp_size)
+def build_mesh(
+    pp_size: int,
+    dp_size: int,
+    cp_size: int,
+    tp_size: int,
+    debug: bool = False,
+    placement: list[list[list[int]]] | None = None,
+) -> HybridMesh:
+    """The grid of a layout; all ranks of the world call this alike.
+
+    Args:
+        placement: the ranks, [dp][pp][tp]; None for all of them in order.
+
+    Raises:
+        ConfigurationError: this torch cannot make groups in the order of the placement.
+    """
+    grid = torch.arange(dist.get_world_size()).view(pp_size, dp_size, cp_size, tp_size)
+    if placement is not None:
+        grid = torch.tensor(placement).movedim(1, 0).unsqueeze(2)  # [pp, dp, 1, tp]
+    key = (id(dist.group.WORLD), debug, grid.shape, tuple(grid.flatten().tolist()))
     if key not in _MESHES:
-        _MESHES[key] = _build(pp_size, dp_size, cp_size, tp_size)
+        with checked_collectives(debug):
+            _MESHES[key] = _build(grid)
     return _MESHES[key]
 
 
-def _build(pp_size: int, dp_size: int, cp_size: int, tp_size: int) -> HybridMesh:
-    device = current_device()
-    device_mesh = init_device_mesh(device.type, (pp_size, dp_size, cp_size, tp_size), mesh_dim_names=AXES)
+def _build(grid: torch.Tensor) -> HybridMesh:
+    device, tp_size = current_device(), grid.shape[-1]
+    # Groups of our own: torch's mesh would make its with a timeout of its own, whatever the job was launched with.
+    axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
+    device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
     _, dp, cp, tp = device_mesh.get_coordinate()
-    pipelines = pipelines_of(device_mesh)
-    replicas = [sorted(device_mesh.mesh[..., index].flatten().tolist()) for index in range(tp_size)]
+    replicas = [device_mesh.mesh[..., index].flatten().tolist() for index in range(tp_size)]
     return HybridMesh(
         device_mesh=device_mesh,
         device=device,
         stage_ranks=tuple(device_mesh.mesh[:, dp, cp, tp].tolist()),
-        forward_group=_own_group(pipelines),
-        backward_group=_own_group(pipelines),
         replica_group=_own_group(replicas),
+        axis_groups=axis_groups,
     )
+
+
+def _axis_group(grid: torch.Tensor, axis: str) -> ProcessGroup:
+    """This rank's line of the grid along an axis."""
+    position = AXES.index(axis)
+    return _own_group(grid.movedim(position, -1).reshape(-1, grid.shape[position]).tolist())
+
+
+def control_group() -> ProcessGroup:
+    """All ranks, on the CPU, for what is agreed upon beside training: it must not mix with what training sends.
+
+    All ranks of the world call this alike.
+    """
+    key = id(dist.group.WORLD)
+    if key not in _CONTROL_GROUPS:
+        _CONTROL_GROUPS[key] = dist.new_group(backend="gloo", timeout=world_timeout())
+    return _CONTROL_GROUPS[key]
 
 
 def pipelines_of(device_mesh: DeviceMesh) -> list[list[int]]:
@@ -78,8 +126,19 @@ def pipelines_of(device_mesh: DeviceMesh) -> list[list[int]]:
     return device_mesh.mesh.flatten(1).t().tolist()  # [pp, dp * cp * tp] -> one row a pipeline
 
 
+def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
+    """The pipeline's ranks once for every `link`: what two ranks send each other on several must not queue up.
+
+    All ranks of the world call this alike.
+    """
+    key = (id(mesh.device_mesh), *link)
+    if key not in _LINK_GROUPS:
+        _LINK_GROUPS[key] = _own_group(pipelines_of(mesh.device_mesh))
+    return _LINK_GROUPS[key]
+
+
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:
-    """The ranks of this pipeline's `stages`, which hold the same tied parameter; None on other stages.
+    """The ranks at the positions `stages` of this pipeline, which hold the same tied parameter; None elsewhere.
 
     All ranks of the world call this alike.
     """
@@ -98,9 +157,27 @@ def _own_group(partition: list[list[int]]) -> ProcessGroup | None:
     """Make a group of each list of ranks; every rank makes all of them, in order, and keeps the one it is in."""
     own = None
     for ranks in partition:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=world_timeout(), **_in_order(ranks))
         own = group if dist.get_rank() in ranks else own
     return own
+
+
+def _in_order(ranks: list[int]) -> dict[str, bool]:
+    """What `new_group` has to be told so that it keeps the order of the ranks."""
+    if ranks == sorted(ranks):
+        return {}
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ConfigurationError(
+            f"device_mapping puts ranks in the order {ranks}, which torch {torch.__version__} sorts; "
+            "use ascending ranks along every axis, or a newer torch"
+        )
+    return {"sort_ranks": False}
+
+
+def forget_groups() -> None:
+    """After `destroy_process_group`: another world may get the number of the one that is gone."""
+    for groups in (_MESHES, _TIED_GROUPS, _LINK_GROUPS, _CONTROL_GROUPS):
+        groups.clear()
 
 
 def current_device() -> torch.device:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.wrappers import ModelWrapper
+from plugins.hybrid_parallel.debug.batches import FIRST_STEPS, check_batch_over_tp
+from plugins.hybrid_parallel.debug.synchrony import SynchronyCheck
+from plugins.hybrid_parallel.debug.trace import StepTrace
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.microbatch import num_rows, to_device
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
 from plugins.hybrid_parallel.step_loss import CriterionStepLoss, HeadStepLoss, ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.parameters import TiedParameter
 from shardformer.adapters import model_inside
 from shardformer.collectives import gather_from_axis
 from shardformer.layers.head import VocabParallelLMHead, parallel_logits
@@ -63,6 +69,7 @@ class HybridParallelModel(ModelWrapper):
         stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
         origin: what the whole model was, for saving and loading.
         saved_elsewhere: parameters here that another stage is the one to save.
+        schedule, num_chunks: of the pipeline.
     """
 
     def __init__(
@@ -72,14 +79,19 @@ class HybridParallelModel(ModelWrapper):
         stream: SharedStream | None,
         origin: WholeModel,
         saved_elsewhere: Collection[nn.Parameter] = (),
+        schedule: Schedule = SCHEDULES["1f1b"],
+        num_chunks: int = 1,
     ) -> None:
         super().__init__(module)
         self.mesh, self.stream, self.origin = mesh, stream, origin
         self.saved_elsewhere = frozenset(saved_elsewhere)
-        self.runtime = PipelineRuntime(module, mesh)
+        self.runtime = PipelineRuntime(module, mesh, schedule, num_chunks)
         inside = model_inside(module)
         self.head_loss = head_loss_of(inside)
+        self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
+        self.batches_seen = 0
         self.optimizers: list[HybridParallelOptimizer] = []
+        self.tied: Mapping[nn.Parameter, TiedParameter] = {}
         self.has_seen_full_batch = False
         self._takes_use_cache = "use_cache" in inspect.signature(inside.forward).parameters
 
@@ -92,6 +104,14 @@ class HybridParallelModel(ModelWrapper):
     def input_dtype(self) -> torch.dtype | None:
         """What floating-point inputs are cast to; None to leave them."""
         return self.dtype if self.dtype in (torch.bfloat16, torch.float16) else None
+
+    @cached_property
+    def _stage_parameters(self) -> dict[int, frozenset[nn.Parameter]]:
+        return {stage: frozenset(self.runtime.parameters_of(stage)) for stage in self.runtime.stages}
+
+    def parameters_only_of(self, stage: int, others: Collection[int]) -> frozenset[nn.Parameter]:
+        """The parameters of a stage of this rank that none of the others here has."""
+        return self._stage_parameters[stage].difference(*(self._stage_parameters[other] for other in others))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -114,10 +134,19 @@ class HybridParallelModel(ModelWrapper):
             )
         kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
         self._refuse_hidden_states(kwargs)
+        if torch.is_grad_enabled():
+            if self.checks_this_batch():
+                check_batch_over_tp(kwargs, self.mesh)
+            self.trace.begin([kwargs], [])
         with self.running():
             if self.head_loss is None or not self.head_loss.applies_to(kwargs):
                 return self.module(*args, **kwargs)
             return self._forward_with_loss(args, kwargs)
+
+    def checks_this_batch(self) -> bool:
+        """Whether to compare a training batch over ranks: the first few, and in debug mode all."""
+        self.batches_seen += 1
+        return self.batches_seen <= FIRST_STEPS or self.trace.watch is not None
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,21 @@ from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
 from booster.errors import ConfigurationError
+from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.build import build_model, build_optimizer, check_options_against_model
-from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.dataloader import shard_dataloader
+from plugins.hybrid_parallel.debug.collectives import checked_collectives, naming_ranks
+from plugins.hybrid_parallel.debug.options import check_options
+from plugins.hybrid_parallel.json_form import is_description, options_of
 from plugins.hybrid_parallel.mesh import HybridMesh, build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.pipeline.step import PipelineStep
+from plugins.hybrid_parallel.placement import in_blocks, ranks_of
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.json_text import read_json_object
+from shardformer.sharder import names_of_parameters
 
 
 class HybridParallelPlugin(Plugin):
@@ -43,17 +49,21 @@ class HybridParallelPlugin(Plugin):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.config = HybridParallelConfig.from_options(options)
+        config = HybridParallelConfig.from_options(options)
+        self.config = replace(config, debug=True) if debug_is_asked() else config
         if dist.is_initialized():
             self.config.data_parallel_size(dist.get_world_size())
         self._synchronises = True
 
     @classmethod
     def from_config(cls, path_or_dict: str | Path | dict[str, Any], **overrides: Any) -> HybridParallelPlugin:
-        """Make a plugin from a JSON file, or a dict, of options.
+        """Make a plugin from a JSON file, or a dict: options, or a description with `mode`, `sharding_size`, ...
+
+        Args:
+            overrides: options that count more.
 
         Raises:
-            ConfigurationError: the file does not exist or is not a JSON object.
+            ConfigurationError: the file does not exist or is not a JSON object, or what it holds is refused.
         """
         options = path_or_dict
         if not isinstance(options, dict):
@@ -61,11 +71,11 @@ class HybridParallelPlugin(Plugin):
             if not path.is_file():
                 raise ConfigurationError(f"{path} does not exist; give a JSON file of HybridParallelPlugin options")
             try:
-                options = json.loads(path.read_text())
-            except json.JSONDecodeError as error:
-                raise ConfigurationError(f"{path} is not valid JSON ({error}); give a JSON object of options") from None
-            if not isinstance(options, dict):
-                raise ConfigurationError(f"{path} holds a {type(options).__name__}; give a JSON object of options")
+                options = read_json_object(path)
+            except ValueError as error:
+                raise ConfigurationError(str(error)) from None
+        if is_description(options):
+            options = options_of(options)
         return cls(**{**options, **overrides})
 
     # ----- where this rank is -----
@@ -77,7 +87,11 @@ class HybridParallelPlugin(Plugin):
             raise ConfigurationError("no process group is initialised; call launch_from_torch() first")
         config = self.config
         dp_size = config.data_parallel_size(dist.get_world_size())
-        return build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size)
+        check_options(config)
+        placement = None
+        if config.device_mapping is not None:
+            placement = in_blocks(ranks_of(config.device_mapping), dist.get_world_size())
+        return build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size, config.debug, placement)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -131,7 +145,8 @@ class HybridParallelPlugin(Plugin):
                 "booster.backward cannot run a pipeline; call booster.execute_pipeline with the optimizer"
             )
         _check_boosted(optimizer)
-        with optimizer.accepting_gradients():
+        with naming_ranks(), optimizer.accepting_gradients():
+            optimizer.trace.add_loss(loss.detach())
             if self._synchronises:
                 optimizer.reducer.begin_final_backward()
             (loss * (optimizer.loss_scale.value / self.dp_size)).backward()
@@ -152,7 +167,8 @@ class HybridParallelPlugin(Plugin):
         if optimizer is not None:
             _check_boosted(optimizer)
         step = PipelineStep(model, self.grid, self.config, criterion, trains=optimizer is not None)
-        return step.run(next(data_iter), return_loss, return_outputs)
+        with naming_ranks():
+            return step.run(next(data_iter), return_loss, return_outputs)
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -162,6 +178,12 @@ class HybridParallelPlugin(Plugin):
             yield
         finally:
             self._synchronises = True
+
+    def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Compare what ranks have to share; without `optimizer` also all of the model's optimizers."""
+        if optimizer is not None:
+            _check_boosted(optimizer)
+        model.synchrony.run(model.optimizers if optimizer is None else [optimizer])
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int, shuffle: bool = False, drop_last: bool = False, **kwargs: Any
@@ -173,6 +195,9 @@ class HybridParallelPlugin(Plugin):
 
     @cached_property
     def checkpoint_io(self) -> CheckpointIO:
+        # Here, because torch's checkpoints take as long to import as half of torch.
+        from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
+
         return HybridParallelCheckpointIO(self.grid)
 
     # ----- steps of configure -----
@@ -189,12 +214,12 @@ class HybridParallelPlugin(Plugin):
             if objects.optimizers:
                 raise ConfigurationError("boost() got an optimizer without its model; give both in one call")
             return None, []
-        names: dict[int, list[str]] = {}
-        for name, param in objects.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
+        names = names_of_parameters(objects.model)
         check_options_against_model(self.config, objects.model, objects.optimizers, names)
         original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
-        built = build_model(objects.model, self.config, self.grid, self.seed)
+        grid = self.grid
+        with checked_collectives(self.config.debug):
+            built = build_model(objects.model, self.config, grid, self.seed)
         optimizers = [
             build_optimizer(optim, groups, names, built, self.config, self.grid)
             for optim, groups in zip(objects.optimizers, original, strict=True)

@@ -35,11 +35,13 @@ class StepLoss:
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh
         self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.shares: list[tuple[int, Tensor]] = []  # micro-batch -> what it added
 
     def share(self, outputs: Any, index: int) -> Tensor | None:
         """What micro-batch `index` adds to the global loss (0-d, differentiable), on the last stage."""
         loss = self._share(outputs, index)
         if loss is not None:
+            self.shares.append((index, loss.detach()))
             self.total += loss.detach()
         return loss
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.layers.linear import is_transposed
+from shardformer.weight_gradients import linear
 
 _log = logging.getLogger(__name__)
 _SQRT_HALF, _SQRT_2_PI, _CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
@@ -200,10 +201,10 @@ def _gelu_kind(activation: Any) -> str | None:
     return {"NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}.get(name)
 
 
-def _leave_bias_out(linear: nn.Module) -> None:
+def _leave_bias_out(layer: nn.Module) -> None:
     """Let a linear layer return its product alone; who reads it adds the bias."""
-    if hasattr(linear, "adds_bias"):
-        linear.adds_bias = False
+    if hasattr(layer, "adds_bias"):
+        layer.adds_bias = False
     else:
-        transposed = is_transposed(linear)
-        linear.forward = lambda x: F.linear(x, linear.weight.t() if transposed else linear.weight)
+        transposed = is_transposed(layer)
+        layer.forward = lambda x: linear(x, layer.weight.t() if transposed else layer.weight)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -12,6 +11,7 @@ from shardformer.collectives import copy_to_axis
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.sequence import PendingGather
 from shardformer.shard_spec import ShardSpec, annotate
+from shardformer.weight_gradients import linear
 
 
 class HeadRowsLinear(ParallelModule):
@@ -66,4 +66,4 @@ class HeadRowsLinear(ParallelModule):
         pending = PendingGather.of(x)
         if pending is not None:  # no overlap for this rare layer
             x = pending.region.gather(pending.local)
-        return F.linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)
+        return linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)

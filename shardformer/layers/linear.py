@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import gather_from_axis, reduce_from_axis, split_to_axis
+from shardformer.collectives import gather_from_axis, reduce_from_axis, split_to_axis, world_timeout
 from shardformer.layers.linear_functions import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.sequence import PendingGather, SequenceParallel
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, shard_parameter
+from shardformer.weight_gradients import linear
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -191,7 +191,7 @@ class RowParallelLinear(ParallelModule):
         if self.splits_input:
             start, stop, _ = self.weight.shard_spec.pieces()[0]
             x = split_to_axis(x, start, stop, self.group)
-        out = F.linear(x, self.weight.t() if self.transposed else self.weight)
+        out = linear(x, self.weight.t() if self.transposed else self.weight)
         out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None or not self.adds_bias else out + self.bias
 
@@ -231,16 +231,24 @@ class SharedInput:
         return out
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether the layers of this file can take the module's place."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def out_features(module: nn.Module) -> int:
+    """Of a linear layer, however it stores its weight."""
+    return module.weight.shape[1 if is_transposed(module) else 0]
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether the weight is stored [in, out].
 
     Raises:
         TypeError: the module is neither `nn.Linear` nor `Conv1D`.
     """
-    if isinstance(module, nn.Linear):
-        return False
-    if type(module).__name__ == "Conv1D":
-        return True
+    if is_linear(module):
+        return not isinstance(module, nn.Linear)
     raise TypeError(f"{type(module).__name__} is not a linear layer; name an nn.Linear or a Conv1D in the policy")
 
 
@@ -255,11 +263,16 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     key = tuple(ranks[start : start + copies])
     if key not in _COPIES_GROUPS:
         # Local synchronisation: only the members take part, so no rank outside this group has to know of it.
-        _COPIES_GROUPS[key] = dist.new_group(list(key), use_local_synchronization=True)
+        _COPIES_GROUPS[key] = dist.new_group(list(key), use_local_synchronization=True, timeout=world_timeout())
     return _COPIES_GROUPS[key]
 
 
 _COPIES_GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
+
+
+def forget_copies_groups() -> None:
+    """After `destroy_process_group`."""
+    _COPIES_GROUPS.clear()
 
 
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
@@ -270,5 +283,5 @@ def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tens
     if pending is not None:
         return GatheredLinear.apply(pending.local, pending, len(layers), *weights, *biases)
     if layers[0].input_is_gathered:
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return ColumnLinear.apply(x, layers[0].group, len(layers), *weights, *biases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.sequence import PendingGather
+from shardformer.weight_gradients import matrix, weight_gradient
 
 
 class GatheredLinear(torch.autograd.Function):
@@ -37,6 +39,7 @@ class GatheredLinear(torch.autograd.Function):
             outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
         ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
         ctx.save_for_backward(gathered, *weights)
+        ctx.weights = weights  # saved tensors forget whose transposes they are
         return tuple(outputs)
 
     @staticmethod
@@ -48,10 +51,10 @@ class GatheredLinear(torch.autograd.Function):
         if needs[0]:
             whole = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))  # [batch, seq, in]
             grad_x, work = region.start_reduce_scatter(whole)
-        flat_x = _matrix(gathered[: ctx.length].movedim(0, 1))
-        flat = [_matrix(grad) for grad in grads]
+        flat_x = matrix(gathered[: ctx.length].movedim(0, 1))
+        flat = [matrix(grad) for grad in grads]
         needs_weights, needs_biases = needs[3 : 3 + ctx.count], needs[3 + ctx.count :]
-        grad_weights = [grad.t() @ flat_x if need else None for grad, need in zip(flat, needs_weights, strict=True)]
+        grad_weights = _weight_gradients(ctx.weights, flat, flat_x, needs_weights)
         grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_biases, strict=True)]
         if work is not None:
             work.wait()
@@ -67,13 +70,14 @@ class ColumnLinear(torch.autograd.Function):
         weights, biases = tensors[:count], tensors[count:]
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
+        ctx.weights = weights
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        flat = [_matrix(grad) for grad in grads]  # [tokens, local out]
+        flat = [matrix(grad) for grad in grads]  # [tokens, local out]
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
             grad_x = flat[0] @ weights[0]
@@ -82,10 +86,8 @@ class ColumnLinear(torch.autograd.Function):
             work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         # The weight gradients fill the time that the all-reduce takes.
         needs = ctx.needs_input_grad[3:]
-        flat_x = _matrix(x)  # [tokens, in]
-        grad_weights = [
-            grad.t() @ flat_x if need else None for grad, need in zip(flat, needs[: ctx.count], strict=True)
-        ]
+        flat_x = matrix(x)  # [tokens, in]
+        grad_weights = _weight_gradients(ctx.weights, flat, flat_x, needs[: ctx.count])
         grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[ctx.count :], strict=True)]
         if work is not None:
             work.wait()
@@ -93,6 +95,10 @@ class ColumnLinear(torch.autograd.Function):
         return grad_x, None, None, *grad_weights, *grad_biases
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+def _weight_gradients(
+    weights: Sequence[Tensor], flat_grads: Sequence[Tensor], flat_x: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    return [
+        weight_gradient(weight, grad, flat_x) if need else None
+        for weight, grad, need in zip(weights, flat_grads, needs, strict=True)
+    ]

@@ -1,5 +1,6 @@
 """Lazy initialisation: a model is built without values, sharded, and only then given those of its own pieces."""
 
+from shardformer.lazy.context import LazyInitContext, record_module_init
 from shardformer.lazy.materialize import (
     WeightReader,
     materialize,
@@ -7,5 +8,16 @@ from shardformer.lazy.materialize import (
     waits_for_values,
     weight_reader_of,
 )
+from shardformer.lazy.recorded import RecordedValues, is_recorded
 
-__all__ = ["WeightReader", "materialize", "set_weight_reader", "waits_for_values", "weight_reader_of"]
+__all__ = [
+    "LazyInitContext",
+    "RecordedValues",
+    "WeightReader",
+    "is_recorded",
+    "materialize",
+    "record_module_init",
+    "set_weight_reader",
+    "waits_for_values",
+    "weight_reader_of",
+]

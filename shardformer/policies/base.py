@@ -78,6 +78,7 @@ class Policy(ABC):
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         uneven_heads: whether ranks may have different numbers of heads, because the attention follows its weights.
         rest_is_replicated: whether modules that the table does not name are replicated, in the place of an error.
+        cuts_attention: whether ranks attend with heads of their own.
     """
 
     family: str | None = None
@@ -91,6 +92,7 @@ class Policy(ABC):
     repeats_layers = False
     uneven_heads = False
     rest_is_replicated = False
+    cuts_attention = True
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from zoo_tests.environment import environment_of_a_job
+
 JOB = Path(__file__).with_name("job.py")
-REPOSITORY = JOB.parents[2]
 _LIMIT_S = 120
 _POLL_S = 0.02
-# What would make a job of the tests part of another, or change what it prints.
-_NOT_INHERITED = ("OMP_NUM_THREADS", "LOGLEVEL", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,11 @@ class Started:
     def __init__(self, *arguments: str, **environment: str) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read as long as this object lives)
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdout=self._out,
             stderr=self._err,
-            env={**kept, "PYTHONPATH": str(REPOSITORY), **environment},
+            env=environment_of_a_job(**environment),
             # A shell starts what it puts in the background with Ctrl-C ignored, and so would be the job's.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )

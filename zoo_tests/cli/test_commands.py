@@ -38,8 +38,8 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
             "--module and --no-python exclude one another; use one of them",
         ),
         (["doctor", "more"], "unrecognized arguments: more; `booster doctor --help` lists what there is"),
-        ([], "no command was given; use one of run, doctor, as in `booster run --help`"),
-        (["fly"], "command 'fly' does not exist; use one of run, doctor, as in `booster run --help`"),
+        ([], "no command was given; use one of run, inspect, doctor, as in `booster run --help`"),
+        (["fly"], "command 'fly' does not exist; use one of run, inspect, doctor, as in `booster run --help`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

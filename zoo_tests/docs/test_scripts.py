@@ -36,6 +36,7 @@ def test_script_runs(script: Script, tmp_path: Path) -> None:
     run_on_ranks(script.num_ranks, run_here, script.source, script.name, str(tmp_path), timeout_s=_TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", BY_COMMAND, ids=lambda script: script.name)
 def test_script_runs_by_the_command(script: Script, tmp_path: Path) -> None:
     """The complete script of the README, started as the README says, leaves the model that it promises."""

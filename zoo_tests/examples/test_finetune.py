@@ -85,6 +85,7 @@ def test_models_and_directories_that_cannot_be_used_are_named(tmp_path: Path) ->
         prepare_directory(Path("/dev/null/out"), "--output")
 
 
+@pytest.mark.slow
 def test_a_malformed_line_ends_all_ranks_with_one_sentence_and_loses_nothing(
     mrpc_directory: Path, tmp_path: Path
 ) -> None:
@@ -106,7 +107,7 @@ def test_a_malformed_line_ends_all_ranks_with_one_sentence_and_loses_nothing(
     ("arguments", "sentence"),
     [
         (("--task", "mrpc", "--data-dir", "/nowhere"), "--data-dir /nowhere is not a directory"),
-        (("--resume", "--output", "{tmp}"), "--resume finds no checkpoint in {tmp}/checkpoint"),
+        (("--resume", "--output", "{tmp}"), "--resume finds no checkpoint in {tmp}/checkpoints"),
         (("--epochs", "0"), "0 is not an integer of at least 1"),
     ],
 )

@@ -1,21 +1,32 @@
 """Models as Hugging Face directories: what one layout saves, plain transformers and every other layout open.
 
 What breaks here first: tied weights, padded vocabularies and the index of several files. Look in
-`plugins/hybrid_parallel/checkpoint/model_files.py`.
+`save_model.py` and `load_model.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from booster import Booster
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.case import Case, Recipe
 from zoo_tests.ranks import distributed, run_on_ranks
 from zoo_tests.sharded import Boosted, boost
@@ -187,3 +198,118 @@ def test_saving_to_where_a_file_is_in_the_way(tmp_path: Path) -> None:
         boosted.booster.save_model(boosted.model, tmp_path / "file")
     with pytest.raises(ConfigurationError, match="size_per_shard='many' is not a size; use for example '5GB'"):
         boosted.booster.save_model(boosted.model, tmp_path / "model", size_per_shard="many")
+
+
+# ----- what goes wrong while saving -----
+
+
+def _save_twice(case: Case, directory: Path, fault: str, rank: int) -> float:
+    """Save, change the weights, save again with a fault on one rank.
+
+    Returns:
+        Seconds until the error.
+    """
+    boosted = boost(case)
+    boosted.booster.save_model(boosted.model, directory, size_per_shard="60KB")
+    with torch.no_grad():
+        for param in boosted.model.parameters():
+            param.add_(1)
+    began = time.perf_counter()
+    with ExitStack() as faults:
+        if dist.get_rank() == rank:
+            faults.enter_context(
+                mock.patch(f"os.{fault}", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+            )
+        with pytest.raises(ConfigurationError, match="No space left on device"):
+            boosted.booster.save_model(boosted.model, directory, size_per_shard="60KB")
+    seconds = time.perf_counter() - began
+    dist.barrier()
+    return seconds
+
+
+@pytest.mark.parametrize("fault", ["pwrite", "fsync", "posix_fallocate", "open"])
+@pytest.mark.parametrize(("layout", "rank"), [("pp2", 1), ("tp2", 0), ("dp2", 1)])
+def test_an_error_on_one_rank_leaves_the_earlier_model(layout: str, rank: int, fault: str, tmp_path: Path) -> None:
+    case = _case("bert", layout)
+    seconds = run_on_ranks(2, _save_twice, case, tmp_path, fault, rank)
+    assert max(seconds) < 10
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]  # nothing is left
+    plain = case.recipe.model()
+    reopened = type(plain).from_pretrained(tmp_path, dtype=torch.float64)
+    for (name, param), (_, other) in zip(plain.named_parameters(), reopened.named_parameters(), strict=True):
+        assert torch.equal(param, other), name
+
+
+@distributed(1)
+def test_at_every_step_a_directory_opens_as_the_old_model_or_the_new(tmp_path: Path) -> None:
+    """Saves of one file and of several over one another, looked at before and after every change of a name."""
+    boosted = boost(_case("bert", "single", num_hidden_layers=2))
+    inside = boosted.model.unwrap()
+    seen: list[float] = []
+
+    def look(function: Callable[..., Any]) -> Callable[..., Any]:
+        def between(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            tensors = type(inside).from_pretrained(tmp_path, dtype=torch.float64).state_dict()
+            values = {float((tensors[name] - value).mean()) for name, value in base.items()}
+            assert len({round(value, 6) for value in values}) == 1, "a mixture"
+            seen.append(round(values.pop(), 6))
+            return result
+
+        return between
+
+    base = {name: param.detach().clone() for name, param in inside.named_parameters()}
+    boosted.booster.save_model(boosted.model, tmp_path, size_per_shard="60KB")
+    for number, size in enumerate(("60KB", "5GB", "5GB", "60KB", "60KB"), start=1):
+        with torch.no_grad():
+            for name, param in inside.named_parameters():
+                param.copy_(base[name] + number)
+        seen.clear()
+        with mock.patch("os.replace", look(os.replace)), mock.patch.object(Path, "unlink", look(Path.unlink)):
+            boosted.booster.save_model(boosted.model, tmp_path, size_per_shard=size)
+        assert seen == sorted(seen) and set(seen) <= {number - 1, number} and seen[-1] == number
+
+
+def _peak_while_saving(directory: Path) -> tuple[int, int]:
+    """(growth of this process's memory while saving, bytes of all weights)."""
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=24, num_attention_heads=8, vocab_size=1024
+    )
+    plugin = HybridParallelPlugin(tp_size=2, num_microbatches=1)
+    booster = Booster(plugin=plugin)
+    model = booster.boost(transformers.LlamaForCausalLM(config))
+    watch = Peak()
+    with watch:
+        booster.save_model(model, directory / "model")
+    return watch.growth, sum(path.stat().st_size for path in (directory / "model").glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_save_holds_a_few_tensors_and_not_the_file(tmp_path: Path) -> None:
+    for growth, size in run_on_ranks(2, _peak_while_saving, tmp_path):
+        # The largest tensor has 4 MiB: one whole, the pieces of it and of the next, and the margin of a reading of RSS.
+        assert size > 350 * 2**20 and growth < 64 * 2**20, (growth, size)
+
+
+class Peak:
+    """The largest growth of resident memory in a `with` block, looked at all the time."""
+
+    growth = 0
+
+    def __enter__(self) -> Peak:
+        self._before, self._done = _resident(), threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(0.002):
+            self.growth = max(self.growth, _resident() - self._before)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

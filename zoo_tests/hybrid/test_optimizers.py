@@ -202,11 +202,12 @@ def test_clipping_equals_torchs(max_norm: float, zero_stage: int) -> None:
 
 
 @distributed(2)
-def test_without_clipping_there_is_no_norm() -> None:
-    pair = Pair.make(lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
-    pair.backward(0)
-    pair.step()
-    assert pair.optimizer.grad_norm is None
+def test_without_clipping_the_norm_is_that_of_the_check() -> None:
+    for nonfinite in ("raise", "ignore"):
+        pair = Pair.make(lambda model: torch.optim.SGD(model.parameters(), lr=0.5), nonfinite=nonfinite)
+        pair.backward(0)
+        pair.step()
+        assert (pair.optimizer.grad_norm is None) == (nonfinite == "ignore")
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -53,6 +53,7 @@ def test_values_are_those_of_torch(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, residual + dropout(gate + bias), **tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_compiled_operator_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_compiled", lambda body, device: torch.compile(body, dynamic=True))

@@ -13,6 +13,7 @@ import pytest
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
+from shardformer import TPInfo
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tp_size": 0}, r"tp_size=0 is not a positive integer; use 1 or more"),
@@ -23,11 +24,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tp_size": 2, "sp_size": 4}, r"sp_size=4 differs from tp_size=2; use sp_size=2"),
     ({"cp_size": 2}, r"cp_size=2 is not available in this version; use cp_size=1"),
     ({"ep_size": 2}, r"ep_size=2 is not available"),
-    ({"num_model_chunks": 2}, r"num_model_chunks=2 is not available"),
+    (
+        {"num_model_chunks": 2},
+        r"num_model_chunks=2 does not fit pp_style='1f1b', which has 1 a rank; leave it out, or use pp_style='interl",
+    ),
+    ({"pp_style": "zbv", "num_model_chunks": 3}, r"num_model_chunks=3 does not fit pp_style='zbv', which has 2 a rank"),
+    (
+        {"pp_style": "interleaved", "num_model_chunks": 1},
+        r"pp_style='interleaved' needs 2 model chunks or more; use num_model_chunks=2",
+    ),
+    ({"pp_style": "interleaved", "num_model_chunks": 0}, r"num_model_chunks=0 is not a positive integer"),
     ({"zero_stage": 2}, r"zero_stage=2 is not available; use 0 or 1"),
     ({"zero_stage": 3}, r"zero_stage=3 is not available"),
     ({"precision": "fp8"}, r"precision='fp8' is not available; use 'fp32' or 'bf16' or 'fp16'"),
-    ({"pp_style": "zero_bubble"}, r"pp_style='zero_bubble' is not available; use '1f1b' or 'gpipe'"),
+    (
+        {"pp_style": "zerobubble"},
+        r"pp_style='zerobubble' is not available; use '1f1b' or 'gpipe' or 'interleaved' or 'zero_bubble' or 'zbv' or",
+    ),
     ({"sequence_parallelism_mode": "ring_attn"}, r"sequence_parallelism_mode='ring_attn' is not available"),
     ({"gradient_checkpointing": "some"}, r"gradient_checkpointing='some' is not available; use None, 'full', 'select"),
     ({"gradient_checkpointing": 1.5}, r"gradient_checkpointing=1.5 is not available; use .* a share .* such as 0.5"),
@@ -41,7 +54,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_bucket_size_in_mb": 0}, r"zero_bucket_size_in_mb=0 is not positive"),
     ({"make_vocab_size_divisible_by": 0}, r"make_vocab_size_divisible_by=0 is not positive"),
     ({"enable_sequence_overlap": True}, r"enable_sequence_overlap=True needs enable_sequence_parallelism=True"),
-    ({"tp_info": object()}, r"tp_info is not available in this version; use custom_policy"),
+    ({"tp_info": object()}, r"tp_info is a object; use shardformer.TPInfo\(\)"),
+    (
+        {"tp_info": TPInfo(), "sharding_dim": 0},
+        r"sharding_dim and tp_info each say how weights are cut; use one of them",
+    ),
     ({"enable_sequence_parallelism": True}, r"enable_sequence_parallelism=True needs tp_size > 1; use tp_size=2"),
 ]
 

@@ -6,9 +6,12 @@ What breaks here first: the last short batch, and the order of samples on other 
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,6 +118,70 @@ def test_state_after_a_finished_epoch_begins_the_next() -> None:
     other.load_state_dict(loader.state_dict())
     second = _epochs(loader)
     assert _epochs(other) == second != first
+
+
+def test_an_epoch_is_over_when_all_its_batches_were_handed_out() -> None:
+    """The loop of `execute_pipeline` asks for `len(loader)` batches and never sees the iterator end."""
+    expected = _epochs(_loaders(10, 2, batch_size=2, shuffle=True)[0], 3)
+    loader = _loaders(10, 2, batch_size=2, shuffle=True)[0]
+    found = []
+    for epoch in range(3):
+        assert (loader.epoch, loader.position) == (epoch, 0)
+        batches = iter(loader)
+        found.append([next(batches)["x"].tolist() for _ in range(len(loader))])
+    assert found == expected and found[0] != found[1]
+    loader.set_epoch(1)
+    assert _epochs(loader) == expected[1:2]
+
+
+class _Drawing(TensorDataset):
+    """Samples from torch's, Python's and numpy's numbers."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.tensor([index, random.random(), np.random.rand(), torch.rand(())]),)
+
+
+def _drawn(loader: ShardedDataLoader, count: int | None = None) -> list[list[list[float]]]:
+    batches = []
+    for batch in loader:
+        batches.append(batch["x"].tolist())
+        torch.rand(3), random.random(), np.random.rand()  # what training draws in between
+        if len(batches) == count:
+            break
+    return batches
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_augmented_samples_are_the_same_after_resuming(num_workers: int, own_generator: bool) -> None:
+    def loader(seed: int) -> ShardedDataLoader:
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+        generator = torch.Generator().manual_seed(seed) if own_generator else None
+        plain = DataLoader(
+            _Drawing(torch.arange(9)),
+            batch_size=2,
+            shuffle=True,
+            collate_fn=_collate,
+            num_workers=num_workers,
+            generator=generator,
+        )
+        return shard_dataloader(plain, 1, 2, CPU, seed=seed)
+
+    whole = loader(1)
+    expected = [_drawn(whole), _drawn(whole)]
+    assert expected[0] != expected[1]
+    begun, other = loader(1), loader(2)
+    _drawn(begun)
+    assert _drawn(begun, 1) == expected[1][:1]
+    other.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert _drawn(other) == expected[1][1:]
+
+
+def test_loading_leaves_the_numbers_of_training_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(4).tolist()
+    torch.manual_seed(0)
+    assert [torch.rand(()).item() for _ in _loaders(8, 2, batch_size=1, shuffle=True)[0]] == expected
 
 
 def test_empty_shares_after_a_restored_position() -> None:

@@ -79,8 +79,8 @@ def test_what_a_layer_returns_is_read_from_its_source(layer: str, count: int) ->
 
 def test_layers_of_other_stages_return_what_is_carried() -> None:
     hidden, bias = torch.ones(2, 3), torch.zeros(3)
-    arrival = Arrival(["bias"])
-    arrival.begin((hidden, bias))
+    arrival = Arrival()
+    arrival.begin((hidden, bias), ["bias"])
     skipped, entered = Skipped(3, ["bias"]), Entered()
     skipped.arrival = entered.arrival = arrival
     output = skipped(torch.zeros(2, 3))

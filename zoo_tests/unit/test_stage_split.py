@@ -1,13 +1,23 @@
-"""PipelineStageManager: which layers a stage holds.
+"""Which layers a stage holds: by count, by cost, by hand.
 
-What breaks here first: layer counts that no number of stages divides. Look in `shardformer/stage.py`.
+What breaks here first: layer counts that no number of stages divides. Look in `shardformer/stage.py` and
+`shardformer/stage_split.py`.
 """
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardformer import PipelineStageManager
+from shardformer.policies.registry import policy_for
+from shardformer.stage import StageCut
+from shardformer.stage_split import balanced_split
 
 
 def _counts(num_stages: int, num_layers: int) -> list[int]:
@@ -48,3 +58,47 @@ def test_more_stages_than_layers() -> None:
 def test_first_and_last() -> None:
     assert [PipelineStageManager(stage, 3).is_first for stage in range(3)] == [True, False, False]
     assert [PipelineStageManager(stage, 3).is_last for stage in range(3)] == [False, False, True]
+
+
+# ----- by cost -----
+
+COSTS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
+
+
+def _largest(counts: list[int], costs: list[int], first: float, last: float) -> float:
+    ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    stages = [float(sum(costs[begin:end])) for begin, end in pairwise(ends)]
+    stages[0] += first
+    stages[-1] += last
+    return max(stages)
+
+
+@given(COSTS, st.integers(1, 9), st.floats(0, 30), st.floats(0, 30))
+def test_no_other_split_has_a_cheaper_costliest_stage(costs: list[int], stages: int, first: float, last: float) -> None:
+    stages = min(stages, len(costs))
+    found = balanced_split(costs, stages, first, last)
+    assert len(found) == stages and sum(found) == len(costs) and min(found) >= 1
+    cuts = ([0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), stages - 1))
+    every = ([end - begin for begin, end in pairwise(ends)] for ends in cuts)
+    assert _largest(found, costs, first, last) == pytest.approx(min(_largest(one, costs, first, last) for one in every))
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "num_stages", "counts"),
+    [
+        (transformers.BertConfig(), "BertForMaskedLM", 2, [8, 4]),  # the decoder over 30,522 words
+        (transformers.BertConfig(), "BertForSequenceClassification", 2, [6, 6]),
+        (transformers.BertConfig(), "BertModel", 4, [3, 3, 3, 3]),
+        (transformers.GPT2Config(), "GPT2LMHeadModel", 2, [9, 3]),  # tied to the embedding, which takes no time
+        (transformers.GPT2Config(vocab_size=1000, n_layer=5), "GPT2LMHeadModel", 2, [3, 2]),
+        (transformers.T5Config(num_layers=4), "T5ForConditionalGeneration", 2, [6, 2]),
+        (transformers.ViTConfig(), "ViTForImageClassification", 3, [4, 4, 4]),
+    ],
+)
+def test_the_head_counts(config: transformers.PreTrainedConfig, head: str, num_stages: int, counts: list[int]) -> None:
+    with torch.device("meta"):
+        model = getattr(transformers, head)(config)
+    policy = policy_for(model)
+    policy.set_model(model)
+    cut = StageCut(model, policy.base_path, policy.stages, PipelineStageManager(0, num_stages))
+    assert [len(held) for held in cut.ranges] == counts

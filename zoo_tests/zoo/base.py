@@ -94,9 +94,10 @@ class Family:
             torch.manual_seed(20)
             model = getattr(library, chosen.model_class)(getattr(library, self.config_class)(**values))
             with torch.no_grad():
-                # Biases start at 0 and norms at 1: noise lets mistakes in them show.
+                # Biases start at 0 and norms at 1: noise lets mistakes in them show. What a model freezes it computes.
                 for param in model.parameters():
-                    param.add_(torch.randn_like(param), alpha=0.05)
+                    if param.requires_grad:
+                        param.add_(torch.randn_like(param), alpha=0.05)
         return model.to(dtype).train()
 
     def batch(self, head: str, step: int, rows: int, dtype: torch.dtype = torch.float64) -> Batch:

@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from shardformer.lazy.weight_files import WeightFileError
+
+_logger = get_logger(__name__)
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -29,18 +33,43 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     ]
 
 
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in rank order, on the group's first rank; an empty list on the others."""
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = all_gather_json(len(payload), group)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(payload)] = payload
+    buffers = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
+    dist.gather(padded, buffers, group=group, group_dst=0)
+    return [
+        json.loads(buffer[:length].numpy().tobytes()) for buffer, length in zip(buffers or [], lengths, strict=False)
+    ]
+
+
 def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Do file work on this rank; if it fails on any rank of the group, it is an error on all.
 
+    Every kind of error is agreed upon: after one that was not, the others would wait for this rank.
+
     Raises:
-        ConfigurationError: the first failure, in one sentence.
+        ConfigurationError: the first failure, in one sentence; on the rank that failed, from its own error.
     """
-    result, problem = None, None
+    result, problem, cause = None, None, None
     try:
         result = work()
-    except (OSError, ValueError, KeyError) as error:
-        problem = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
+    except Exception as error:
+        problem, cause = _sentence(error), error
     problems = [found for found in all_gather_json(problem, group) if found is not None]
     if problems:
-        raise ConfigurationError(problems[0])
+        raise ConfigurationError(problems[0]) from cause
     return result
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, ConfigurationError | WeightFileError):
+        return str(error)
+    if not isinstance(error, OSError | ValueError | KeyError | MemoryError):
+        _logger.error(
+            "%s on rank %d", type(error).__name__, dist.get_rank(), exc_info=error
+        )  # nobody's mistake but ours
+    return f"{type(error).__name__} on rank {dist.get_rank()}: {error}"

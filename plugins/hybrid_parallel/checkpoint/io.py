@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import time
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint import write_text
+from booster import failure
+from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
 from booster.plugin import CheckpointIO
-from plugins.hybrid_parallel.checkpoint.agree import together
-from plugins.hybrid_parallel.checkpoint.model_files import load_model_files, save_model_files
-from plugins.hybrid_parallel.checkpoint.optimizer_files import load_optimizer_files, save_optimizer_files
-from plugins.hybrid_parallel.checkpoint.training_state import describe, load_random_state, save_random_state
-from plugins.hybrid_parallel.mesh import AXES, HybridMesh
+from plugins.hybrid_parallel.checkpoint.adapters import has_adapters, load_adapter_files, save_adapter_files
+from plugins.hybrid_parallel.checkpoint.agree import all_gather_json, gather_json, together
+from plugins.hybrid_parallel.checkpoint.background import BackgroundWriter
+from plugins.hybrid_parallel.checkpoint.directory import (
+    MANIFEST,
+    checkpoints_in,
+    data_file,
+    is_whole,
+    keep_latest,
+    remove_remains,
+)
+from plugins.hybrid_parallel.checkpoint.load_model import load_model_files
+from plugins.hybrid_parallel.checkpoint.manifest import Manifest, SavedFile, header_checksum, merge_tensors
+from plugins.hybrid_parallel.checkpoint.partial import PartialCheckpoint, partial_directory
+from plugins.hybrid_parallel.checkpoint.save_model import save_model_files
+from plugins.hybrid_parallel.checkpoint.staging import Staging
+from plugins.hybrid_parallel.checkpoint.store import write_tensors
+from plugins.hybrid_parallel.checkpoint.training_state import Snapshot, restore, take_snapshot
+from plugins.hybrid_parallel.mesh import HybridMesh, control_group
+from shardformer.collectives import world_timeout
+
+_logger = get_logger(__name__)
 
 
 class HybridParallelCheckpointIO(CheckpointIO):
@@ -31,97 +50,206 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     def __init__(self, mesh: HybridMesh) -> None:
         self.mesh = mesh
+        self._background, self._staging = BackgroundWriter(), Staging()
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What the main thread talks in."""
+        return control_group()
+
+    @cached_property
+    def background_group(self) -> dist.ProcessGroup:
+        """What a save in the background talks in: nothing else may come in between."""
+        return dist.new_group(backend="gloo", timeout=world_timeout())
+
+    @failure.guard("booster.save_model")
     def save_model(
         self, model: nn.Module, directory: str, size_per_shard: str = "5GB", dtype: torch.dtype | None = None
     ) -> None:
-        """Write a Hugging Face directory.
+        """Write a Hugging Face directory, or the adapters of a model that has some.
 
         Args:
             size_per_shard: upper limit of one file.
             dtype: of the weights in the files; None for that of the model.
         """
         _wait_for_parameters(model)
-        save_model_files(model, self.mesh, Path(directory), size_per_shard, dtype)
+        if has_adapters(model.unwrap()):
+            save_adapter_files(model, self.mesh, Path(directory), dtype)
+        else:
+            save_model_files(model, self.mesh, Path(directory), size_per_shard, dtype)
 
-    def load_model(self, model: nn.Module, directory: str, strict: bool = True) -> None:
-        """Read a Hugging Face directory of the same model class."""
+    @failure.guard("booster.load_model")
+    def load_model(self, model: nn.Module, directory: str, strict: bool = True, allow_bin: bool = False) -> None:
+        """Read a Hugging Face directory, as `from_pretrained` of the model's class would, or a model's adapters.
+
+        Args:
+            strict: refuse a directory that lacks tensors or has others.
+            allow_bin: read `.bin` files, by `torch.load(weights_only=True)`, where there are no safetensors.
+        """
         _wait_for_parameters(model)
-        load_model_files(model, Path(directory), strict)
+        if has_adapters(model.unwrap()):
+            load_adapter_files(model, Path(directory), strict)
+        else:
+            load_model_files(model, Path(directory), strict, allow_bin)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        save_optimizer_files(optimizer, self.mesh, Path(directory))
+        """Write a checkpoint of the optimizer alone."""
+        self.save_checkpoint(directory, {"optimizer": optimizer}, {})
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        load_optimizer_files(optimizer, Path(directory))
+        """Read the optimizer's part of a checkpoint; random states stay as they are."""
+        self._background.finish()
+        manifest = self._verified(Path(directory))
+        restore(self.mesh, {"optimizer": optimizer}, Path(directory), manifest, self.group, with_random=False)
 
-    def save_checkpoint(self, directory: str, objects: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Write everything beside the old checkpoint, then let it take the old one's place."""
-        final = Path(directory)
-        partial = final.with_name(f"{final.name}.partial")
-        description = describe(self.mesh, objects, extra)
-        together(lambda: _empty(partial) if dist.get_rank() == 0 else None)
-        model = objects.get("model")
-        if model is not None:
-            self.save_model(model, str(partial / "model"))
-        if objects.get("optimizer") is not None:
-            self.save_optimizer(objects["optimizer"], str(partial / "optimizer"))
-        together(lambda: save_random_state(model, partial))
+    @failure.guard("booster.save_checkpoint")
+    def save_checkpoint(
+        self,
+        directory: str,
+        objects: dict[str, Any],
+        extra: dict[str, Any],
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+    ) -> SavedCheckpoint:
+        """Write everything aside, then let it appear as a whole."""
+        began = time.perf_counter()
+        self._background.finish()
+        if objects.get("model") is not None:
+            _wait_for_parameters(objects["model"])
 
-        def publish() -> None:
-            if dist.get_rank() == 0:
-                write_text(partial / "state.json", description)
-                _take_the_place_of(partial, final)
+        def prepare() -> tuple[Path, Snapshot]:
+            if keep_last is not None and keep_last < 1:
+                raise ConfigurationError(f"keep_last={keep_last} would keep nothing; use keep_last=1 or more")
+            snapshot = take_snapshot(self.mesh, objects, extra)
+            return Path(directory).resolve(), self._staging.copy(snapshot) if asynchronous else snapshot
 
-        together(publish)
+        path, snapshot = together(prepare, self.group)
+        if not asynchronous:
+            self._write(path, snapshot, keep_last, self.group)
+            return SavedCheckpoint(path, time.perf_counter() - began)
+        group = self.background_group
+        saved = self._background.start(path, began, lambda: self._write(path, snapshot, keep_last, group))
+        _logger.info("the checkpoint %s is being saved; training waited %.3f s for it", path, saved.stall_s)
+        return saved
 
-    def load_checkpoint(self, directory: str, objects: dict[str, Any]) -> dict[str, Any]:
+    @failure.guard("booster.load_checkpoint")
+    def load_checkpoint(self, directory: str, objects: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
         """Read a checkpoint; random states are taken over where the layout is the same."""
-        path = Path(directory)
-        together(lambda: _put_back(path) if dist.get_rank() == 0 else None)
-        state = together(lambda: _read_state(path))
-        model = objects.get("model")
-        if model is not None:
-            self.load_model(model, str(path / "model"))
-        if objects.get("optimizer") is not None:
-            self.load_optimizer(objects["optimizer"], str(path / "optimizer"))
-        for kind in ("lr_scheduler", "dataloader"):
-            if objects.get(kind) is not None and state[kind] is not None:
-                objects[kind].load_state_dict(state[kind])
-        if state["layout"] == {axis: self.mesh.size(axis) for axis in AXES}:
-            together(lambda: load_random_state(model, path))
-        return state["extra"]
+        self._background.finish()
+        if resume not in (None, "latest"):
+            raise ConfigurationError(f"resume='{resume}' is not known; use resume='latest' or leave it away")
+        path, manifest = self._latest(Path(directory)) if resume else (Path(directory), None)
+        manifest = manifest or self._verified(path)
+        if objects.get("model") is not None:
+            _wait_for_parameters(objects["model"])
+        restore(self.mesh, objects, path, manifest, self.group)
+        return manifest.state["extra"]
+
+    def latest_checkpoint(self, folder: str) -> str | None:
+        """The newest complete checkpoint of a folder, the same on all ranks; None if there is none."""
+        self._background.finish()
+        return self._from_first(
+            lambda: next((str(path) for path in checkpoints_in(Path(folder)) if is_whole(path)), None), self.group
+        )
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background."""
+        self._background.finish()
+
+    # ----- saving -----
+
+    def _write(self, path: Path, snapshot: Snapshot, keep_last: int | None, group: dist.ProcessGroup) -> None:
+        """Write this rank's part of a snapshot, and publish that of all; may run beside training."""
+        partial = self._start(path, group)
+        try:
+            sequence = self._from_first(lambda: partial.sequence, group)
+            part = together(lambda: _write_part(path, sequence, snapshot), group)
+            parts = gather_json(part, group)
+            together(lambda: partial and _publish(partial, snapshot, parts, keep_last), group)
+        except ConfigurationError:  # raised on all ranks alike: they can wait until nothing is left of it
+            together(lambda: partial and partial.discard(), group)
+            raise
+        finally:
+            if partial is not None:
+                partial.close()
+
+    def _start(self, path: Path, group: dist.ProcessGroup) -> PartialCheckpoint | None:
+        """One place for the save, the same on all ranks; the first of them holds it."""
+        given = all_gather_json(str(path), group)
+        for rank, other in enumerate(given):
+            if other != given[0]:
+                raise ConfigurationError(
+                    f"rank {rank} was given the directory {other}, rank 0 {given[0]}; give the same to all ranks"
+                )
+        return together(lambda: PartialCheckpoint(path) if dist.get_rank() == 0 else None, group)
+
+    # ----- loading -----
+
+    def _verified(self, path: Path) -> Manifest:
+        """The manifest of a checkpoint of which every byte was compared with its checksum, by all ranks together."""
+        manifest = together(lambda: Manifest.read(path / MANIFEST), self.group)
+        if len(set(all_gather_json(manifest.checksum, self.group))) > 1:
+            raise ConfigurationError(f"{path} was saved anew, or differs between the ranks; load it again")
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+
+        def verify() -> None:
+            for name in sorted(manifest.files)[rank::world_size]:
+                manifest.verify_file(path, name)
+
+        together(verify, self.group)
+        return manifest
+
+    def _latest(self, folder: Path) -> tuple[Path, Manifest]:
+        """The newest checkpoint of a folder that is whole."""
+        candidates = self._from_first(lambda: [str(path) for path in checkpoints_in(folder)], self.group)
+        for path in map(Path, candidates):
+            try:
+                return path, self._verified(path)
+            except ConfigurationError as error:
+                if dist.get_rank() == 0:
+                    _logger.warning("%s; trying the checkpoint before it", error)
+        raise ConfigurationError(
+            f"{folder} holds no {'readable ' if candidates else ''}checkpoint; "
+            "give the folder of the checkpoints, or start without resume='latest'"
+        )
+
+    @staticmethod
+    def _from_first(look: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+        """What rank 0 finds: another rank may look a moment later."""
+        found = together(lambda: look() if dist.get_rank() == 0 else None, group)
+        return all_gather_json(found, group)[0]
+
+
+def _write_part(path: Path, sequence: int, snapshot: Snapshot) -> list[Any]:
+    """Write this rank's file; what there is to say about it, as JSON."""
+    name = data_file(sequence, dist.get_rank())
+    file = partial_directory(path) / name
+    written = write_tensors(snapshot.tensors, file)
+    return [written, name, file.stat().st_size, header_checksum(file), snapshot.numbers]
+
+
+def _publish(partial: PartialCheckpoint, snapshot: Snapshot, parts: list[Any], keep_last: int | None) -> None:
+    """Complete the checkpoint by what all ranks wrote."""
+    state = dict(snapshot.state)
+    if state["optimizer"] is not None:
+        state["optimizer"] = {**state["optimizer"], **_merge_numbers([numbers for *_, numbers in parts])}
+    files = {name: SavedFile(size, checksum) for _, name, size, checksum, _ in parts}
+    partial.publish(Manifest(partial.sequence, files, merge_tensors([written for written, *_ in parts]), state))
+    partial.close()
+    if keep_last is not None:
+        keep_latest(partial.path, keep_last)
+    remove_remains(partial.path.parent)
+
+
+def _merge_numbers(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a parameter that is cut over ranks, each of them says the same."""
+    merged: dict[str, Any] = {"numbers": {}, "shapes": {}}
+    for part in parts:
+        for kind in merged:
+            merged[kind].update(part[kind])
+    return merged
 
 
 def _wait_for_parameters(model: Any) -> None:
     for optimizer in model.optimizers:
         optimizer.wait_for_parameters()
-
-
-def _put_back(path: Path) -> None:
-    """Undo a save that was interrupted between its two renames: it has left the old checkpoint aside."""
-    if not path.exists() and _aside(path).exists():
-        os.replace(_aside(path), path)
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    if not (path / "state.json").is_file():
-        raise ConfigurationError(f"{path} has no state.json; give a directory of save_checkpoint")
-    return json.loads((path / "state.json").read_text())
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old")
-
-
-def _empty(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _take_the_place_of(new: Path, old: Path) -> None:
-    if old.exists():
-        shutil.rmtree(_aside(old), ignore_errors=True)
-        os.replace(old, _aside(old))
-    os.replace(new, old)
-    shutil.rmtree(_aside(old), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Point-to-point communication between neighbouring stages.
+"""Point-to-point communication between neighbouring stages, of other ranks or of the same.
 
 Receives are posted ahead and waited for when the tensor is needed; sends are never waited for until the end of the
 step. A message is the hidden state and what else a stage's layers need, some of it None. It may have any shapes: the
@@ -8,6 +8,7 @@ later ones are known on both sides.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,3 +160,42 @@ class Channel:
 
     def _isend(self, tensor: Tensor) -> None:
         self._sends.append((dist.isend(tensor, self.peer, group=self.group), tensor))
+
+
+class LocalChannel:
+    """One direction between two stages of this rank: what is sent is handed over."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Specs] = {}
+        self._waiting: deque[Message] = deque()
+
+    def send(self, message: Message, key: tuple) -> None:
+        """Leave tensors for a micro-batch of signature `key`."""
+        self._known.setdefault(key, specs_of(message))
+        self._waiting.append(tuple(None if tensor is None else tensor.detach() for tensor in message))
+
+    def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> LocalChannel:
+        """The next message is taken by `wait`."""
+        return self
+
+    def wait(self) -> Message:
+        """The oldest message that was left."""
+        return self._waiting.popleft()
+
+    def specs(self, key: tuple) -> Specs:
+        """What a message for a micro-batch of signature `key` looks like, once one was sent."""
+        return self._known[key]
+
+    def knows(self, key: tuple) -> bool:
+        """A receive never waits for a header."""
+        return True
+
+    def mark_known(self, key: tuple, specs: Specs) -> None:
+        """There are no headers."""
+        self._known[key] = specs
+
+    def release(self) -> None:
+        """Nothing is kept once it was taken."""
+
+    def flush(self) -> None:
+        """Nothing is on its way."""

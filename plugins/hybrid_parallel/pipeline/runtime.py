@@ -1,46 +1,75 @@
-"""The runtime that executes a schedule's actions on this rank's stage."""
+"""The runtime that executes a schedule's actions on this rank's stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.mesh import HybridMesh, link_group
 from plugins.hybrid_parallel.pipeline.microbatch import signature
-from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, specs_of
-from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
+from plugins.hybrid_parallel.pipeline.p2p import Channel, LocalChannel, PendingReceive, Specs, TensorSpec, specs_of
+from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from shardformer.stage import run_stage
+from shardformer.stand_ins import Message
+from shardformer.weight_gradients import PutOff, finish_backward, splitting_backward
 
 # (outputs, index of the micro-batch) -> its share of the loss, 0-d, or None when there is nothing to differentiate
 LossFunction = Callable[[Any, int], Tensor | None]
+AnyChannel = Channel | LocalChannel
+
+
+@dataclass
+class Links:
+    """The channels of one stage; None where there is no neighbour."""
+
+    activations_in: AnyChannel | None = None
+    activations_out: AnyChannel | None = None
+    gradients_in: AnyChannel | None = None
+    gradients_out: AnyChannel | None = None
+
+    def outgoing(self) -> Iterator[AnyChannel]:
+        yield from (channel for channel in (self.activations_out, self.gradients_out) if channel is not None)
 
 
 class PipelineRuntime:
-    """Runs micro-batches through one stage. A pipeline of one stage is the simplest case of it.
+    """Runs micro-batches through the stages of this rank. A pipeline of one stage is the simplest case of it.
 
     Args:
-        module: the model, cut to this stage.
+        module: the model, cut to these stages.
         mesh: the grid of ranks.
+        schedule: which rank holds which stages.
+        num_chunks: stages a rank holds.
     """
 
-    def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
-        self.module = module
-        stage, ranks = mesh.rank("pp"), mesh.stage_ranks
-        self.is_first, self.is_last = stage == 0, stage == len(ranks) - 1
+    def __init__(
+        self, module: nn.Module, mesh: HybridMesh, schedule: Schedule = SCHEDULES["1f1b"], num_chunks: int = 1
+    ) -> None:
+        self.module, self.mesh, self.schedule = module, mesh, schedule
+        self.num_chunks, self.num_stages = num_chunks, num_chunks * mesh.size("pp")
+        self.stages = schedule.stages_of(mesh.rank("pp"), mesh.size("pp"), num_chunks)
+        self.has_last_stage = self.num_stages - 1 in self.stages
+        self.rank_of_last_stage = mesh.stage_ranks[schedule.rank_of(self.num_stages - 1, mesh.size("pp"))]
+        self.links = self._connect()
+        self.before_microbatch: Callable[[int], None] | None = None  # in debug mode, either direction
+        self.recorder: ScheduleRecorder | None = None
 
-        def channel(neighbour: int, forward: bool) -> Channel | None:
-            if not 0 <= neighbour < len(ranks):
-                return None
-            group = mesh.forward_group if forward else mesh.backward_group
-            name = "the activation" if forward else "the gradient"
-            return Channel(ranks[neighbour], group, mesh.device, name)
+    def actions(self, num_microbatches: int, trains: bool) -> list[Action]:
+        """What this rank does with a batch of so many micro-batches."""
+        make = self.schedule.actions if trains else self.schedule.forward_only
+        return make(self.mesh.rank("pp"), self.mesh.size("pp"), num_microbatches, self.num_chunks)
 
-        self.activations_in, self.activations_out = channel(stage - 1, True), channel(stage + 1, True)
-        self.gradients_in, self.gradients_out = channel(stage + 1, False), channel(stage - 1, False)
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that a stage of this rank runs."""
+        views = getattr(self.module, "stage_views", None)
+        with views.running(stage, None) if views is not None else nullcontext():
+            return list(self.module.parameters())
 
     def run(
         self,
@@ -48,37 +77,66 @@ class PipelineRuntime:
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
         scale: float,
-        before_last_backward: Callable[[], None],
+        before_last: Callable[[Action], None] = lambda action: None,
+        after_last: Callable[[Action], None] = lambda action: None,
     ) -> None:
         """Execute `actions`.
 
         Args:
-            actions: this stage's schedule.
+            actions: this rank's schedule.
             microbatches: the model's inputs, one mapping a micro-batch.
             loss_function: takes the outputs of a micro-batch on the last stage, returns its share of the loss.
             scale: factor on the loss in the backward pass (the fp16 loss scale).
-            before_last_backward: called before the backward pass after which gradients are complete.
+            before_last, after_last: called around the last backward action of each stage, after which the gradients
+                of what only this stage holds are complete.
         """
         step = _Step(self, microbatches, loss_function, scale)
-        last_backward = max((i for i, action in enumerate(actions) if action.kind is Kind.BACKWARD), default=-1)
+        last = {action.stage: action for action in actions if action.kind is not Kind.FORWARD}
         for position, action in enumerate(actions):
             step.post_receive(action)
             if position + 1 < len(actions):
                 step.post_receive(actions[position + 1], only_if_known=True)
-            if position == last_backward:
-                before_last_backward()
+            is_last = last.get(action.stage) is action
+            if is_last:
+                before_last(action)
             step.run(action)
+            if is_last:
+                after_last(action)
         self.flush()
 
     def flush(self) -> None:
-        for channel in (self.activations_out, self.gradients_out):
-            if channel is not None:
+        for links in self.links.values():
+            for channel in links.outgoing():
                 channel.flush()
 
     def release_sent(self) -> None:
-        for channel in (self.activations_out, self.gradients_out):
-            if channel is not None:
+        for links in self.links.values():
+            for channel in links.outgoing():
                 channel.release()
+
+    def _connect(self) -> dict[int, Links]:
+        """The channels of the stages here; all ranks make the groups of all of them, in one order."""
+        num_ranks, here = self.mesh.size("pp"), self.mesh.rank("pp")
+        links = {stage: Links() for stage in self.stages}
+        for stage in range(self.num_stages - 1):
+            source, target = (self.schedule.rank_of(each, num_ranks) for each in (stage, stage + 1))
+            if source == target:
+                if source == here:
+                    links[stage].activations_out = links[stage + 1].activations_in = LocalChannel()
+                    links[stage + 1].gradients_out = links[stage].gradients_in = LocalChannel()
+                continue
+            # Between two ranks, each way of each chunk has a group of its own.
+            link = stage // num_ranks, source < target
+            forward = link_group(self.mesh, "activations", *link)
+            backward = link_group(self.mesh, "gradients", *link)
+            ranks, device = self.mesh.stage_ranks, self.mesh.device
+            if source == here:
+                links[stage].activations_out = Channel(ranks[target], forward, device, "the activation")
+                links[stage].gradients_in = Channel(ranks[target], backward, device, "the gradient")
+            if target == here:
+                links[stage + 1].activations_in = Channel(ranks[source], forward, device, "the activation")
+                links[stage + 1].gradients_out = Channel(ranks[source], backward, device, "the gradient")
+        return links
 
 
 class _Step:
@@ -95,66 +153,84 @@ class _Step:
         self.loss_function, self.scale = loss_function, scale
         # Whether gradients come back is part of what both sides know of a message.
         self.keys = [(signature(microbatch), torch.is_grad_enabled()) for microbatch in microbatches]
-        self.posted: dict[Action, PendingReceive] = {}
-        self.arrived: dict[int, list[Tensor]] = {}  # the tensors whose gradients go back
+        self.posted: dict[Action, PendingReceive | LocalChannel] = {}
+        # By stage and micro-batch:
+        self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # the tensors whose gradients go back
         # Edges instead of tensors: an activation is freed as soon as it is sent.
-        self.roots: dict[int, tuple[list[GradientEdge], Specs] | Tensor | None] = {}
+        self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | None] = {}
+        self.put_off: dict[tuple[int, int], PutOff] = {}  # gradients of weights that are still to be computed
 
     def post_receive(self, action: Action, only_if_known: bool = False) -> None:
         """Post the receive that `action` waits for, if there is one."""
-        if action in self.posted:
+        if action in self.posted or action.kind is Kind.BACKWARD_WEIGHT:
             return
-        runtime, index = self.runtime, action.microbatch
-        if action.kind is Kind.FORWARD and runtime.activations_in is not None:
-            if not only_if_known or runtime.activations_in.knows(self.keys[index]):
-                self.posted[action] = runtime.activations_in.post_receive(self.keys[index], index)
-        elif action.kind is Kind.BACKWARD and runtime.gradients_in is not None and index in self.roots:
-            _, specs = self.roots[index]
-            self.posted[action] = runtime.gradients_in.post_receive(self.keys[index], index, specs)
+        links, index = self.runtime.links[action.stage], action.microbatch
+        if action.kind is Kind.FORWARD:
+            source = links.activations_in
+            if source is not None and (source.knows(self.keys[index]) or not only_if_known):
+                self.posted[action] = source.post_receive(self.keys[index], index)
+        elif links.gradients_in is not None and (action.stage, index) in self.roots:
+            _, specs = self.roots[action.stage, index]
+            self.posted[action] = links.gradients_in.post_receive(self.keys[index], index, specs)
 
     def run(self, action: Action) -> None:
-        if action.kind is Kind.FORWARD:
-            self._forward(action)
-        else:
-            self._backward(action)
+        if self.runtime.before_microbatch is not None:
+            self.runtime.before_microbatch(action.microbatch)
+        message = self.posted.pop(action).wait() if action in self.posted else None
+        recorder = self.runtime.recorder
+        with recorder.action(action) if recorder is not None else nullcontext():
+            self._execute(action, message)
         self.runtime.release_sent()
 
-    def _forward(self, action: Action) -> None:
+    def _execute(self, action: Action, message: Message | None) -> None:
+        where = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            with self._splitting():
+                self._forward(action, message)
+        elif action.kind is Kind.BACKWARD:
+            with self._splitting():  # of what is recomputed
+                self._backward(action, message)
+        elif action.kind is Kind.BACKWARD_INPUT:
+            with self._splitting(self.put_off.setdefault(where, [])):
+                self._backward(action, message)
+        else:
+            finish_backward(self.put_off.pop(where))
+
+    def _splitting(self, put_off: PutOff | None = None) -> AbstractContextManager[None]:
+        return splitting_backward(put_off) if self.runtime.schedule.splits_backward else nullcontext()
+
+    def _forward(self, action: Action, message: Message | None) -> None:
         runtime, index = self.runtime, action.microbatch
-        key, trains = self.keys[index], torch.is_grad_enabled()
-        message = None
-        if not runtime.is_first:
-            message = self.posted.pop(action).wait()
-            if trains:
-                specs = runtime.activations_in.specs(key)
-                self.arrived[index] = [
-                    tensor.requires_grad_() for tensor, spec in zip(message, specs, strict=True) if _needs_grad(spec)
-                ]
-        output = run_stage(runtime.module, message, self.microbatches[index])
-        if runtime.is_last:
-            self.roots[index] = self.loss_function(output, index)
+        links, key, trains = runtime.links[action.stage], self.keys[index], torch.is_grad_enabled()
+        if message is not None and trains:
+            specs = links.activations_in.specs(key)
+            self.arrived[action.stage, index] = [
+                tensor.requires_grad_() for tensor, spec in zip(message, specs, strict=True) if _needs_grad(spec)
+            ]
+        output = run_stage(runtime.module, message, self.microbatches[index], action.stage)
+        if links.activations_out is None:
+            self.roots[action.stage, index] = self.loss_function(output, index)
             return
-        runtime.activations_out.send(output, key)
+        links.activations_out.send(output, key)
         if trains:
             differentiable = [tensor for tensor in output if tensor is not None and tensor.requires_grad]
             edges = [get_gradient_edge(tensor) for tensor in differentiable]
-            self.roots[index] = (edges, specs_of(differentiable))
+            self.roots[action.stage, index] = (edges, specs_of(differentiable))
 
-    def _backward(self, action: Action) -> None:
-        runtime, index = self.runtime, action.microbatch
-        root = self.roots.pop(index)
-        if runtime.is_last:
+    def _backward(self, action: Action, grads: Message | None) -> None:
+        index, links = action.microbatch, self.runtime.links[action.stage]
+        root = self.roots.pop((action.stage, index))
+        if links.gradients_in is None:
             (root * self.scale if self.scale != 1.0 else root).backward()
         else:
             edges, _ = root
-            grads = self.posted.pop(action).wait()
             if edges:
                 torch.autograd.backward(tuple(edges), grads)
-        if not runtime.is_first:
-            arrived = self.arrived.pop(index)
-            runtime.gradients_out.mark_known(self.keys[index], specs_of(arrived))
+        if links.gradients_out is not None:
+            arrived = self.arrived.pop((action.stage, index))
+            links.gradients_out.mark_known(self.keys[index], specs_of(arrived))
             grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in arrived)
-            runtime.gradients_out.send(grads, self.keys[index])
+            links.gradients_out.send(grads, self.keys[index])
 
 
 def _needs_grad(spec: TensorSpec | None) -> bool:

@@ -1,54 +1,240 @@
-"""Pipeline schedules as pure generators of actions. Nothing here knows tensors or ranks."""
+"""Pipeline schedules as pure generators of actions. Nothing here knows tensors or processes.
+
+A *stage* is a piece of the model, a *rank* a position on the `pp` axis, which holds one stage or several *chunks*.
+Within a stage, passes of one kind run in the order of micro-batches, so that whatever travels between two stages
+travels in that order too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Kind(Enum):
+    """What a pass does; the backward pass is one, or has two halves."""
+
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"  # gradients of activations, and of parameters that are not matrices of linear layers
+    BACKWARD_WEIGHT = "W"  # gradients of those matrices
 
 
 @dataclass(frozen=True)
 class Action:
-    """One pass of one micro-batch through the stage."""
+    """One pass of one micro-batch through one stage."""
 
     kind: Kind
+    stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
-Schedule = Callable[[int, int, int], Iterator[Action]]
+# (rank, number of ranks, number of micro-batches, chunks a rank) -> (kind, chunk, micro-batch)
+Passes = Iterator[tuple[Kind, int, int]]
 
 
-def forward_only(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """Evaluation."""
-    yield from (Action(Kind.FORWARD, index) for index in range(num_microbatches))
+@dataclass(frozen=True)
+class Schedule:
+    """In which order the ranks of a pipeline run their passes.
+
+    Attributes:
+        passes: what one rank does; of micro-batches, as many as `least` of them at least.
+        chunks: how many stages a rank holds; None where the user chooses.
+        least_chunks: the fewest that may be chosen.
+        in_v: the second chunk of a rank is as far from the end as the first from the beginning, so that the first rank
+            holds the first stage and the last; else the chunks are dealt out in turn.
+        splits_backward: the backward pass may come in two halves.
+        least: number of ranks -> number of micro-batches from which on the order is made for; with fewer, those that
+            are missing are left out of it.
+    """
+
+    passes: Callable[[int, int, int, int], Passes]
+    chunks: int | None = 1
+    least_chunks: int = 1
+    in_v: bool = False
+    splits_backward: bool = False
+    least: Callable[[int], int] = lambda num_ranks: 1
+
+    def stages_of(self, rank: int, num_ranks: int, num_chunks: int) -> list[int]:
+        """The stages of a rank, by chunk."""
+        if self.in_v:
+            return [rank, 2 * num_ranks - 1 - rank]
+        return [chunk * num_ranks + rank for chunk in range(num_chunks)]
+
+    def rank_of(self, stage: int, num_ranks: int) -> int:
+        """The rank that holds a stage."""
+        if self.in_v:
+            return min(stage, 2 * num_ranks - 1 - stage)
+        return stage % num_ranks
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+        """What `rank` does in a training step."""
+        stages = self.stages_of(rank, num_ranks, num_chunks)
+        full = max(num_microbatches, self.least(num_ranks))
+        passes = self.passes(rank, num_ranks, full, num_chunks) if num_microbatches else ()
+        return [
+            Action(kind, stages[chunk], microbatch)
+            for kind, chunk, microbatch in passes
+            if microbatch < num_microbatches
+        ]
+
+    def forward_only(self, rank: int, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+        """What `rank` does in an evaluation step: each micro-batch, or group of one for each rank, chunk by chunk."""
+        stages = self.stages_of(rank, num_ranks, num_chunks)
+        order = _in_rounds(num_ranks, num_microbatches, range(len(stages)))
+        return [Action(Kind.FORWARD, stages[chunk], microbatch) for chunk, microbatch in order]
 
 
-def gpipe(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+def gpipe(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965); every activation is kept until then."""
-    yield from forward_only(stage, num_stages, num_microbatches)
-    yield from (Action(Kind.BACKWARD, index) for index in range(num_microbatches))
+    yield from ((Kind.FORWARD, 0, index) for index in range(num_microbatches))
+    yield from ((Kind.BACKWARD, 0, index) for index in range(num_microbatches))
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
     """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1).
 
-    Warm-up: a stage runs ahead by as many forwards as there are stages behind it. Steady state: one forward, one
-    backward, so that at most `num_stages - stage` activations are alive. Cool-down: the remaining backwards.
+    Warm-up: a rank runs ahead by as many forwards as there are ranks behind it. Steady state: one forward, one
+    backward, so that at most `num_ranks - rank` activations are alive. Cool-down: the remaining backwards.
     """
-    warm_up = min(num_stages - stage - 1, num_microbatches)
-    yield from (Action(Kind.FORWARD, index) for index in range(warm_up))
-    for index in range(num_microbatches - warm_up):
-        yield Action(Kind.FORWARD, warm_up + index)
-        yield Action(Kind.BACKWARD, index)
-    yield from (Action(Kind.BACKWARD, index) for index in range(num_microbatches - warm_up, num_microbatches))
+    order = [(0, index) for index in range(num_microbatches)]
+    return _alternate(order, order, num_ranks - rank - 1)
 
 
-SCHEDULES: dict[str, Schedule] = {"1f1b": one_forward_one_backward, "gpipe": gpipe}
+def interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2.2): a bubble `num_chunks` times smaller, more communication.
+
+    Micro-batches go through the chunks in rounds of about one for each rank. A rank runs ahead by two forwards for each
+    rank behind it, and by the first round through all chunks but one.
+    """
+    forwards, backwards = _both_ways(num_ranks, num_microbatches, num_chunks)
+    ahead = (num_chunks - 1) * _rounds(num_ranks, num_microbatches)[0]
+    return _alternate(forwards, backwards, ahead + 2 * (num_ranks - rank - 1))
+
+
+def zero_bubble(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
+    """Interleaved 1F1B with the backward pass in halves (ZB-H1 of Qi et al., arXiv 2401.10241, section 3.1).
+
+    Gradients of activations go on their way first; those of weights are `rank` passes late, and fill the end. A rank
+    runs ahead by half as many forwards as in `interleaved`, so that no more activations are alive.
+    """
+    forwards, backwards = _both_ways(num_ranks, num_microbatches, num_chunks)
+    ahead = (num_chunks - 1) * _rounds(num_ranks, num_microbatches)[0] + num_ranks - rank - 1
+    late: deque[tuple[int, int]] = deque()
+    for kind, chunk, microbatch in _alternate(forwards, backwards, ahead):
+        if kind is Kind.FORWARD:
+            yield kind, chunk, microbatch
+            continue
+        yield Kind.BACKWARD_INPUT, chunk, microbatch
+        late.append((chunk, microbatch))
+        if len(late) > rank:
+            yield Kind.BACKWARD_WEIGHT, *late.popleft()
+    yield from ((Kind.BACKWARD_WEIGHT, *each) for each in late)
+
+
+def zbv(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
+    """ZB-V (arXiv 2401.10241, section 6): two chunks in the shape of a V, the activations of 1F1B, hardly a bubble.
+
+    The rank with the first stage has the last one too, so that a micro-batch comes back to where it started.
+    """
+    behind = num_ranks - rank
+    later = num_microbatches - 2 * num_ranks + rank + 1  # forwards of the first chunk behind the warm-up
+    return _in_phases(
+        (2 * behind - 1, "F0"),
+        (rank, "F1 F0"),
+        (behind, "F1 I1 W1"),
+        (later, "F0 I0 W0 F1 I1 W1"),
+        (behind - 1, "I0 W0 F1 I1 W1"),
+        (rank, "I0 I1"),
+        (behind, "I0 W0"),
+        (rank, "W1"),
+        (rank, "W0"),
+    )
+
+
+def dualpipev(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
+    """DualPipeV (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, cut in half): a V in which forwards meet backwards.
+
+    In the middle a forward of one chunk stands beside a backward of the other, whose communication it can hide.
+    """
+    behind = num_ranks - rank - 1
+    # Of the last backwards of both chunks in turn, the first half is whole.
+    last = [f"{'B' if number <= rank else 'I'}{1 - number % 2}" for number in range(2 * rank + 2)]
+    return _in_phases(
+        (2 * behind, "F0"),
+        (rank + 1, "F0 F1"),
+        (behind, "I1 W F1"),
+        (num_microbatches - 2 * num_ranks + rank + 1, "F0 B1 F1 B0"),
+        (behind, "B1 F1 B0"),
+        (1, " ".join(last)),
+        (behind, "W I0"),
+        (rank + 1, "W"),
+    )
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": Schedule(one_forward_one_backward),
+    "gpipe": Schedule(gpipe),
+    "interleaved": Schedule(interleaved, chunks=None, least_chunks=2),
+    "zero_bubble": Schedule(zero_bubble, chunks=None, splits_backward=True),
+    "zbv": Schedule(zbv, chunks=2, in_v=True, splits_backward=True, least=lambda num_ranks: 2 * num_ranks - 1),
+    "dualpipev": Schedule(dualpipev, chunks=2, in_v=True, splits_backward=True, least=lambda num_ranks: 2 * num_ranks),
+}
+
+
+def _rounds(num_ranks: int, num_microbatches: int) -> list[int]:
+    """Sizes of the groups in which micro-batches go through the chunks: one for each rank or more, the larger first."""
+    count = max(1, num_microbatches // num_ranks)
+    size, rest = divmod(num_microbatches, count)
+    return [size + (index < rest) for index in range(count)]
+
+
+def _in_rounds(num_ranks: int, num_microbatches: int, chunks: Iterable[int]) -> list[tuple[int, int]]:
+    """(chunk, micro-batch): each round through all chunks."""
+    order, start = [], 0
+    chunks = list(chunks)
+    for size in _rounds(num_ranks, num_microbatches):
+        order += [(chunk, index) for chunk in chunks for index in range(start, start + size)]
+        start += size
+    return order
+
+
+def _both_ways(
+    num_ranks: int, num_microbatches: int, num_chunks: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(chunk, micro-batch) of the forwards and of the backwards, each in order."""
+    chunks = range(num_chunks)
+    return tuple(_in_rounds(num_ranks, num_microbatches, way) for way in (chunks, reversed(chunks)))
+
+
+def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], ahead: int) -> Passes:
+    """`ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    ahead = min(ahead, len(forwards))
+    yield from ((Kind.FORWARD, *each) for each in forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        yield Kind.FORWARD, *forward
+        yield Kind.BACKWARD, *backward
+    yield from ((Kind.BACKWARD, *each) for each in backwards[len(forwards) - ahead :])
+
+
+def _in_phases(*phases: tuple[int, str]) -> Passes:
+    """Phases of (how often, passes): `F1` is the next forward of chunk 1, `W` the weights of the oldest `I`."""
+    done: Counter[str] = Counter()
+    late: deque[tuple[int, int]] = deque()
+    for times, passes in phases:
+        for name in passes.split() * times:
+            if name == "W":
+                yield Kind.BACKWARD_WEIGHT, *late.popleft()
+                continue
+            kind, chunk = Kind(name[0]), int(name[1])
+            # A whole backward pass and the first half of one take the next micro-batch of the same row.
+            row = f"I{chunk}" if kind is Kind.BACKWARD else name
+            yield kind, chunk, done[row]
+            if kind is Kind.BACKWARD_INPUT:
+                late.append((chunk, done[row]))
+            done[row] += 1

@@ -15,10 +15,11 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.debug.batches import check_batch
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.pipeline.microbatch import as_batch, merge_outputs, num_rows, split_batch, to_device
-from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, forward_only
+from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.step_loss import StepLoss
 from shardformer.layers.head import parallel_logits
 
@@ -43,12 +44,20 @@ class PipelineStep:
         trains: bool,
     ) -> None:
         self.model, self.mesh, self.config, self.criterion, self.trains = model, mesh, config, criterion, trains
+        self._unfinished = set(model.runtime.stages)  # whose gradients are still to grow
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
         batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype)
+        if self.trains and self.model.checks_this_batch():
+            check_batch(batch, self.mesh)
+        if self.trains and self.config.debug:
+            # What came apart between two steps is found before a pass has spread it.
+            self.model.synchrony.run_at(self.config.synchrony_interval, self.model.optimizers)
         microbatches = split_batch(batch, self._num_microbatches(batch))
         loss = self.model.step_loss(microbatches, self.criterion)
+        if self.trains:
+            self.model.trace.begin(microbatches, loss.shares)
         outputs: list[Any] = []
         self._run_schedule(microbatches, loss, outputs if return_outputs else None)
         value, factor = loss.finish(return_loss)
@@ -83,8 +92,8 @@ class PipelineStep:
             )
 
     def _run_schedule(self, microbatches: list[dict[str, Any]], loss: StepLoss, keep: list[Any] | None) -> None:
-        schedule = SCHEDULES[self.config.pp_style] if self.trains else forward_only
-        actions = list(schedule(self.mesh.rank("pp"), self.mesh.size("pp"), len(microbatches)))
+        runtime = self.model.runtime
+        actions = runtime.actions(len(microbatches), self.trains)
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
@@ -100,19 +109,32 @@ class PipelineStep:
             for optimizer in self.model.optimizers if self.trains else ():
                 stack.enter_context(optimizer.accepting_gradients())
             scale = self.model.optimizers[0].loss_scale.value if self.trains else 1.0
-            self.model.runtime.run(actions, inputs, finish_forward, scale, self._begin_final_backward)
+            if self.trains and runtime.recorder is not None:
+                stack.enter_context(runtime.recorder.step())
+            runtime.run(actions, inputs, finish_forward, scale, self._before_last, self._after_last)
 
-    def _begin_final_backward(self) -> None:
-        for optimizer in self.model.optimizers:
-            optimizer.reducer.begin_final_backward()
+    def _before_last(self, action: Action) -> None:
+        """A whole backward pass of the only stage left tells by itself which gradients are complete, and when."""
+        if action.kind is Kind.BACKWARD and self._unfinished == {action.stage}:
+            for optimizer in self.model.optimizers:
+                optimizer.reducer.begin_final_backward()
+
+    def _after_last(self, action: Action) -> None:
+        self._unfinished.discard(action.stage)
+        if self._unfinished or action.kind is not Kind.BACKWARD:
+            complete = self.model.parameters_only_of(action.stage, self._unfinished)
+            for optimizer in self.model.optimizers:
+                optimizer.reducer.complete(complete)
 
     def _share_outputs(self, outputs: list[Any], ran: bool) -> Any:
         """The merged outputs, on every stage; None where this replica's share of the batch was empty."""
         if not ran:
             return None
-        is_last = self.model.runtime.is_last
-        merged = merge_outputs(outputs) if is_last else None
-        return merged if self.mesh.size("pp") == 1 else broadcast_outputs(merged, self.mesh)
+        runtime = self.model.runtime
+        merged = merge_outputs(outputs) if runtime.has_last_stage else None
+        if self.mesh.size("pp") == 1:
+            return merged
+        return broadcast_outputs(merged, self.mesh, runtime.rank_of_last_stage)
 
 
 def _detached(outputs: Any) -> Any:
@@ -121,9 +143,9 @@ def _detached(outputs: Any) -> Any:
     return type(outputs)(**{k: v.detach() for k, v in outputs.items() if isinstance(v, Tensor)})
 
 
-def broadcast_outputs(outputs: Any, mesh: HybridMesh) -> Any:
-    """Send the last stage's outputs to all stages: a JSON header, then each tensor. No pickle."""
-    group, source = mesh.group("pp"), mesh.stage_ranks[-1]
+def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
+    """Send the last stage's outputs, from rank `source`, to all stages: a JSON header, then each tensor. No pickle."""
+    group = mesh.group("pp")
     bare = isinstance(outputs, Tensor)
     header = None
     if outputs is not None:

@@ -179,6 +179,12 @@ class Bucket:
         self.written.clear()
         self._work = self._result = None
 
+    def own_grads(self) -> dict[int, Tensor] | None:
+        """What this rank put into the last reduction, by parameter; None where the result has taken its place."""
+        if self.options.num_shards == 1 or self.flat_grads is None:
+            return None
+        return {index: self._grad_view(index) for index in range(len(self.params))}
+
     def clear_grads(self) -> None:
         """Forget all gradients."""
         self.written.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class GradientReducer:
     def __init__(self, buckets: Sequence[Bucket], dp_group: ProcessGroup, overlap: bool) -> None:
         self.buckets, self.dp_group, self.overlap = list(buckets), dp_group, overlap
         self.accepting = False  # inside a backward pass that the library runs
+        self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: list[set[int]] = [set() for _ in self.buckets]
         self._next = 0
@@ -42,7 +43,13 @@ class GradientReducer:
     def begin_final_backward(self) -> None:
         """The next backward pass completes the gradients."""
         self._final = True
-        self._complete = [set() for _ in self.buckets]
+
+    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+        """The gradients of these are complete."""
+        for bucket, done in zip(self.buckets, self._complete, strict=True):
+            done.update(index for index, param in enumerate(bucket.params) if param in parameters)
+        if self.overlap:
+            self._launch_complete()
 
     def finish(self, factor: Tensor | None = None) -> None:
         """Reduce what is left and wait for everything.
@@ -55,6 +62,7 @@ class GradientReducer:
             self.buckets[self._next].launch()
             self._next += 1
         self._next = 0
+        self._complete = [set() for _ in self.buckets]
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
         # collectives of a group have to come in one order on all of its ranks.
         used = self._agree_on_used()
@@ -67,8 +75,11 @@ class GradientReducer:
         def take_gradient(param: nn.Parameter) -> None:
             if not self.accepting:
                 raise RuntimeError("call booster.backward(loss, optimizer) in the place of loss.backward()")
+            if param.grad is None:  # the first half of a backward pass puts it off
+                return
             self.buckets[number].accumulate(index, param.grad)
             param.grad = None
+            self.arrival.setdefault(param, len(self.arrival))
             if self._final and self.overlap:
                 self._complete[number].add(index)
                 self._launch_complete()

@@ -1,0 +1,267 @@
+"""Who left a collective out, from what all ranks say of themselves. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from booster.failure.collectives import GroupRecord
+from booster.failure.report import Failure, ranks_text
+
+Answer = TypeVar("Answer", bound=Hashable)
+
+
+@dataclass
+class Snapshot:
+    """Where a rank is.
+
+    Attributes:
+        rank: which.
+        operation, call: the innermost operation of the library and its how-manieth call; ("", 0) outside of all.
+        phrase: the same in words.
+        wait: where it waits for others, in words; empty where it does not.
+        blocked_s: for how long nothing has happened in it.
+        completed: operation -> calls that ended well.
+        groups: what it has done on its process groups.
+        ended: whether its script came to its end.
+        left_out: how many of the first collectives of the step before it has left out in this one (checks of the first
+            batches); None if this step is unlike it otherwise.
+    """
+
+    rank: int
+    operation: str = ""
+    call: int = 0
+    phrase: str = ""
+    wait: str = ""
+    blocked_s: float = 0.0
+    completed: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, GroupRecord] = field(default_factory=dict)
+    ended: bool = False
+    left_out: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of_json(values: dict[str, Any]) -> Snapshot:
+        groups = {key: GroupRecord(**record) for key, record in values.pop("groups").items()}
+        return Snapshot(**values, groups=groups)
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        if self.ended:
+            return "has ended"
+        return f"is {self.phrase}, {self.wait}" if self.wait else f"is {self.phrase}"
+
+
+def diagnose_standstill(snapshots: list[Snapshot]) -> Failure:
+    """What to say where every rank waits for others, or has ended, so that nothing can ever go on."""
+    difference = _first_difference(snapshots)
+    culprits = _straying(snapshots) or (difference.odd if difference is not None else [])
+    culprits = culprits or _ended(snapshots) or _further_on(snapshots) or _minority(snapshots)
+    culprit = next((one for one in snapshots if one.rank in culprits), snapshots[0])
+    others = [one for one in snapshots if one.rank not in culprits]
+    message = f"left out a collective: it {culprit.where}, while {places(others)}"
+    if len(culprits) > 1:
+        message = f"or {ranks_text(set(culprits) - {culprit.rank})} {message}"
+    return Failure.found(culprit.rank, message, others[0].operation if others else culprit.operation)
+
+
+def diagnose_mismatch(snapshots: list[Snapshot]) -> Failure | None:
+    """What to say where a collective failed because the members of its group issued different ones."""
+    difference = _first_difference(snapshots)
+    if difference is None:
+        return None
+    culprit = next(one for one in snapshots if one.rank in difference.odd)
+    group = next(record for record in culprit.groups.values() if record.role == difference.role)
+    message = (
+        f"left out a collective or added one: {culprit.phrase} it called {difference.called[culprit.rank]} on "
+        f"{group.text()} where others called {difference.usual}"
+    )
+    return Failure.found(culprit.rank, message, culprit.operation)
+
+
+def compare_counts(counts: Mapping[int, Mapping[str, int]], ignored: Iterable[str] = ()) -> dict[str, dict[int, int]]:
+    """Groups whose members had issued different numbers of operations when `optimizer.step` ended: group -> counts.
+
+    Args:
+        counts: rank -> group -> number.
+        ignored: groups to leave out.
+    """
+    by_group: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, numbers in counts.items():
+        for key, number in numbers.items():
+            by_group[key][rank] = number
+    skipped = set(ignored)
+    return {key: found for key, found in by_group.items() if key not in skipped and len(set(found.values())) > 1}
+
+
+def diagnose_counts(
+    call: int, differing: Mapping[str, Mapping[int, int]], snapshots: list[Snapshot], counts: Mapping[int, Mapping]
+) -> Failure | None:
+    """What to say where ranks disagree on how many collectives a group has had; None where that is no fault."""
+    for key, numbers in differing.items():
+        members = [one for one in snapshots if key in one.groups]
+        if not members or not all(one.groups[key].only_collectives for one in members):
+            continue
+        group = members[0].groups[key]
+        # Groups of one role do the same work in other places: they tell which of two members is right.
+        alike = {
+            rank: counts[rank][other]
+            for one in snapshots
+            for other, record in one.groups.items()
+            for rank in (one.rank,)
+            if record.role == group.role and other in counts.get(rank, {})
+        }
+        usual = _most(alike or numbers) or _most(numbers)
+        odd = [rank for rank, number in numbers.items() if number != usual] if usual is not None else list(numbers)
+        rank = min(odd)
+        rest = [number for other, number in numbers.items() if other != rank]
+        verb = "left out a collective" if numbers[rank] < max(rest) else "added a collective"
+        who = f"or {ranks_text(set(odd) - {rank})} " if len(odd) > 1 else ""
+        message = (
+            f"{who}{verb}: at the end of optimizer.step (call {call}) it had issued {numbers[rank]} on {group.text()} "
+            f"where the others had issued {max(rest) if usual is None else usual}; what they exchanged since does not "
+            "belong together"
+        )
+        return Failure.found(rank, message, "optimizer.step")
+    return None
+
+
+def _straying(snapshots: list[Snapshot]) -> list[int]:
+    """Ranks that repeat what they did in the step before less than most do; batches of another length change all."""
+    left_out = {one.rank: one.left_out for one in snapshots}
+    usual = _most(left_out)
+    return [] if usual is None else [rank for rank, count in left_out.items() if count != usual]
+
+
+def _ended(snapshots: list[Snapshot]) -> list[int]:
+    """Ranks whose script is over while others wait, if they are the fewer."""
+    ended = [one.rank for one in snapshots if one.ended]
+    return ended if 0 < len(ended) < len(snapshots) else []
+
+
+def _further_on(snapshots: list[Snapshot]) -> list[int]:
+    """Ranks that have completed the very call in which a member of their group waits for them."""
+    found = set()
+    for waiting in snapshots:
+        if not waiting.operation:
+            continue
+        awaited = {rank for record in waiting.groups.values() if record.pending is not None for rank in record.ranks}
+        found |= {
+            other.rank
+            for other in snapshots
+            if other.rank in awaited and other.completed.get(waiting.operation, 0) >= waiting.call
+        }
+    return sorted(found) if len(found) < len(snapshots) else []
+
+
+def _minority(snapshots: list[Snapshot]) -> list[int]:
+    """The ranks that are where the fewest are."""
+    for place in (lambda one: (one.operation, one.call), lambda one: one.wait):
+        classes: dict[Hashable, list[int]] = defaultdict(list)
+        for one in snapshots:
+            classes[place(one)].append(one.rank)
+        if len(classes) > 1:
+            return min(classes.values(), key=len)
+    return [one.rank for one in snapshots]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """A collective in the place of which some ranks called another.
+
+    Attributes:
+        role, number: of which groups, and the how-manieth.
+        called: rank -> collective.
+        usual: what most of those called that had called the same until then.
+        odd: the others of those.
+        within_group: whether members of one group differ.
+    """
+
+    role: str
+    number: int
+    called: Mapping[int, str]
+    usual: str
+    odd: list[int]
+    within_group: bool
+
+
+def _first_difference(snapshots: list[Snapshot]) -> _Difference | None:
+    """The first collective that few ranks called on a group where most called another, on it or on groups of its role.
+
+    First where members of one group differ, then where no other member is left to ask. Stages of a pipeline differ
+    rightly: only ranks whose collectives were the same until then are asked.
+    """
+    found = [difference for role in _roles(snapshots) for difference in role.differences()]
+    return min(found, key=lambda one: (not one.within_group, one.number), default=None)
+
+
+class _Role:
+    """What ranks called on the groups of one role.
+
+    Attributes:
+        group: rank -> its group.
+        called: number -> rank -> collective.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.group: dict[int, str] = {}
+        self.called: dict[int, dict[int, str]] = defaultdict(dict)
+
+    def differences(self) -> Iterator[_Difference]:
+        begin = max(min(number for number, called in self.called.items() if rank in called) for rank in self.group)
+        so_far: dict[int, Hashable] = dict(
+            self.group
+        )  # stands for all that a rank called; at first, ask the group only
+        for number in sorted(number for number in self.called if number >= begin):
+            called = self.called[number]
+            alike: dict[Hashable, dict[int, str]] = defaultdict(dict)
+            for rank, name in called.items():
+                alike[so_far[rank]][rank] = name
+            for those in alike.values():
+                usual = _most(those)
+                odd = [rank for rank, name in those.items() if name != usual]
+                if usual is not None and odd:
+                    yield _Difference(self.name, number, called, usual, odd, self._is_within_group(called))
+            for rank, name in called.items():
+                so_far[rank] = hash((name if number == begin else so_far[rank], name))
+
+    def _is_within_group(self, called: Mapping[int, str]) -> bool:
+        return len({(self.group[rank], name) for rank, name in called.items()}) > len(
+            {self.group[rank] for rank in called}
+        )
+
+
+def _roles(snapshots: list[Snapshot]) -> list[_Role]:
+    roles: dict[str, _Role] = {}
+    for one in snapshots:
+        for key, record in one.groups.items():
+            role = roles.setdefault(record.role, _Role(record.role))
+            if record.operations:
+                role.group[one.rank] = key
+            for number, name in record.operations:
+                role.called[number][one.rank] = name
+    return [role for role in roles.values() if role.called]
+
+
+def _most(values: Mapping[int, Answer]) -> Answer | None:
+    """The value that more than half have."""
+    value, count = Counter(values.values()).most_common(1)[0]
+    return value if count * 2 > len(values) else None
+
+
+def places(snapshots: list[Snapshot]) -> str:
+    """`ranks 0 and 2 are in …`; ranks in one place together."""
+    together: dict[str, list[int]] = defaultdict(list)
+    for one in snapshots:
+        together[one.where.removeprefix("is ")].append(one.rank)
+    parts = []
+    for where, ranks in together.items():
+        verb = "" if where == "has ended" else "is " if len(ranks) == 1 else "are "
+        parts.append(f"{ranks_text(ranks)} {verb}{where}")
+    return " and ".join(parts) or "nothing goes on"

@@ -1,0 +1,129 @@
+"""What this rank's main thread is doing, as its other threads and the other processes of this machine can read it.
+
+Costs a microsecond a call: a few bytes are written to a page of memory that the other ranks of the machine have mapped,
+and that they can still read when this process is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+_ENDED, _SPOKEN = 0, 1  # flags: bytes of the page
+_PHRASE, _PLACE = slice(64, 512), slice(512, 1024)
+_SIZE = mmap.PAGESIZE
+_KEPT_POINTS = 4096
+
+
+class Page:
+    """The memory that a rank shares with the others of its machine. It has no name and goes with the last process.
+
+    Args:
+        path: of another rank's page, under /proc; None to make one's own.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.descriptor = os.memfd_create("booster") if path is None else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if path is None:
+            os.ftruncate(self.descriptor, _SIZE)
+        self._map = mmap.mmap(self.descriptor, _SIZE)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank's script came to its end."""
+        return self._map[_ENDED] == 1
+
+    def set_ended(self) -> None:
+        self._map[_ENDED] = 1
+
+    def take_word(self) -> bool:
+        """True for the first process that asks."""
+        try:
+            os.lockf(self.descriptor, os.F_LOCK, 0)
+            first = self._map[_SPOKEN] == 0
+            self._map[_SPOKEN] = 1
+            os.lockf(self.descriptor, os.F_ULOCK, 0)
+        except OSError:
+            return True
+        return first
+
+    @property
+    def phrase(self) -> str:
+        """`in booster.execute_pipeline (call 3)`."""
+        return self._read(_PHRASE)
+
+    @phrase.setter
+    def phrase(self, text: str) -> None:
+        self._write(_PHRASE, text)
+
+    @property
+    def place(self) -> str:
+        """Where it has been waiting for long, empty where it has not."""
+        return self._read(_PLACE)
+
+    @place.setter
+    def place(self, text: str) -> None:
+        self._write(_PLACE, text)
+
+    def _read(self, where: slice) -> str:
+        return self._map[where].partition(b"\0")[0].decode(errors="replace")
+
+    def _write(self, where: slice, text: str) -> None:
+        room = where.stop - where.start
+        self._map[where] = text.encode()[: room - 1].ljust(room, b"\0")
+
+
+class Operations:
+    """The calls that the main thread has made and is in.
+
+    Attributes:
+        calls, completed: how often each operation was begun, and ended well.
+        points: (call number, what was counted there) of the latest `optimizer.step`s.
+    """
+
+    def __init__(self) -> None:
+        self.page = Page() if hasattr(os, "memfd_create") else None
+        self.calls: dict[str, int] = {}
+        self.completed: dict[str, int] = {}
+        self.points: deque[tuple[int, dict[str, int]]] = deque(maxlen=_KEPT_POINTS)
+        self._inside: list[str] = []
+        self._say("before its first operation")
+
+    @property
+    def current(self) -> tuple[str, int]:
+        """The innermost operation and which call of it this is; ("", 0) outside of all."""
+        inside = self._inside[-1:]
+        return (inside[0], self.calls[inside[0]]) if inside else ("", 0)
+
+    @property
+    def phrase(self) -> str:
+        """What to say of it."""
+        return self._phrase
+
+    def enter(self, operation: str) -> None:
+        """The main thread begins an operation."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        number = self.calls[operation] = self.calls.get(operation, 0) + 1
+        self._inside.append(operation)
+        self._say(f"in {operation} (call {number})")
+
+    def leave(self, operation: str, well: bool, count: Callable[[], dict[str, int]] | None = None) -> None:
+        """The main thread ends the operation; `count` is noted as a point that all ranks reach alike."""
+        if threading.current_thread() is not threading.main_thread() or not self._inside:
+            return
+        self._inside.pop()
+        if well:
+            self.completed[operation] = self.completed.get(operation, 0) + 1
+            if count is not None:
+                self.points.append((self.calls[operation], count()))
+        outer, number = self.current
+        self._say(f"in {outer} (call {number})" if outer else f"after {operation} (call {self.calls[operation]})")
+
+    def _say(self, phrase: str) -> None:
+        self._phrase = phrase
+        if self.page is not None:
+            self.page.phrase = phrase

@@ -1,0 +1,144 @@
+"""The ranks of this machine as processes: which have ended, and which are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from booster.failure.operations import Page
+
+_STOPPED = "T"  # by a signal; a debugger's is "t"
+_DEAD = ("Z", "X")
+_STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the command's name
+
+
+def machine() -> str:
+    """The same for processes that see each other under /proc."""
+    boot = _read("/proc/sys/kernel/random/boot_id")
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()}/{boot}/{namespace}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank is. The start time tells a process from a later one with the same number."""
+
+    machine: str
+    pid: int
+    start_time: str
+    page: int
+
+    @classmethod
+    def own(cls, page: Page | None) -> Address:
+        """Of this process."""
+        fields = _stat(os.getpid())
+        return cls(machine(), os.getpid(), fields[_START_TIME] if fields else "", page.descriptor if page else -1)
+
+
+class Peer:
+    """Another rank on this machine.
+
+    Args:
+        rank: its number.
+        address: where it is.
+    """
+
+    def __init__(self, rank: int, address: Address) -> None:
+        self.rank, self.address = rank, address
+        self.page: Page | None = None
+        self.handle: int | None = None
+        self.stopped_since: float | None = None
+        with contextlib.suppress(OSError, ValueError):
+            self.page = Page(f"/proc/{address.pid}/fd/{address.page}")
+        with contextlib.suppress(OSError, AttributeError):
+            self.handle = os.pidfd_open(address.pid)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether its script came to its end."""
+        return self.page is not None and self.page.ended
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended."""
+        if self.handle is not None:
+            poll = select.poll()
+            poll.register(self.handle, select.POLLIN)
+            return bool(poll.poll(0))
+        fields = self._fields()
+        return fields is None or fields[_STATE] in _DEAD
+
+    def status(self) -> int | None:
+        """How it ended, as `wait` would say; None once its parent has asked."""
+        fields = self._fields()
+        return int(fields[-1]) if fields is not None and fields[_STATE] in _DEAD else None
+
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped it."""
+        fields = self._fields()
+        return fields is not None and fields[_STATE] == _STOPPED
+
+    def kill(self) -> None:
+        """End it; no other signal reaches a stopped process."""
+        if self._fields() is not None:
+            with contextlib.suppress(OSError):
+                os.kill(self.address.pid, signal.SIGKILL)
+
+    def phrase(self) -> str:
+        """What it was doing."""
+        if self.page is None:
+            return ""
+        return f"{self.page.phrase}, {self.page.place}" if self.page.place else self.page.phrase
+
+    def _fields(self) -> list[str] | None:
+        fields = _stat(self.address.pid)
+        return fields if fields and fields[_START_TIME] == self.address.start_time else None
+
+
+class StoppedPeers:
+    """Finds ranks that are stopped while this one runs.
+
+    Where the whole job is suspended and resumed, looks are interrupted, and all counting starts anew.
+
+    Args:
+        after_s: how long a rank has to be stopped.
+        longest_gap_s: between two looks, else this rank was not running itself.
+    """
+
+    def __init__(self, after_s: float, longest_gap_s: float = 1.0) -> None:
+        self.after_s, self.longest_gap_s = after_s, longest_gap_s
+        self._looked_at = time.monotonic()
+
+    def look(self, peers: list[Peer]) -> Peer | None:
+        """The first rank that has been stopped for long enough."""
+        now = time.monotonic()
+        interrupted = now - self._looked_at > self.longest_gap_s
+        self._looked_at = now
+        for peer in peers:
+            if interrupted or not peer.is_stopped():
+                peer.stopped_since = None
+            elif peer.stopped_since is None:
+                peer.stopped_since = now
+            elif now - peer.stopped_since >= self.after_s:
+                return peer
+        return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    line = _read(f"/proc/{pid}/stat")
+    return line.rpartition(")")[2].split() or None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

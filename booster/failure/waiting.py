@@ -1,0 +1,186 @@
+"""Whether the main thread waits for other ranks, and in which line: read off its stack, without instrumentation."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+_TORCH = f"{os.sep}torch{os.sep}"
+_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
+_WRAPPERS = ("wrapper", "_fn", "inner")
+_WAITING_WORDS = (".wait(", "wait_tensor(")
+_ENGINE = f"{os.sep}torch{os.sep}autograd{os.sep}"
+_SHOWN_PARTS = 3
+# A waiting rank's network threads, one a process group, wake up a hundred times a second, each at up to half a percent
+# of a core.
+_IDLE_SHARE = 0.02
+_IDLE_SHARE_OF_A_GROUP = 0.005
+_LEAST_CPU_S = 0.02
+_LONGEST_GAP_S = 2.0  # between two looks, else this process was suspended
+_GLOO_WORKERS, _GLOO_NETWORK = "pt_gloo_runloop", "gloo_tcp_loop"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call that waits for other ranks."""
+
+    call: str
+    place: str
+
+    def text(self) -> str:
+        return f"waiting in {self.call} at {self.place}" if self.place else f"waiting in {self.call}"
+
+
+def wait_of(frame: FrameType | None) -> Wait | None:
+    """The wait that a stack is in, None where it is in anything else.
+
+    Args:
+        frame: the innermost.
+    """
+    if frame is None:
+        return None
+    inside = frame.f_code.co_filename
+    if inside.startswith(_STANDARD_LIBRARY) and not inside.startswith(
+        _SITE_PACKAGES
+    ):  # a lock, a queue, another process: not for other ranks
+        return None
+    if _DISTRIBUTED not in inside and not any(word in _line(frame) for word in _WAITING_WORDS):
+        return None
+    call = "wait"
+    while frame is not None and _TORCH in frame.f_code.co_filename:
+        if frame.f_code.co_name not in _WRAPPERS:
+            call = frame.f_code.co_name
+        frame = frame.f_back
+    return Wait(call, _place(frame))
+
+
+def current_wait() -> Wait | None:
+    """What the main thread waits in; where it runs a backward pass on a device, what the device's thread waits in."""
+    frames = sys._current_frames()
+    main = frames.get(threading.main_thread().ident)
+    found = wait_of(main)
+    if found is not None or main is None or _ENGINE not in main.f_code.co_filename:
+        return found
+    workers = (wait_of(frame) for ident, frame in frames.items() if ident != threading.main_thread().ident)
+    return next((wait for wait in workers if wait is not None), None)
+
+
+def wait_of_error(error: BaseException) -> Wait | None:
+    """The wait that an exception came out of."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return None if traceback is None else wait_of(traceback.tb_frame)
+
+
+class MainThread:
+    """Follows how long the main thread has been in one wait without anything happening in this process.
+
+    Attributes:
+        wait: the wait that nothing has come out of since the look before; None where the main thread goes on.
+        failed_wait: the wait that ended in an error, as a rank that is gone or does not come lets it.
+        own_threads: threads of the watch itself, which do not count.
+    """
+
+    def __init__(self) -> None:
+        self.wait: Wait | None = None
+        self.failed_wait: Wait | None = None
+        self.own_threads: set[int] = set()
+        self._instruction: tuple[int, int] | None = None
+        self._activity: Activity | None = None  # when the wait began
+        self._looked_at = time.monotonic()
+
+    def look(self) -> None:
+        """To be called twice a second."""
+        now = time.monotonic()
+        suspended = now - self._looked_at > _LONGEST_GAP_S
+        self._looked_at = now
+        instruction, before = _instruction(), self._activity
+        if suspended or instruction != self._instruction:
+            self._instruction, self._activity, self.wait = instruction, None, None
+            return
+        wait = current_wait()
+        activity = None if wait is None else Activity.now(self.own_threads)
+        if before is None or activity is None or not activity.is_idle_since(before):
+            self._activity, self.wait = activity, None
+            return
+        self.wait = wait
+
+    @property
+    def blocked_s(self) -> float:
+        """For how long nothing has happened; 0 where the main thread does not wait for other ranks."""
+        began = self._activity
+        return 0.0 if self.wait is None or began is None else time.monotonic() - began.at
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the threads of this process have done up to a moment.
+
+    Attributes:
+        at: the moment.
+        slices: how often the main thread and gloo's workers have run.
+        cpu: seconds that all threads have used, those of the watch left out.
+        groups: threads that look for data from other ranks.
+    """
+
+    at: float
+    slices: tuple[str, ...]
+    cpu: float
+    groups: int
+
+    @classmethod
+    def now(cls, own_threads: set[int]) -> Activity | None:
+        """None where the system does not tell, so that nothing can be proved."""
+        slices, cpu, groups = [], 0.0, 0
+        for task in _tasks():
+            if int(task.name) in own_threads:
+                continue
+            try:
+                used, _, times = (task / "schedstat").read_text().split()
+                cpu += int(used) / 1e9
+                name = (task / "comm").read_text()
+                groups += name.startswith(_GLOO_NETWORK)
+                if int(task.name) == os.getpid() or name.startswith(_GLOO_WORKERS):
+                    slices.append(times)
+            except (OSError, ValueError):  # the thread has ended
+                continue
+        return cls(time.monotonic(), tuple(slices), cpu, groups) if slices else None
+
+    def is_idle_since(self, before: Activity) -> bool:
+        """Whether no data came or went and nothing was computed."""
+        share = _IDLE_SHARE + _IDLE_SHARE_OF_A_GROUP * self.groups
+        allowed = max(share * (self.at - before.at), _LEAST_CPU_S)
+        return self.slices == before.slices and self.cpu - before.cpu <= allowed
+
+
+def _tasks() -> list[Path]:
+    try:
+        return list(Path("/proc/self/task").iterdir())
+    except OSError:
+        return []
+
+
+def _instruction() -> tuple[int, int] | None:
+    """Of the main thread: changes as soon as it goes on."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _line(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _place(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-_SHOWN_PARTS:])}:{frame.f_lineno}"

@@ -1,0 +1,202 @@
+"""LoRA adapters as directories of the peft package: `adapter_config.json` and `adapter_model.safetensors`.
+
+Only the adapter's weights are in it, and copies of modules that are trained whole; what they are added to is not.
+Files call them as the model does, without the adapter's name. peft itself is not imported: the configuration is that
+which the model holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.checkpoint import write_text
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.agree import all_gather_json, together
+from plugins.hybrid_parallel.checkpoint.gather import Gather, receive, send
+from plugins.hybrid_parallel.checkpoint.local_tensors import local_tensors
+from plugins.hybrid_parallel.checkpoint.model_directory import partial_path, remove_partial_files
+from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
+from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.model import HybridParallelModel
+from shardformer.adapters import model_inside
+from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
+from shardformer.shard_spec import spec_of
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DEFAULT = "default"  # this adapter stands in the directory itself, others in folders of their names
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether the model is one of peft's."""
+    return model_inside(module) is not module
+
+
+def save_adapter_files(
+    model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: torch.dtype | None
+) -> None:
+    """Write all adapters; the first rank gathers and writes them, one adapter at a time.
+
+    Raises:
+        ConfigurationError: an adapter is not of LoRA, or the directory cannot be written, on all ranks alike.
+    """
+    for adapter, config in model.unwrap().peft_config.items():
+        _check_kind(adapter, config)
+        tensors = _gathered(model, mesh, adapter, dtype)
+        place = directory if adapter == _DEFAULT else directory / adapter
+        inside = model_inside(model.unwrap())
+        if dist.get_rank() == 0:
+            together(partial(_write, place, tensors, config, inside))
+        else:
+            together(lambda: None)
+
+
+def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool) -> None:
+    """Read the adapters that the model has; each rank reads its own slices.
+
+    Raises:
+        ConfigurationError: files are missing or broken, or, when strict, names or shapes differ.
+    """
+    for adapter, config in model.unwrap().peft_config.items():
+        _check_kind(adapter, config)
+        place = directory if adapter == _DEFAULT else directory / adapter
+        found, missing, names = together(partial(_match, model, place, adapter))
+        everyone = all_gather_json([missing, [name for name, _ in found]])
+        missing = sorted({name for lost, _ in everyone for name in lost})
+        unexpected = sorted(set(names) - {name for _, known in everyone for name in known})
+        if strict and (missing or unexpected):
+            raise ConfigurationError(
+                f"{place} does not fit the adapter '{adapter}': missing {missing[:5]}, unexpected {unexpected[:5]}; "
+                "load an adapter with the same target_modules, or pass strict=False"
+            )
+        together(partial(_copy, place / _WEIGHTS, found))
+    for optimizer in model.optimizers:
+        optimizer.refresh_masters()
+
+
+def _check_kind(adapter: str, config: Any) -> None:
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise ConfigurationError(f"the adapter '{adapter}' has peft_type='{kind}'; save_model knows 'LORA' alone")
+    if Path(adapter).name != adapter:
+        raise ConfigurationError(f"the adapter '{adapter}' cannot be a folder's name; use for example 'default'")
+
+
+def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name in a file, tensor) of one adapter on this rank."""
+    bias = getattr(model.unwrap().peft_config[adapter], "bias", "none")
+    for names, tensor in local_tensors(model, unique):
+        name = next((found for name in names if (found := file_name(name, adapter, bias)) is not None), None)
+        if name is not None:
+            yield name, tensor
+
+
+def file_name(name: str, adapter: str, bias: str = "none") -> str | None:
+    """What a tensor of a model with adapters is called in the file of one adapter; None if it is not in there.
+
+    Args:
+        bias: "all" where the biases of all layers are trained and saved, too.
+    """
+    own = re.escape(adapter)
+    if match := re.fullmatch(rf"(.*\.lora_\w+)\.{own}(\.\w+)?", name):
+        # The magnitudes of DoRA are in a module, and were in none when the format was made.
+        return match[1] if match[1].endswith("lora_magnitude_vector") else match[1] + (match[2] or "")
+    if match := re.fullmatch(rf"(.*)\.modules_to_save\.{own}\.(.*)", name):
+        return f"{match[1]}.{match[2]}"
+    is_bias = (
+        bias == "all" and name.endswith("bias") and not re.search(r"\.(lora_|modules_to_save|original_module)", name)
+    )
+    return name if is_bias else None
+
+
+def _gathered(
+    model: HybridParallelModel, mesh: HybridMesh, adapter: str, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The whole adapter on the world's first rank, in the order of stages; nothing on the others."""
+    tensors = dict(_adapter_tensors(model, adapter, unique=True))
+    is_first = mesh.rank("dp") == mesh.rank("cp") == mesh.rank("tp") == 0
+    forms = {}
+    for name, tensor in tensors.items():
+        saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        forms[name] = [str(saved_as).removeprefix("torch."), spec_of(tensor).full_shape]
+    stages = [found for leads, found in all_gather_json([is_first, forms]) if leads]
+    whole: dict[str, Tensor] = {}
+    if mesh.rank("dp") > 0 or mesh.rank("cp") > 0:
+        return whole
+    for stage, described in enumerate(stages):
+        for name, (kind, shape) in described.items():
+            full = None
+            if stage == mesh.rank("pp"):
+                full = Gather.begin(tensors[name], dtype, mesh.group("tp")).finish()
+            if mesh.rank("tp") > 0:
+                continue
+            if stage > 0 and stage == mesh.rank("pp"):
+                send(full, 0, mesh.group("pp"))
+            elif stage > 0 and mesh.rank("pp") == 0:
+                full = torch.empty(shape, dtype=getattr(torch, kind), device=mesh.device)
+                receive(full, stage, mesh.group("pp"))
+            if mesh.rank("pp") == 0:
+                whole[name] = full.cpu()
+    return whole
+
+
+def _write(directory: Path, tensors: dict[str, Tensor], config: Any, model: Any) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_described(config, model), indent=2, sort_keys=True)
+    unfinished = partial_path(directory, _WEIGHTS)
+    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    try:
+        with TensorFileWriter(unfinished, forms, {"format": "pt"}) as file:
+            for name, tensor in tensors.items():
+                file.write(name, tensor)
+        os.replace(unfinished, directory / _WEIGHTS)
+        write_text(directory / _CONFIG, text)
+        sync_directory(directory)
+    except OSError:
+        remove_partial_files(directory)
+        raise
+
+
+def _described(config: Any, model: Any) -> dict[str, Any]:
+    """peft's configuration as its `save_pretrained` writes it: for inference, with the way to its base model."""
+    described = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    described["inference_mode"] = True
+    if described.get("base_model_name_or_path") is None:
+        described["base_model_name_or_path"] = model.__dict__.get("name_or_path") or None
+    if described.get("task_type") is None:
+        kind = type(model)
+        described["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    return described
+
+
+def _match(
+    model: HybridParallelModel, directory: Path, adapter: str
+) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
+    """What there is to read on this rank, names that the file lacks, and names in the file."""
+    for name in (_CONFIG, _WEIGHTS):
+        if not (directory / name).is_file():
+            raise ConfigurationError(
+                f"{directory} has no {name}; give a directory of save_model, or of peft's save_pretrained"
+            )
+    tensors = dict(_adapter_tensors(model, adapter, unique=False))
+    with open_tensors(directory / _WEIGHTS) as file:
+        names = list(file.keys())
+        found = [(name, tensor) for name, tensor in tensors.items() if name in names]
+        for name, tensor in found:
+            check_shape(file, name, directory / _WEIGHTS, spec_of(tensor))
+    return found, sorted(tensors.keys() - set(names)), names
+
+
+@torch.no_grad()
+def _copy(path: Path, found: list[tuple[str, Tensor]]) -> None:
+    for name, tensor in found:
+        tensor.copy_(read_piece(path, name, spec_of(tensor)))

@@ -1,0 +1,83 @@
+"""The model's part of a training state: which rectangles of which tensors this rank writes and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
+from plugins.hybrid_parallel.checkpoint.local_tensors import local_tensors
+from plugins.hybrid_parallel.checkpoint.logical import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.model import HybridParallelModel
+from shardformer.shard_spec import spec_of
+
+PREFIX = "model/"
+MASTER = "master"  # the fp32 value of a 16-bit parameter, among the optimizer's states
+
+
+def model_tensors(model: HybridParallelModel, mesh: HybridMesh) -> dict[str, LogicalTensor]:
+    """What this rank writes: of each tensor one copy over all ranks, shared out among the data-parallel replicas."""
+    owned = [(names[0], tensor) for names, tensor in local_tensors(model, unique=True) if spec_of(tensor).is_owner]
+    mine = _share(owned, mesh.rank("dp"), mesh.size("dp"))
+    return {f"{PREFIX}{name}": LogicalTensor.piece(spec_of(tensor), tensor) for name, tensor in mine}
+
+
+def tensors_to_fill(
+    model: HybridParallelModel, manifest: Manifest, group: dist.ProcessGroup
+) -> dict[str, LogicalTensor]:
+    """The model's local tensors, under the names that the checkpoint has for them.
+
+    A parameter that is kept in fp32 here and was a 16-bit one with an fp32 master is read from its master.
+
+    Raises:
+        ConfigurationError: the checkpoint is that of another model, on all ranks alike.
+    """
+    found: dict[str, LogicalTensor] = {}
+    missing = []
+    for names, tensor in local_tensors(model, unique=False):
+        saved = next((name for name in names if f"{PREFIX}{name}" in manifest.tensors), None)
+        if saved is None:
+            missing.append(names[0])
+            continue
+        found[precise_name(manifest, saved, tensor)] = LogicalTensor.piece(spec_of(tensor), tensor)
+    names = {name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)}
+    unexpected = sorted(names - model.origin.names)
+    missing = sorted({name for names in all_gather_json(missing, group) for name in names})
+    if missing or unexpected:
+        raise ConfigurationError(
+            f"the checkpoint does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
+            "load a checkpoint of the same class"
+        )
+    return found
+
+
+def clear_padding(model: HybridParallelModel) -> None:
+    """Zeros where the padding of a vocabulary is, which no file has."""
+    for _, tensor in local_tensors(model, unique=False):
+        if spec_of(tensor).is_padded:
+            tensor.detach().zero_()
+
+
+def precise_name(manifest: Manifest, name: str, wanted: Tensor) -> str:
+    """Where the most exact value of a parameter lies that a tensor of `wanted`'s dtype can hold."""
+    saved = manifest.tensors[f"{PREFIX}{name}"]
+    master = f"optimizer/{name}/{MASTER}"
+    is_wider = wanted.dtype.is_floating_point and wanted.dtype.itemsize > saved.torch_dtype.itemsize
+    return master if is_wider and master in manifest.tensors else f"{PREFIX}{name}"
+
+
+def _share(owned: list[tuple[str, Tensor]], rank: int, world_size: int) -> Iterable[tuple[str, Tensor]]:
+    """Parameters by equal bytes; buffers, which may differ between replicas, are those of the first."""
+    total = sum(tensor.nbytes for _, tensor in owned)
+    position = 0
+    for name, tensor in owned:
+        middle = position + tensor.nbytes / 2
+        position += tensor.nbytes
+        owner = min(int(middle * world_size / max(total, 1)), world_size - 1)
+        if rank == (owner if isinstance(tensor, nn.Parameter) else 0):
+            yield name, tensor

@@ -1,0 +1,1 @@
+"""Commands of `booster` that know this plugin."""

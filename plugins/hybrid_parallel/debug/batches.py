@@ -1,0 +1,82 @@
+"""Whether the ranks of a replica got the same batch: a loader without a common seed is found in the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
+from plugins.hybrid_parallel.checksum import checksum, checksum_of
+from plugins.hybrid_parallel.mesh import HybridMesh
+
+FIRST_STEPS = 2  # in which the check is made without being asked for
+
+
+def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
+    """Compare the batch over all ranks: its names and dtypes everywhere, its values within each replica.
+
+    Raises:
+        ConfigurationError: ranks differ, on all ranks alike, with the first that does.
+    """
+    if dist.get_world_size() == 1:
+        return
+    entries = {key: _entry(value) for key, value in batch.items()}
+    kinds = [(key, entry[0]) for key, entry in sorted(entries.items())]
+    mine = torch.tensor([mesh.rank("dp"), checksum_of(kinds), checksum_of(sorted(entries.items()))])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    replicas: dict[int, set[int]] = {}
+    for replica, _, values in (row.tolist() for row in everyone):
+        replicas.setdefault(replica, set()).add(values)
+    same_kinds = len({int(row[1]) for row in everyone}) == 1
+    if same_kinds and all(len(values) == 1 for values in replicas.values()):
+        return
+    found = all_gather_json([mesh.rank("dp"), mesh.place, entries])
+    raise ConfigurationError(_first_difference(found))
+
+
+def check_batch_over_tp(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
+    """The same for an ordinary loop, where only the tensor-parallel ranks have to call the model together.
+
+    Raises:
+        ConfigurationError: they differ, on all of them alike.
+    """
+    if mesh.size("tp") == 1:
+        return
+    entries = {key: _entry(value) for key, value in batch.items()}
+    found = all_gather_json([mesh.rank("dp"), mesh.place, entries], mesh.group("tp"))
+    if any(other[2] != found[0][2] for other in found):
+        raise ConfigurationError(_first_difference(found))
+
+
+def _entry(value: Any) -> list[Any]:
+    """What a value is, its shape, and a number for its content."""
+    if not isinstance(value, Tensor):
+        return [type(value).__name__, [], checksum_of(value)]
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), checksum(value)]
+
+
+def _first_difference(found: list[list[Any]]) -> str:
+    """One sentence about the first two ranks whose batches do not go together."""
+    for other_replica, other_place, other in found[1:]:
+        replica, place, entries = next(each for each in found if each[0] == other_replica)
+        rule = "all ranks of a replica need the same batch: boost() the dataloader, or seed it alike on all of them"
+        if entries == other:
+            replica, place, entries = found[0]
+        if replica != other_replica:
+            rule = "all ranks need batches of the same inputs"
+        for key in [*entries, *(key for key in other if key not in entries)]:
+            if key not in entries or key not in other:
+                has, lacks = (place, other_place) if key in entries else (other_place, place)
+                return f"the batch has '{key}' on {has} but not on {lacks}; {rule}"
+            one, two = entries[key], other[key]
+            if one[0] != two[0] or (replica == other_replica and one != two):
+                what = [f"{kind} {shape}" for kind, shape, _ in (one, two)]
+                how = f"{what[0]} and {what[1]}" if what[0] != what[1] else f"other values of {what[0]}"
+                return f"'{key}' of the batch differs between {place} and {other_place} ({how}); {rule}"
+    raise AssertionError("no difference")

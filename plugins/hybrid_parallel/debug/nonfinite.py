@@ -1,0 +1,161 @@
+"""Where nan and inf came from: asked once a step has gone bad, so that a sound step pays nothing for the answer.
+
+Every rank looks at what it still has of the step (weights, inputs, losses, gradients); what they find is brought
+together and put in the order of cause, so that all ranks say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from booster.errors import NonFiniteError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
+from plugins.hybrid_parallel.debug.trace import StepTrace
+from plugins.hybrid_parallel.mesh import HybridMesh
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.zero.bucket import Bucket
+    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+
+_logger = get_logger(__name__)
+# In the order of cause: a weight that is nan makes the losses nan, and they the gradients.
+WEIGHT, INPUT, MODULE, LOSS, BACKWARD, GRADIENT = KINDS = ("weight", "input", "module", "loss", "backward", "gradient")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not finite.
+
+    Attributes:
+        kind: one of `KINDS`.
+        order: place among findings of its kind; the smallest was first.
+        text: what it is, with the number of its bad values.
+        place: the rank, in words; empty where the rank does not matter.
+    """
+
+    kind: str
+    order: tuple[int, ...]
+    text: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} on {self.place}" if self.place else self.text
+
+
+def first_findings(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> list[Finding]:
+    """The first finding of each kind over all ranks, in the order of cause; called on all ranks."""
+    here = [*_weights(optimizer, mesh), *_inputs(trace, mesh), *_losses(trace, mesh), *_gradients(optimizer, mesh)]
+    if trace.watch is not None:
+        here += trace.watch.findings(mesh)
+    gathered = all_gather_json([asdict(found) for found in _first_of_each_kind(here)])
+    return _first_of_each_kind(Finding(**found) for rank in gathered for found in rank)
+
+
+def _first_of_each_kind(findings: Iterable[Finding]) -> list[Finding]:
+    by_kind: dict[str, Finding] = {}
+    for found in sorted(findings, key=lambda found: (KINDS.index(found.kind), list(found.order), found.place)):
+        by_kind.setdefault(found.kind, found)
+    return list(by_kind.values())
+
+
+def report(optimizer: HybridParallelOptimizer, findings: list[Finding], is_watched: bool) -> str:
+    """One sentence about a step that went bad."""
+    found = "; ".join(str(found) for found in findings) or "their norm is beyond the largest number"
+    scale = optimizer.loss_scale
+    at_floor = f", at the smallest loss scale of {scale.value:g}," if scale.watches_overflow else ""
+    hint = "" if is_watched else ", debug=True or BOOSTER_DEBUG=1 to see the module where it began"
+    return (
+        f"gradients of step {optimizer.num_steps}{at_floor} are not finite: {found}; weights and optimizer are as "
+        f"before the step; use nonfinite='skip' to leave such steps out{hint}"
+    )
+
+
+def refuse_or_skip(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> None:
+    """Raise, or say once why a step is left out; called on all ranks.
+
+    Raises:
+        NonFiniteError: the optimizer's policy is to raise, or a weight is bad, so that no later step can be better.
+    """
+    findings = first_findings(optimizer, trace, mesh)
+    text = report(optimizer, findings, trace.watch is not None)
+    if optimizer.nonfinite == "raise" or any(found.kind == WEIGHT for found in findings):
+        raise NonFiniteError(text)
+    if torch.distributed.get_rank() == 0:
+        _logger.warning("skipped: %s", text)
+
+
+def describe(tensor: Tensor) -> str:
+    """How many of its values are what: "2 of 55 values nan"."""
+    tensor = tensor.detach()
+    num_nan, num_inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    kinds = [f"{count} {kind}" for count, kind in ((num_nan, "nan"), (num_inf, "inf")) if count]
+    return f"{' and '.join(kinds)} of {tensor.numel()} values"
+
+
+def is_bad(tensor: Tensor) -> bool:
+    """Whether a floating-point tensor has nan or inf."""
+    # Detached: what a check saves would be counted as a tensor that recomputation has to save again.
+    return not bool(torch.isfinite(tensor.detach()).all())
+
+
+def _weights(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator[Finding]:
+    """The first parameter in the order of the model whose value is bad."""
+    for position, (param, name) in enumerate(reversed(optimizer.names.items())):
+        if param.is_floating_point() and is_bad(param):
+            order = (mesh.rank("pp"), position, mesh.rank("dp"), mesh.rank("tp"))
+            yield Finding(WEIGHT, order, f"the weight {name} itself has {describe(param)}", mesh.place)
+            return
+
+
+def _inputs(trace: StepTrace, mesh: HybridMesh) -> Iterator[Finding]:
+    for index, microbatch in enumerate(trace.microbatches):
+        for position, (key, value) in enumerate(microbatch.items()):
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if "mask" in key:  # -inf is what an additive mask is made of
+                value = value.masked_fill(value == -torch.inf, 0.0)
+            if is_bad(value):
+                order = (index, mesh.rank("dp"), mesh.rank("pp"), mesh.rank("tp"), position)
+                text = f"the input '{key}' of micro-batch {index} has {describe(value)}"
+                yield Finding(INPUT, order, text, mesh.place)
+
+
+def _losses(trace: StepTrace, mesh: HybridMesh) -> Iterator[Finding]:
+    for number, losses in enumerate(trace.losses):
+        of_pass = f" of pass {number}" if len(trace.losses) > 1 else ""
+        for index, loss in losses:
+            if is_bad(loss):
+                order = (number, index, mesh.rank("dp"), mesh.rank("tp"))
+                yield Finding(LOSS, order, f"the loss of micro-batch {index}{of_pass} is {loss.item()}", mesh.place)
+
+
+def _gradients(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator[Finding]:
+    """Every bad gradient: as this rank computed it where that is still there, else as it was reduced."""
+    arrival = optimizer.reducer.arrival
+    for bucket in optimizer.buckets:
+        for param, gradient, is_own in _bad_gradients(bucket):
+            name = optimizer.names[param]
+            # A tied weight has the sum over its places, so that it may be bad before it was reached.
+            is_tied = int(name in optimizer.aliases)
+            order = (is_tied, -mesh.rank("pp"), arrival.get(param, len(arrival)), int(not is_own))
+            text = f"the gradient of {name} is the first in the backward pass, with {describe(gradient)}"
+            is_sum = not is_own and mesh.size("dp") > 1
+            place = f"stage {mesh.rank('pp')} of the sum over all replicas" if is_sum else mesh.place
+            yield Finding(GRADIENT, (*order, mesh.rank("dp"), mesh.rank("tp")), text, place)
+
+
+def _bad_gradients(bucket: Bucket) -> Iterator[tuple[torch.nn.Parameter, Tensor, bool]]:
+    own = bucket.own_grads()
+    for index in sorted(bucket.used):
+        if own is not None and is_bad(own[index]):
+            yield bucket.params[index], own[index], True
+    for piece in bucket.pieces if bucket.used else ():
+        reduced = piece.view(bucket.shard_grads)
+        if piece.index in bucket.used and is_bad(reduced):
+            yield bucket.params[piece.index], reduced, bucket.options.dp_group.size() == 1 and not bucket.sum_groups

@@ -1,0 +1,1 @@
+"""What a layout costs, known before it runs."""

@@ -1,0 +1,181 @@
+"""from_pretrained in `record_module_init`: transformers does all of it, but the files are read later.
+
+transformers' own loader gets, for each tensor of the files, one without values whose step in the log is the reading of
+it. It renames, converts, casts, ties, draws what is missing and reports, as it always does, and all of that is logged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from shardformer.lazy.log import undisturbed
+from shardformer.lazy.recorded import RecordedValues
+from shardformer.lazy.recorder import DispatchRecorder
+from shardformer.lazy.weight_files import WeightFileError, has_bin_files, open_tensors, read_piece, weight_files
+from shardformer.shard_spec import ShardSpec
+
+
+@contextmanager
+def files_are_read_later(recorder: DispatchRecorder, allow_bin: bool) -> Iterator[None]:
+    """Let transformers' loader see tensors whose values are still in the files."""
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel._load_pretrained_model
+
+    def loading(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if state_dict is None and checkpoint_files:
+            if load_config.hf_quantizer is not None:
+                raise ValueError(
+                    f"{type(model).__name__} is quantised, and quantised weights cannot be read later; build it "
+                    "outside of record_module_init()"
+                )
+            paths = [Path(file) for file in checkpoint_files]
+            check_paths(paths, Path(load_config.pretrained_model_name_or_path), allow_bin)
+            with undisturbed():
+                state_dict = {name: tensor for path in paths for name, tensor in _tensors_of(path, recorder)}
+        # Threads of transformers' would not be seen by the recorder, which is this thread's.
+        with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+            return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    PreTrainedModel._load_pretrained_model = staticmethod(loading)
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(original)
+
+
+def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
+    """Refuse files that an index names outside of its directory, and files that hold pickles.
+
+    Raises:
+        WeightFileError: there is such a file.
+    """
+    for path in paths:
+        if ".." in path.parts[len(directory.parts) :] or (directory.is_dir() and not path.is_relative_to(directory)):
+            raise WeightFileError(f"an index in {directory} names '{path}' outside the directory; do not load it")
+        if path.suffix != ".safetensors" and not allow_bin:
+            raise WeightFileError(
+                f"{path} is no safetensors file; save the model as safetensors, or, where you trust it, use "
+                "record_module_init(allow_bin=True)"
+            )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A directory as a model's weights.
+
+    Attributes:
+        values: of the model's parameters and buffers, read a piece at a time.
+        missing: names that the files lack.
+        unexpected: names that the model lacks.
+        mismatched: (name, shape in the files, shape in the model).
+    """
+
+    values: RecordedValues
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
+def open_directory(model_class: type, config: Any, directory: Path, dtype: torch.dtype, allow_bin: bool) -> Opened:
+    """The weights of a directory, as transformers' `from_pretrained` understands it for a model class.
+
+    Raises:
+        WeightFileError: a file is missing or broken, or is not to be loaded.
+    """
+    from shardformer.lazy.context import record_module_init
+
+    if not (allow_bin and has_bin_files(directory)):
+        weight_files(directory)  # transformers looks for a directory that does not exist on its hub
+    try:
+        with record_module_init(allow_bin), _without_progress_bar():
+            model, info = model_class.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                local_files_only=True,
+            )
+    except (RuntimeError, KeyError) as error:
+        raise WeightFileError(f"{directory} cannot be read as a {model_class.__name__}: {error}") from error
+    mismatched = [(name, tuple(found), tuple(expected)) for name, found, expected in info["mismatched_keys"]]
+    return Opened(
+        RecordedValues(model, seed=0), sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(mismatched)
+    )
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """No value is read here: a bar, on each rank, would show nothing."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Reads one tensor of a safetensors file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        return self.piece(ShardSpec(self.shape))
+
+    def piece(self, spec: ShardSpec) -> Tensor:
+        """What `spec` says of it; no more is read."""
+        return read_piece(self.path, self.name, spec)
+
+
+@dataclass(frozen=True)
+class BinTensor:
+    """Reads one tensor of a file of torch.save."""
+
+    path: Path
+    name: str
+
+    def __call__(self) -> Tensor:
+        return self._mapped().clone()
+
+    def piece(self, spec: ShardSpec) -> Tensor:
+        """What `spec` says of it; the file is memory-mapped."""
+        return spec.shard(self._mapped())
+
+    def _mapped(self) -> Tensor:
+        return _load_bin(self.path)[self.name]
+
+
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _tensors_of(path: Path, recorder: DispatchRecorder) -> Iterator[tuple[str, Tensor]]:
+    """Name -> a tensor without values, for every tensor of a file."""
+    if path.suffix != ".safetensors":
+        for name, values in _load_bin(path).items():
+            yield name, recorder.constant(BinTensor(path, name), values)
+        return
+    with open_tensors(path) as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            view = file.get_slice(name)
+            shape = tuple(view.get_shape())
+            dtype = (view[:0] if shape else view[...]).dtype
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            yield name, recorder.constant(FileTensor(path, name, shape), like)

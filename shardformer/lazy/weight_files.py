@@ -1,0 +1,134 @@
+"""The weight files of a Hugging Face directory: which tensor is in which file, and one piece of one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardformer.json_text import read_json_object
+from shardformer.shard_spec import ShardSpec
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class WeightFileError(ValueError):
+    """A weight file that cannot be used, in one sentence: the file, what is wrong, what would do."""
+
+
+def weight_files(directory: Path) -> dict[str, Path]:
+    """Name -> file of a Hugging Face directory's weights.
+
+    Raises:
+        WeightFileError: there are none, or the index points outside the directory.
+    """
+    if (directory / INDEX).is_file():
+        names = files_of_index(directory, INDEX)
+    elif (directory / WEIGHTS).is_file():
+        with open_tensors(directory / WEIGHTS) as file:
+            names = dict.fromkeys(file.keys(), WEIGHTS)
+    else:
+        raise WeightFileError(f"{directory} has neither {WEIGHTS} nor {INDEX}; give a directory of save_model")
+    return {name: directory / file for name, file in names.items()}
+
+
+def has_bin_files(directory: Path) -> bool:
+    """Whether the weights are in files of torch.save, and all of them in the directory.
+
+    Raises:
+        WeightFileError: the index points outside the directory.
+    """
+    if (directory / BIN_INDEX).is_file():
+        return bool(files_of_index(directory, BIN_INDEX))
+    return (directory / BIN).is_file()
+
+
+def files_of_index(directory: Path, index: str) -> dict[str, str]:
+    """Name -> file name, as an index in the directory says.
+
+    Raises:
+        WeightFileError: it is broken, or names a file that is missing or outside the directory.
+    """
+    try:
+        names = read_json_object(directory / index).get("weight_map")
+    except ValueError as error:
+        raise WeightFileError(str(error)) from None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise WeightFileError(f"{directory / index} is not a complete index (no weight_map); save the model again")
+    for file in sorted(set(names.values())):
+        if Path(file).name != file:
+            raise WeightFileError(f"{directory / index} names the file '{file}' outside the directory; do not load it")
+        if index == INDEX and not file.endswith(".safetensors"):
+            raise WeightFileError(f"{directory / index} names the file '{file}', no safetensors file; do not load it")
+        if not (directory / file).is_file():
+            raise WeightFileError(f"{directory / file} is missing; save the model again")
+        check_inside(directory / file)
+    return names
+
+
+def check_inside(path: Path) -> None:
+    """Refuse a link out of the file's directory; into the store beside the snapshots of a hub's cache it may point.
+
+    Raises:
+        WeightFileError: see above.
+    """
+    if not path.is_symlink():
+        return
+    directory, target = path.parent.resolve(), path.resolve()
+    in_cache = directory.parent.name == "snapshots" and target.is_relative_to(directory.parent.parent / "blobs")
+    if not (target.is_relative_to(directory) or in_cache):
+        raise WeightFileError(f"{path} is a link to {target}, outside the directory; do not load it, or copy the file")
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """`safe_open` whose error names the file.
+
+    Raises:
+        WeightFileError: the file is cut off, or is no safetensors file.
+    """
+    check_inside(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise WeightFileError(f"{path} is not a complete safetensors file ({error}); save it again") from None
+
+
+def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
+    """This rank's piece of a full tensor in a file; only its bytes are read.
+
+    Raises:
+        WeightFileError: the tensor has another shape.
+    """
+    with open_tensors(path) as file:
+        check_shape(file, name, path, spec)
+        if spec.dim is None:
+            return file.get_tensor(name).clone()  # a view of the mapped file: it would keep the file open
+        view, parts = file.get_slice(name), []
+        for start, stop, padding in spec.pieces():
+            part = view[(slice(None),) * spec.dim + (slice(start, stop),)]
+            shape = list(part.shape)
+            shape[spec.dim] = padding
+            parts += [part, part.new_zeros(shape)]
+        return torch.cat(parts, dim=spec.dim)
+
+
+def check_shape(file: Any, name: str, path: Path, spec: ShardSpec) -> None:
+    """Compare the shape in an open file with that of the model's whole tensor.
+
+    Raises:
+        WeightFileError: they differ.
+    """
+    shape = tuple(file.get_slice(name).get_shape())
+    if shape != spec.full_shape:
+        raise WeightFileError(
+            f"{name} has shape {shape} in {path} but {spec.full_shape} in the model; "
+            "load a checkpoint of the same configuration"
+        )

@@ -1,0 +1,112 @@
+"""The second half of a backward pass: gradients of the matrices of linear layers, put off until they are asked for.
+
+Nobody waits for them, so that zero-bubble pipelines (Qi et al., arXiv 2401.10241) send the gradients of activations on
+their way first and fill their pauses with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# (the parameter, what computes its gradient)
+PutOff = list[tuple[nn.Parameter, Callable[[], Tensor]]]
+
+
+class _State:
+    """Of this process: passes of a pipeline run one at a time."""
+
+    splits = False
+    put_off: PutOff | None = None
+
+
+@contextmanager
+def splitting_backward(put_off: PutOff | None = None) -> Iterator[None]:
+    """A forward pass whose backward pass may come in halves; with a list, the first half, which leaves the rest there.
+
+    Recomputation runs forward passes inside of the first half.
+    """
+    before = _State.splits, _State.put_off
+    _State.splits, _State.put_off = True, put_off
+    try:
+        yield
+    finally:
+        _State.splits, _State.put_off = before
+
+
+def finish_backward(put_off: PutOff) -> None:
+    """The second half: compute what was put off and add it to the gradients of the parameters, hooks included."""
+    for parameter, compute in put_off:
+        torch.autograd.backward(parameter, compute())
+    put_off.clear()
+
+
+def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor) -> Tensor | None:
+    """The gradient of `weight` in y = x W^T, now; None in the first half of a backward pass, which puts it off.
+
+    Args:
+        weight: [out, in]; a parameter, or the transpose of one.
+        flat_grad: of the output, [tokens, out].
+        flat_x: the input, [tokens, in].
+    """
+    parameter = weight if weight.is_leaf else _transposed(weight)
+    if _State.put_off is None or parameter is None:
+        return flat_grad.t() @ flat_x
+    first, second = (flat_grad, flat_x) if parameter is weight else (flat_x, flat_grad)
+    _State.put_off.append((parameter, lambda: first.t() @ second))
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: [..., in] -> [..., out]."""
+    return _SplitLinear.apply(x, weight, bias) if _State.splits else F.linear(x, weight, bias)
+
+
+def split_native_layers(model: nn.Module) -> None:
+    """Let the layers of `model` that are torch's and transformers' own put off the gradients of their matrices too."""
+    for module in model.modules():
+        if type(module).forward is nn.Linear.forward:
+            module.forward = _forward_of(module, transposed=False)
+        elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+            module.forward = _forward_of(module, transposed=True)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _transposed(weight: Tensor) -> Tensor | None:
+    """The parameter that `weight` is the transpose of; None if it is anything else."""
+    base = weight._base
+    if base is None or not base.is_leaf or weight.dim() != 2 or weight.shape != base.t().shape:
+        return None
+    same = weight.stride() == base.t().stride() and weight.storage_offset() == base.storage_offset()
+    return base if same else None
+
+
+def _forward_of(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tensor]:
+    return lambda x: linear(x, module.weight.t() if transposed else module.weight, module.bias)
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # a saved tensor forgets whose transpose it is
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        flat = matrix(grad)
+        grad_x = (flat @ weight).view_as(x) if needs[0] else None
+        grad_weight = weight_gradient(ctx.weight, flat, matrix(x)) if needs[1] else None
+        return grad_x, grad_weight, flat.sum(0) if needs[2] else None

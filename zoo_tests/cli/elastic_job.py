@@ -1,0 +1,58 @@
+"""A training script that torchrun restarts: it goes on from the newest checkpoint, and one rank kills itself once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+from booster import Booster, launch_from_torch
+from plugins.hybrid_parallel import HybridParallelPlugin
+
+SAMPLES, EPOCHS = 14, 3
+
+
+def main() -> None:
+    """Arguments: folder, step after which the last rank dies (0: never)."""
+    folder, dies_after = Path(sys.argv[1]), int(sys.argv[2])
+    launch_from_torch(seed=3)
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2))
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    samples = [
+        {"input_ids": torch.arange(7) * index % 50, "labels": torch.tensor(index % 2)} for index in range(SAMPLES)
+    ]
+    model, optimizer, loader = booster.boost(model, optimizer, DataLoader(samples, batch_size=4, shuffle=True))
+    state, losses = {"model": model, "optimizer": optimizer, "dataloader": loader}, []
+    if booster.latest_checkpoint(folder):
+        losses = booster.load_checkpoint(folder, **state, resume="latest")["losses"]
+    for _ in range(loader.epoch, EPOCHS):
+        batches = iter(loader)
+        for _ in range(loader.position, len(loader)):
+            losses.append(booster.execute_pipeline(batches, model, optimizer=optimizer).loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            booster.save_checkpoint(folder / f"step-{len(losses)}", **state, losses=losses, keep_last=2)
+            if len(losses) == dies_after and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                dist.barrier()
+                if dist.get_rank() == dist.get_world_size() - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps({"losses": losses, **_restarts()}))
+
+
+def _restarts() -> dict[str, int]:
+    return {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
+
+
+if __name__ == "__main__":
+    main()
