@@ -102,6 +102,14 @@ class Received(StandIn):
         return self.arrival.dummy()
 
 
+class ReceivedUnpadded(StandIn):
+    """Stands for an embedding whose output the model pads to whole blocks: what arrived is padded already."""
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dummy = self.arrival.dummy()
+        return dummy if dummy.dim() == 0 else dummy.new_zeros(*ids.shape, dummy.shape[-1])
+
+
 class ReceivedByTower(StandIn):
     """Stands for an embedding in front of a tower that may be finished: then it fits what the tower returned."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -110,7 +111,7 @@ class DeclaredPlan:
             every=(*layout.every, *every),
             last=last,
             tuple_output=outputs,
-            carries=self.carries,
+            carries=_read_by(model.get_submodule(layout.layers)[0], self.carries),
             beside=beside,
             then=then,
         )
@@ -119,6 +120,11 @@ class DeclaredPlan:
 def starred(path: str) -> str:
     """A path with `*` in the place of numbers: what a plan calls a module of every layer."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _read_by(layer: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of `names` that the layer has as inputs: a decoder's layers may go without what its encoder's hand on."""
+    return tuple(name for name in names if name in inspect.signature(layer.forward).parameters)
 
 
 def _ends(path: str, end: str) -> bool:

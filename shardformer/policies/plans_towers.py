@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardformer.policies.conventions import GATED
 from shardformer.policies.declared import DeclaredPlan
+from shardformer.stage import Received, ReceivedUnpadded
 
 _TOWERS = ("encoder.layers", "decoder.layers")
 _ATTENTIONS = ("self_attn", "encoder_attn", "cross_attention")
@@ -14,7 +17,7 @@ _FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise", "ffn.dropout": "dropout", "
 _STYLES = {**_QKV, **_FEED_FORWARD}
 _LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
 # T5's towers with other attentions in the encoder, which stay whole.
-_T5 = DeclaredPlan(
+_POP2PIANO = DeclaredPlan(
     {
         "EncDecAttention.q": "colwise",
         "EncDecAttention.k": "colwise",
@@ -56,12 +59,18 @@ PLANS = {
         _FEED_FORWARD,
         pipelined=False,  # embeds padding in front of its layers
     ),
-    "longt5": _T5,
-    "pop2piano": _T5,
+    # Of five values the fourth, the bias of cross-attention, is worked out again from the mask where there is none.
+    "longt5": replace(_POP2PIANO, layer_outputs=5),
+    "pop2piano": _POP2PIANO,
     "nllb_moe": DeclaredPlan(_QKV, _LOCAL, pipelined=False),  # its loss reads the routers of all layers
-    "pegasus_x": DeclaredPlan(_FEED_FORWARD, towers=_TOWERS),
+    "pegasus_x": DeclaredPlan(
+        _FEED_FORWARD,
+        towers=_TOWERS,
+        first={"encoder.embed_tokens": ReceivedUnpadded},
+        carries=("global_hidden_states",),
+    ),
     "seamless_m4t": _SEAMLESS,
     "seamless_m4t_v2": _SEAMLESS,
     "t5gemma2": DeclaredPlan(GATED, pipelined=False, cut_vocabulary=False),  # an embedding of its own making
-    "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS),
+    "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={"encoder.conv": Received}),
 }

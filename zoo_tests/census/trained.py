@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,10 +104,10 @@ def _depends_on_random_numbers(head: HeadClass, gradients: dict[str, Tensor]) ->
     return False
 
 
-def sharded_verdict(head: HeadClass, layout: str, plain: Run) -> str:
-    """ "exact", or the reason."""
+def sharded_verdict(head: HeadClass, layout: str, plain: Run, **options: Any) -> str:
+    """ "exact", or the reason; `options` are further ones of the plugin."""
     try:
-        runs = run_on_ranks(LAYOUTS[layout].world_size, train_on_rank, head, layout, timeout_s=40.0)
+        runs = run_on_ranks(LAYOUTS[layout].world_size, train_on_rank, head, layout, options, timeout_s=40.0)
     except RankError as error:
         lines = [line for line in str(error).splitlines() if "Error: " in line]
         return _short(lines[-1] if lines else "a rank did not answer")
@@ -121,13 +123,15 @@ def sharded_verdict(head: HeadClass, layout: str, plain: Run) -> str:
     return "exact" if worst < _TOLERANCE else f"gradient of {name} differs by {worst:.1e}"
 
 
-def train_on_rank(head: HeadClass, layout: str) -> Run:
+def train_on_rank(head: HeadClass, layout: str, options: Mapping[str, Any]) -> Run:
     """Losses, and the full first gradients of this stage's parameters."""
     from booster import Booster
     from plugins.hybrid_parallel import HybridParallelPlugin
 
     sizes = LAYOUTS[layout]
-    plugin = HybridParallelPlugin(tp_size=sizes.tp_size, pp_size=sizes.pp_size, num_microbatches=sizes.pp_size)
+    plugin = HybridParallelPlugin(
+        tp_size=sizes.tp_size, pp_size=sizes.pp_size, num_microbatches=sizes.pp_size, **options
+    )
     model = build(head)
     booster, whole = Booster(plugin=plugin), model
     batches = [batch_for(head, whole, step) for step in range(_STEPS)]

@@ -51,3 +51,21 @@ def test_trains_like_plain_training(head: HeadClass, layout: str) -> None:
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     assert sharded_verdict(head, layout, plain) == "exact"
+
+
+def _towers() -> Iterator:
+    inexact = {name for name, where in _inexact() if where in ("plain", "pp2")}
+    for family, plan in declared_plans().items():
+        heads = [head for head in head_classes() if head.family == family and head.name not in inexact]
+        if plan.towers and heads:
+            yield pytest.param(heads[0], id=heads[0].name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", list(_towers()))
+def test_towers_are_cut_anywhere(head: HeadClass) -> None:
+    """Inside of the encoder, between the towers, inside of the decoder: each leaves another forward to a stage."""
+    plain = plain_run(head)
+    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    cuts = {split: sharded_verdict(head, "pp2", plain, layers_per_stage=split) for split in ((1, 7), (4, 4), (7, 1))}
+    assert set(cuts.values()) == {"exact"}, cuts
