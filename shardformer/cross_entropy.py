@@ -29,10 +29,27 @@ def cross_entropy_sum(
 
     The result is at least fp32, whatever the precision of the logits.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
     if vocab_range is None:
-        return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+        return F.cross_entropy(_at_least_fp32(logits), labels, ignore_index=ignore_index, reduction="sum")
+    return cross_entropy_of_tokens(logits, labels, vocab_range, group, ignore_index).sum()
+
+
+def cross_entropy_of_tokens(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_range: tuple[int, int] | None = None,
+    group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """[tokens], 0 where the label is `ignore_index`; arguments and precision are those of `cross_entropy_sum`."""
+    logits = _at_least_fp32(logits)
+    if vocab_range is None:
+        return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
     return _VocabParallelCrossEntropy.apply(logits, labels, vocab_range, group, ignore_index)
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -62,7 +79,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         probabilities.div_(sums[0].unsqueeze(-1))
         ctx.save_for_backward(probabilities, local_labels, here, counted)
         ctx.padding = logits.shape[1] - (stop - start)
-        return (sums[0].log() - sums[1]).masked_fill(~counted, 0.0).sum()
+        return (sums[0].log() - sums[1]).masked_fill(~counted, 0.0)  # [tokens]
 
     @staticmethod
     @once_differentiable

@@ -2,5 +2,13 @@
 
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
+from plugins.hybrid_parallel.three_d.logits import vocab_parallel_cross_entropy, vocab_parallel_logit_helper
 
-__all__ = ["HybridParallelConfig", "HybridParallelPlugin"]
+__all__ = [
+    "DeepSpeed3DParallelConfig",
+    "HybridParallelConfig",
+    "HybridParallelPlugin",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_logit_helper",
+]

@@ -276,4 +276,6 @@ def _without_rows(batch: Any) -> Any:
         return batch[:0]
     if hasattr(batch, "items"):
         return {key: _without_rows(value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [_without_rows(value) for value in batch]
     return batch

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.json_errors import described, sentences, unknown_key
 from plugins.hybrid_parallel.placement import check_mapping
 
 # What the description decides, and so nobody else may.
 _DECIDED = {"tp_size": "sharding_size", "pp_size": "stage_cnt", "num_microbatches": "accum_degree"}
+
+_COUNT = "is not a positive integer; use 1 or more"
+_Count = Annotated[StrictInt, Field(ge=1)]
 
 
 class ParallelDescription(BaseModel):
@@ -33,12 +36,18 @@ class ParallelDescription(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    mode: Literal["sharding", "pipeline", "hybrid"]
-    sharding_size: StrictInt = Field(default=1, ge=1)
-    sharding_dim: Literal[0, -1] | None = None
-    stage_cnt: StrictInt = Field(default=1, ge=1)
-    accum_degree: StrictInt = Field(default=1, ge=1)
-    device_mapping: dict[str, dict[str, Any]] | None = None
+    mode: Literal["sharding", "pipeline", "hybrid"] = described(
+        ..., "is not available; use 'sharding', 'pipeline' or 'hybrid'", "hybrid"
+    )
+    sharding_size: _Count = described(1, _COUNT, 2)
+    sharding_dim: Literal[0, -1] | None = described(
+        None, "is no dim; use 0 (reduction), -1 (output) or leave it out", -1
+    )
+    stage_cnt: _Count = described(1, _COUNT, 2)
+    accum_degree: _Count = described(1, _COUNT, 4)
+    device_mapping: dict[str, dict[str, Any]] | None = described(
+        None, "is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}", {"stage_0": {"shard_0": "cuda:0"}}
+    )
 
     def problems(self) -> list[str]:
         """What does not fit together, in sentences."""
@@ -86,7 +95,7 @@ def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         description = ParallelDescription(**described)
     except ValidationError as error:
-        problems += [_sentence(each) for each in error.errors()]
+        problems += sentences(error, ParallelDescription)
     else:
         problems += description.problems()
     if problems:
@@ -102,22 +111,5 @@ def _unknown(beside: Mapping[str, Any]) -> list[str]:
         if name in _DECIDED:
             problems.append(f"{name} stands beside mode=...; use {_DECIDED[name]} there")
         elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            problems.append(f"the key '{name}' is not known; use {near}")
+            problems.append(unknown_key(name, known))
     return problems
-
-
-_RULES = {
-    "mode": "is not available; use 'sharding', 'pipeline' or 'hybrid'",
-    "sharding_dim": "is no dim; use 0 (reduction), -1 (output) or leave it out",
-    "device_mapping": "is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}",
-}
-
-
-def _sentence(error: Any) -> str:
-    """One of pydantic's errors in our words."""
-    name, *inner = error["loc"]
-    if error["type"] == "missing":
-        return f"the key '{name}' is missing; use '{name}': 'hybrid'"
-    where = name + "".join(f"[{part!r}]" for part in inner)
-    return f"{where}={error['input']!r} {_RULES.get(name, 'is not a positive integer; use 1 or more')}"

@@ -175,7 +175,7 @@ class HybridParallelModel(ModelWrapper):
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
         """The keyword arguments of the model's forward: labels are left to the loss, caches are not filled."""
-        inputs = dict(microbatch)
+        inputs = {name: value for name, value in microbatch.items() if name not in loss.own_entries}
         self._refuse_hidden_states(inputs)
         if self.head_loss is not None and not isinstance(loss, ModelStepLoss):
             inputs = self.head_loss.inputs(inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from plugins.hybrid_parallel.mesh import HybridMesh, build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.pipeline.step import PipelineStep
 from plugins.hybrid_parallel.placement import in_blocks, ranks_of
+from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.json_text import read_json_object
 from shardformer.sharder import names_of_parameters
@@ -78,6 +79,26 @@ class HybridParallelPlugin(Plugin):
             options = options_of(options)
         return cls(**{**options, **overrides})
 
+    @staticmethod
+    def from_3d_config(
+        config: DeepSpeed3DParallelConfig,
+        parallel_config: tuple[Sequence[tuple[str, int]], Sequence[int] | None],
+        **overrides: Any,
+    ) -> HybridParallelPlugin:
+        """Make a plugin from ATorch's configuration of 3D parallelism.
+
+        Args:
+            config: seed, rules of sharding, patches, head, batches, DeepSpeed's configuration.
+            parallel_config: `([("tensor", t), ("data", d), ("pipeline", p)], None)`, as of `create_parallel_group`.
+            overrides: options of the plugin that count more.
+
+        Raises:
+            ConfigurationError: these do not fit each other or the world.
+        """
+        from plugins.hybrid_parallel.three_d.plugin import ThreeDPlugin  # which derives from this class
+
+        return ThreeDPlugin(config, parallel_config, **overrides)
+
     # ----- where this rank is -----
 
     @cached_property
@@ -88,10 +109,12 @@ class HybridParallelPlugin(Plugin):
         config = self.config
         dp_size = config.data_parallel_size(dist.get_world_size())
         check_options(config)
-        placement = None
-        if config.device_mapping is not None:
-            placement = in_blocks(ranks_of(config.device_mapping), dist.get_world_size())
-        return build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size, config.debug, placement)
+        return build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size, config.debug, self._placement())
+
+    def _placement(self) -> list[list[list[int]]] | None:
+        """The ranks, [dp][pp][tp]; None where they stand in order."""
+        mapping = self.config.device_mapping
+        return None if mapping is None else in_blocks(ranks_of(mapping), dist.get_world_size())
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -166,9 +189,16 @@ class HybridParallelPlugin(Plugin):
         """Run one batch through the pipeline."""
         if optimizer is not None:
             _check_boosted(optimizer)
+        batch, criterion = self._adapt(next(data_iter), model, criterion, return_loss or optimizer is not None)
         step = PipelineStep(model, self.grid, self.config, criterion, trains=optimizer is not None)
         with naming_ranks():
-            return step.run(next(data_iter), return_loss, return_outputs)
+            return step.run(batch, return_loss, return_outputs)
+
+    def _adapt(
+        self, batch: Any, model: nn.Module, criterion: Callable[[Any, Any], Any] | None, needs_loss: bool
+    ) -> tuple[Any, Callable[[Any, Any], Any] | None]:
+        """The batch as a mapping, and the criterion that takes it so; here they are that already."""
+        return batch, criterion
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:

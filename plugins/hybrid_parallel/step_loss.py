@@ -7,7 +7,7 @@ count. `HeadStepLoss` knows the counts before the step (they depend on labels al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,14 @@ class StepLoss:
     Args:
         microbatches: this replica's batch, cut; whole mappings, with labels.
         mesh: the grid of ranks.
+
+    Attributes:
+        reads_parallel_logits: whether it takes logits that are cut over the vocabulary.
+        own_entries: names of entries of the batch that it alone reads.
     """
 
     reads_parallel_logits = False
+    own_entries: Collection[str] = ()
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh
@@ -104,7 +109,7 @@ class CriterionStepLoss(StepLoss):
     """The loss of a user's criterion: a mean over samples, or a (sum, count).
 
     Args:
-        criterion: (outputs, batch) -> mean, or (sum, count).
+        criterion: (outputs, batch) -> mean, or (sum, count). It may say what it reads by the attributes above.
     """
 
     def __init__(
@@ -112,6 +117,8 @@ class CriterionStepLoss(StepLoss):
     ) -> None:
         super().__init__(microbatches, mesh)
         self.criterion = criterion
+        self.reads_parallel_logits = getattr(criterion, "reads_parallel_logits", False)
+        self.own_entries = getattr(criterion, "own_entries", ())
         rows = sum(num_rows(microbatch) for microbatch in microbatches)
         self.global_rows = self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=mesh.device))
         self.count = torch.zeros((), dtype=torch.float64, device=mesh.device)

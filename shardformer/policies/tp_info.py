@@ -6,7 +6,6 @@ What is described becomes the table of a policy, so that everything else is the 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -22,6 +21,7 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.layers.linear import is_linear, out_features
+from shardformer.module_names import ends_in, nearest_names
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.beside_family import BesideFamilyPolicy
 
@@ -37,7 +37,8 @@ Rule = str | Mapping[str, Mapping[str, Any]]
 class TPInfo:
     """Which modules are cut, and how, by the ends of their names.
 
-    A name ends in "mlp.c_fc" if it is that or ends in ".mlp.c_fc". Methods return the object, for the next one.
+    A name ends in "mlp.c_fc" if it is that or ends in ".mlp.c_fc"; `*` stands for any number, as in "h.*.attn". Methods
+    return the object, for the next one.
 
     Example:
         TPInfo().shard_col({"attn.c_attn": {"stride": 3}}, "mlp.c_fc").shard_row("attn.c_proj", "mlp.c_proj")
@@ -184,7 +185,7 @@ class TPInfoPolicy(BesideFamilyPolicy):
         """Kind -> path -> what the rule says."""
         paths = [path for path, _ in self.model.named_modules()]
         return {
-            kind: {path: said for name, said in rules.items() for path in paths if _ends(path, name)}
+            kind: {path: said for name, said in rules.items() for path in paths if ends_in(path, name)}
             for kind, rules in self.tp_info.rules.items()
         }
 
@@ -208,8 +209,8 @@ class TPInfoPolicy(BesideFamilyPolicy):
         problems = []
         for kind, rules in self.tp_info.rules.items():
             for name in rules:
-                if not any(_ends(path, name) for path in paths):
-                    near = difflib.get_close_matches(name.lstrip("."), _endings(paths), n=3, cutoff=0.0)
+                if not any(ends_in(path, name) for path in paths):
+                    near = nearest_names(name, paths)
                     problems.append(
                         f"{kind}('{name}') matches no module of {type(self.model).__name__}; use one of {near}"
                     )
@@ -299,17 +300,6 @@ _KINDS: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
 def _in_order(rules: Mapping[str, Any]) -> dict[str, Any]:
     """The same text on every rank: sets have no order."""
     return {name: sorted(said) if isinstance(said, set) else said for name, said in sorted(rules.items())}
-
-
-def _ends(path: str, name: str) -> bool:
-    """Whether `path` ends in whole parts of `name`."""
-    name = name.lstrip(".")
-    return bool(name) and (path == name or path.endswith(f".{name}"))
-
-
-def _endings(paths: Iterable[str]) -> list[str]:
-    """What rules could say: the last part of each path, and the last two."""
-    return sorted({".".join(path.split(".")[-count:]) for path in paths for count in (1, 2)})
 
 
 def _block(path: str) -> str:

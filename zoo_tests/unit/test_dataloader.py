@@ -67,6 +67,15 @@ def test_fewer_samples_than_ranks_leave_empty_shares_with_the_same_keys() -> Non
     assert [len(loader) for loader in loaders] == [1] * 4
 
 
+def test_empty_shares_of_batches_that_are_no_mappings() -> None:
+    data = TensorDataset(torch.arange(1), torch.arange(1))
+    for nested in (False, True):
+        collate = (lambda samples: ((torch.stack([x for x, _ in samples]),), "note")) if nested else None
+        loaders = [shard_dataloader(DataLoader(data, collate_fn=collate), rank, 2, CPU, 3) for rank in range(2)]
+        first = [next(iter(loader))[0] for loader in loaders]
+        assert [len(part[0] if nested else part) for part in first] == [0, 1]
+
+
 def test_shuffling_is_alike_on_all_ranks_and_differs_by_epoch_and_seed() -> None:
     first, second = (_epochs(loader, 3) for loader in _loaders(11, 2, batch_size=2, shuffle=True))
     orders = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,18 @@ def signature(batch: Mapping[str, Any]) -> tuple:
     return tuple((key, tuple(value.shape) if isinstance(value, Tensor) else None) for key, value in batch.items())
 
 
-def to_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Move tensors to `device`; floating-point ones become `dtype` where it is given."""
+def to_device(
+    batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, uncast: Collection[str] = ()
+) -> dict[str, Any]:
+    """Move tensors to `device`; floating-point ones become `dtype` where it is given, but for those named `uncast`."""
 
-    def move(value: Any) -> Any:
+    def move(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+        casts = value.is_floating_point() and key not in uncast
+        return value.to(device, dtype if casts else None, non_blocking=True)
 
-    return {key: move(value) for key, value in batch.items()}
+    return {key: move(key, value) for key, value in batch.items()}
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:

@@ -48,7 +48,8 @@ class PipelineStep:
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
-        batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype)
+        uncast = getattr(self.criterion, "own_entries", ())  # counts in 16 bit would be rounded
+        batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype, uncast)
         if self.trains and self.model.checks_this_batch():
             check_batch(batch, self.mesh)
         if self.trains and self.config.debug:

@@ -1,0 +1,1 @@
+"""3D parallelism as ATorch's `DeepSpeed3DParallelConfig` describes it, lowered to options of the plugin."""
