@@ -1,4 +1,8 @@
-"""`booster doctor`: what this machine and this environment offer to a job."""
+"""`booster doctor`: what this machine and this environment offer to a job.
+
+Plugins add sections of their own: a module under the entry point group `booster.checks`, with `add_options(parser)` and
+`sections(options)`, which returns title -> name -> what there is to say.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +10,48 @@ import argparse
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 from booster.cli.main import CommandParser
+from booster.launch import place_from_environment
 
+ENTRY_POINT_GROUP = "booster.checks"
 _REQUIRED = ("torch", "transformers", "accelerate", "safetensors")
-# Import name -> distribution name, and what goes on without it.
-_OPTIONAL = {
-    "flash_attn": ("flash-attn", "attention runs through torch's own kernels"),
-    "apex": ("apex", "norms run through torch's own kernels"),
-    "liger_kernel": ("liger-kernel", "norms and losses run through torch's own kernels"),
-}
 _MIB = 2**20
 
 
 def main(arguments: list[str]) -> int:
-    """Print the report.
+    """Print the report; of the ranks of a job, the first does.
 
     Returns:
         0, or 1 if a required package is missing.
     """
+    checks = _checks()
     parser: argparse.ArgumentParser = CommandParser(
-        prog="booster doctor", description="Show versions, devices, backends and optional packages."
+        prog="booster doctor",
+        description="Show versions, devices, backends, what is missing for each optimisation, and, with ranks, how "
+        "fast they reach each other.",
     )
-    parser.parse_args(arguments)
-    sections = {
-        "Versions": _versions(),
-        "Devices": _devices(),
-        "Backends": _backends(),
-        "Optional packages": _optional(),
-        "Plugins": _plugins(),
-    }
+    for check in checks:
+        check.add_options(parser)
+    options = parser.parse_args(arguments)
+    further = [check.sections(options) for check in checks]
+    if place_from_environment(os.environ).rank == 0:
+        own = {"Versions": _versions(), "Devices": _devices(), "Backends": _backends(), "Plugins": _plugins()}
+        _print({title: rows for sections in (own, *further) for title, rows in sections.items()})
+    return 1 if any(_version(name) is None for name in _REQUIRED) else 0
+
+
+def _checks() -> list[Any]:
+    return [entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP)]
+
+
+def _print(sections: dict[str, dict[str, str]]) -> None:
     width = max(len(name) for rows in sections.values() for name in rows)
     for title, rows in sections.items():
         sys.stdout.write(f"{title}\n")
         sys.stdout.writelines(f"  {name:<{width}}  {value}\n" for name, value in rows.items())
-    return 1 if any(_version(name) is None for name in _REQUIRED) else 0
 
 
 def _versions() -> dict[str, str]:
@@ -67,14 +76,6 @@ def _backends() -> dict[str, str]:
 
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     return {name: "yes" if there else "no" for name, there in found.items()}
-
-
-def _optional() -> dict[str, str]:
-    rows = {}
-    for module, (distribution, without) in _OPTIONAL.items():
-        there = find_spec(module) is not None
-        rows[distribution] = _version(distribution) or "yes" if there else f"no: {without}"
-    return rows
 
 
 def _plugins() -> dict[str, str]:

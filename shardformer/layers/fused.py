@@ -26,13 +26,17 @@ _log = logging.getLogger(__name__)
 _SQRT_HALF, _SQRT_2_PI, _CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
 
 
+def has_compiler(device: str) -> bool:
+    """Whether `torch.compile` can make kernels for the device: with Triton for GPUs, a C++ compiler for CPUs."""
+    if device == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return any(shutil.which(name) for name in ("g++", "c++"))
+
+
 @cache
 def _compiled(body: Callable[..., Any], device: str) -> Callable[..., Any]:
     """`body` as one kernel, or as it is."""
-    has_compiler = (
-        importlib.util.find_spec("triton") if device == "cuda" else shutil.which("g++") or shutil.which("c++")
-    )
-    if not has_compiler:
+    if not has_compiler(device):
         _log.info("no compiler for %s: %s runs eagerly", device, body.__name__)
         return body
     return torch.compile(body, dynamic=True)

@@ -12,6 +12,9 @@ from torch.distributed import ProcessGroup
 
 from shardformer.layers.parallel_module import ParallelModule
 
+# The packages whose kernels run on GPUs in the place of torch's.
+LAYER_NORM_PACKAGE, RMS_NORM_PACKAGE = "apex", "liger_kernel"
+
 
 class FusedLayerNorm(ParallelModule):
     """Layer norm over the last dim: apex's kernel on a GPU where apex is installed, else torch's (fused already)."""
@@ -38,7 +41,7 @@ class FusedLayerNorm(ParallelModule):
 
 @cache
 def _apex_layer_norm() -> Callable[..., Tensor] | None:
-    if importlib.util.find_spec("apex") is None:
+    if importlib.util.find_spec(LAYER_NORM_PACKAGE) is None:
         return None
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
@@ -70,7 +73,7 @@ class FusedRMSNorm(ParallelModule):
 
 @cache
 def _liger_rms_norm() -> Callable[..., Tensor] | None:
-    if importlib.util.find_spec("liger_kernel") is None:
+    if importlib.util.find_spec(RMS_NORM_PACKAGE) is None:
         return None
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.hybrid_parallel.verify.batches import batch_for
 from zoo_tests.case import LAYOUTS
 from zoo_tests.census.classes import HeadClass
-from zoo_tests.census.tiny import batch_for, build
+from zoo_tests.census.tiny import build
 from zoo_tests.ranks import RankError, run_on_ranks
 
 _STEPS = 2
@@ -69,7 +70,7 @@ def plain_run(head: HeadClass) -> Run | str:
         losses, gradients, required = [], {}, set()
         state = torch.get_rng_state()
         for step in range(_STEPS):
-            loss = model(**batch_for(head, model, step)).loss
+            loss = model(**batch_for(model, step)).loss
             if loss is None:
                 return "returns no loss for these labels"
             loss.backward()
@@ -92,7 +93,7 @@ def plain_run(head: HeadClass) -> Run | str:
 def _depends_on_random_numbers(head: HeadClass, gradients: dict[str, Tensor]) -> bool:
     """Whether another seed in training gives other first gradients (a router that samples; dropout is off here)."""
     model = build(head)
-    batch = batch_for(head, model, 0)
+    batch = batch_for(model, 0)
     for seed in (1, 2, 3):
         torch.manual_seed(seed)
         model(**batch).loss.backward()
@@ -134,7 +135,7 @@ def train_on_rank(head: HeadClass, layout: str, options: Mapping[str, Any]) -> R
     )
     model = build(head)
     booster, whole = Booster(plugin=plugin), model
-    batches = [batch_for(head, whole, step) for step in range(_STEPS)]
+    batches = [batch_for(whole, step) for step in range(_STEPS)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = booster.boost(model, optimizer)
     losses, gradients = [], {}

@@ -38,8 +38,11 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
             "--module and --no-python exclude one another; use one of them",
         ),
         (["doctor", "more"], "unrecognized arguments: more; `booster doctor --help` lists what there is"),
-        ([], "no command was given; use one of run, inspect, doctor, as in `booster run --help`"),
-        (["fly"], "command 'fly' does not exist; use one of run, inspect, doctor, as in `booster run --help`"),
+        ([], "no command was given; use one of run, plan, inspect, verify, doctor, as in `booster run --help`"),
+        (
+            ["fly"],
+            "command 'fly' does not exist; use one of run, plan, inspect, verify, doctor, as in `booster run --help`",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -58,20 +61,3 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outcome(capsys, "--version")
     assert code == 0
     assert out.startswith("booster ")
-
-
-def test_doctor_names_versions_and_what_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = outcome(capsys, "doctor")
-    assert (code, err) == (0, "")
-    rows = {line.split()[0] for line in out.splitlines()}
-    assert {"torch", "transformers", "accelerate", "cpu", "gloo", "nccl", "flash-attn", "apex", "liger-kernel"} <= rows
-
-
-def test_doctor_fails_without_a_required_package(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("booster.cli.doctor._REQUIRED", ("torch", "no-such-distribution"))
-    code, out, _ = outcome(capsys, "doctor")
-    assert code == 1
-    assert "no-such-distribution" in out
-    assert "missing" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,21 @@ def model_builder(name: str, head: str | None = None) -> Callable[[], nn.Module]
     """What makes the model, with values of its own.
 
     Args:
-        head: name of its class; None for the one that its configuration names.
+        head: name of its class, or what it is for; None for the one that its configuration names.
+
+    Raises:
+        ConfigurationError: there is no such model, or class.
+    """
+    import transformers
+
+    config, model_class = model_of(name, head)
+    if model_class is None:
+        return partial(transformers.AutoModel.from_config, config)
+    return partial(model_class, config)
+
+
+def model_of(name: str, head: str | None = None) -> tuple[Any, type[nn.Module] | None]:
+    """The configuration of a model and its class, None where neither says which.
 
     Raises:
         ConfigurationError: there is no such model, or class.
@@ -25,13 +40,14 @@ def model_builder(name: str, head: str | None = None) -> Callable[[], nn.Module]
     config = _config(name)
     chosen = head or next(iter(config.architectures or []), None)
     if chosen is None:
-        return lambda: transformers.AutoModel.from_config(config)
+        return config, None
     found = getattr(transformers, chosen, None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise ConfigurationError(
-            f"transformers has no model class '{chosen}'; give one with --head, as BertForMaskedLM"
-        )
-    return lambda: found(config)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return config, found
+    auto = getattr(transformers, f"AutoModelFor{chosen}", None)
+    if auto is not None and type(config) in auto._model_mapping:
+        return config, auto._model_mapping[type(config)]
+    raise ConfigurationError(f"transformers has no model class '{chosen}'; give one with --head, as BertForMaskedLM")
 
 
 def _config(name: str) -> Any:

@@ -1,0 +1,52 @@
+"""Options of commands that describe a layout, and the plugin's options that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the mesh."""
+    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks (1)")
+    parser.add_argument("--pp", type=count, default=1, help="ranks of the pipeline (1)")
+    parser.add_argument("--dp", type=count, help="data-parallel ranks")
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """The sizes, and how sequence and pipeline are cut."""
+    add_sizes(parser)
+    parser.add_argument(
+        "--sp",
+        nargs="?",
+        const="split_gather",
+        choices=["split_gather", "all_to_all"],
+        help="cut activations along the sequence (split_gather)",
+    )
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="of the pipeline (1f1b)")
+    parser.add_argument("--chunks", type=count, help="stages a rank holds, where the schedule lets one choose (2)")
+    parser.add_argument("--microbatches", type=count, help="micro-batches of a step (one a pipeline stage)")
+
+
+def layout_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of `HybridParallelPlugin`."""
+    chosen: dict[str, Any] = {
+        "tp_size": options.tp,
+        "pp_size": options.pp,
+        "dp_size": options.dp or 1,
+        "pp_style": options.schedule,
+        "num_model_chunks": options.chunks,
+        "num_microbatches": options.microbatches,
+    }
+    if options.sp is not None:
+        chosen |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": options.sp}
+    return chosen
+
+
+def count(text: str) -> int:
+    """A positive number of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer, such as 4")
+    return int(text)

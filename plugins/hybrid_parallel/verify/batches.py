@@ -1,0 +1,135 @@
+"""Batches for any head class: ragged text or images, with the labels of the head."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.verify.family_inputs import further_inputs
+
+_IGNORED = -100
+_LABELS = frozenset(("labels", "start_positions", "next_sentence_label", "mc_labels"))
+_ONE_LABEL = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "ForVideoClassification",
+    "ForXVector",
+    "ForVisualReasoning",
+    "ForImageAndTextRetrieval",
+)
+
+
+def takes_labels(model_class: type[nn.Module]) -> bool:
+    """Whether the class has a loss of its own."""
+    return bool(_LABELS & set(inspect.signature(model_class.forward).parameters))
+
+
+def kind_of(model: nn.Module) -> str:
+    """What a head is for: "ForCausalLM", "ForImageClassification", …"""
+    name = type(model).__name__
+    return "For" + name.rpartition("For")[2] if "For" in name else "other"
+
+
+def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Tensor]:
+    """Ragged text, padded on either side, or images, or sound; other data and another length at every step.
+
+    Raises:
+        ConfigurationError: inputs of this kind, or labels of it, cannot be made up.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    batch = _main_input(model, step, rows, generator)
+    if model.config.is_encoder_decoder and kind_of(model) == "ForSequenceClassification":  # reads a text's last end
+        ends = batch["attention_mask"].sum(1) - 1
+        batch["input_ids"][torch.arange(rows), ends] = model.config.eos_token_id
+    modules = type(model).__module__.split(".")  # transformers.models.FAMILY.modeling_FAMILY
+    batch |= further_inputs(modules[2] if len(modules) > 2 else "", model, batch, generator)
+    return _labels(model, batch, rows, generator) | batch
+
+
+def ragged_text(shape: tuple[int, ...], length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """[*shape, length] tokens; every other sequence is padded on the left, the others on the right."""
+    tokens = torch.randint(5, 95, (*shape, length), generator=generator).flatten(0, -2)
+    kept = torch.randint(length // 2, length + 1, (len(tokens),), generator=generator)
+    kept[0] = length
+    position = torch.arange(length)
+    mask = torch.stack(
+        [position >= length - count if row % 2 else position < count for row, count in enumerate(kept.tolist())]
+    ).long()
+    return {"input_ids": (tokens * mask).view(*shape, length), "attention_mask": mask.view(*shape, length)}
+
+
+def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" in takes:
+        shape = (rows, 3) if kind_of(model) == "ForMultipleChoice" else (rows,)
+        text = ragged_text(shape, max(11 - 2 * step, 5), generator)
+        return {name: value for name, value in text.items() if name in takes}
+    if "pixel_values" in takes:
+        size, channels = getattr(model.config, "image_size", 16), getattr(model.config, "num_channels", 3)
+        sides = size if isinstance(size, tuple | list) else (size, size)
+        return {"pixel_values": torch.randn(rows, channels, *sides, generator=generator)}
+    if "pixel_values_videos" in takes:
+        return {"pixel_values_videos": torch.randn(rows, 4, 3, 16, 16, generator=generator)}
+    if "input_values" in takes or "input_features" in takes:
+        name = "input_values" if "input_values" in takes else "input_features"
+        return {name: torch.randn(rows, 500, generator=generator)}
+    raise ConfigurationError(
+        f"no batch can be made up for {type(model).__name__}, which takes {', '.join(list(takes)[:4])}; "
+        "use a class that takes input_ids, pixel_values, input_values or input_features"
+    )
+
+
+def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    kind, classes = kind_of(model), getattr(model.config, "num_labels", 2)
+    if kind in ("ForQuestionAnswering", "ForQuestionAnsweringSimple"):
+        positions = torch.randint(0, batch["input_ids"].shape[1], (2, rows), generator=generator)
+        return {"start_positions": positions[0], "end_positions": positions[1]}
+    if kind in _ONE_LABEL and classes == 1:  # regression
+        return {"labels": torch.randn(rows, generator=generator)}
+    if kind in _ONE_LABEL:
+        return {"labels": torch.randint(0, classes, (rows,), generator=generator)}
+    if kind == "ForNextSentencePrediction":
+        return {"labels": torch.randint(0, 2, (rows,), generator=generator)}
+    if kind == "ForMultipleChoice":
+        return {"labels": torch.randint(0, 3, (rows,), generator=generator)}
+    if "input_ids" not in batch:
+        return _labels_without_text(model, batch, rows, generator)
+    mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+    if kind == "ForTokenClassification":
+        labels = torch.randint(0, classes, mask.shape, generator=generator)
+        return {"labels": labels.masked_fill(mask == 0, _IGNORED)}
+    if kind == "ForPreTraining" and "next_sentence_label" in inspect.signature(model.forward).parameters:
+        pairs = {"next_sentence_label": torch.randint(0, 2, (rows,), generator=generator)}
+        return pairs | {"labels": batch["input_ids"].masked_fill(mask == 0, _IGNORED)}
+    labels = batch["input_ids"].masked_fill(mask == 0, _IGNORED)
+    labels[1, 1:4] = _IGNORED
+    return {"labels": labels}
+
+
+def _labels_without_text(
+    model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Labels of images and sound."""
+    kind, classes = kind_of(model), getattr(model.config, "num_labels", 2)
+    if kind == "ForAudioFrameClassification":
+        frames = model(**batch).logits.shape[1]
+        marks = torch.randint(0, classes, (rows, frames), generator=generator)
+        return {"labels": torch.nn.functional.one_hot(marks, classes)}
+    if kind == "ForCTC":
+        return {"labels": torch.randint(1, model.config.vocab_size, (rows, 3), generator=generator)}
+    if kind == "ForSemanticSegmentation":
+        sides = batch["pixel_values"].shape[-2:]
+        return {"labels": torch.randint(0, classes, (rows, *sides), generator=generator)}
+    if kind == "ForDepthEstimation":
+        return {"labels": torch.rand(rows, *batch["pixel_values"].shape[-2:], generator=generator)}
+    if kind in ("ForConditionalGeneration", "ForSpeechToText") and {"input_features", "input_values"} & batch.keys():
+        return {"labels": torch.randint(5, 90, (rows, 7), generator=generator)}
+    raise ConfigurationError(
+        f"no labels can be made up for {type(model).__name__}, a head {kind} on {', '.join(batch)}; "
+        "use --head with another head of the family, as ImageClassification"
+    )

@@ -1,0 +1,293 @@
+"""Holds the sharded training to the unsharded one, and finds the first place where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+
+from plugins.hybrid_parallel.verify.outputs import Output, difference, relative
+from plugins.hybrid_parallel.verify.train import Arrays, Step, Trace
+
+_LOST = float("inf")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative differences.
+
+    Attributes:
+        loss: of a loss.
+        tensor: of a gradient to its largest element, of a weight to how far training has moved it.
+        floor: what smaller gradients are relative to, times the largest gradient of all.
+        moved_floor: what shorter moves are relative to.
+    """
+
+    loss: float
+    tensor: float
+    floor: float
+    moved_floor: float = 1e-3
+
+
+# transformers computes losses and many norms in fp32 whatever a model's dtype.
+TOLERANCES = {"fp64": Tolerance(1e-6, 1e-5, 1e-5), "fp32": Tolerance(1e-4, 1e-3, 1e-4)}
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest of several relative differences.
+
+    Attributes:
+        what: "losses", "gradients of step 1", …
+        value: of the difference.
+        name: of the tensor; empty for losses.
+        count: how many were compared.
+    """
+
+    what: str
+    value: float
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where the two trainings differ.
+
+    Attributes:
+        step: counted from 1.
+        what: "output", "loss", "gradient" or "weight".
+        name: of the module or parameter; empty for the loss, and for the model itself.
+        value: relative.
+        text: in words.
+    """
+
+    step: int
+    what: str
+    name: str
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of the comparison.
+
+    Attributes:
+        worst: of losses, first gradients and last weights.
+        first: where the trainings differ; None where they are equal.
+        untrained: parameters that have no gradient in the unsharded training either.
+    """
+
+    worst: list[Worst] = field(default_factory=list)
+    first: Difference | None = None
+    untrained: list[str] = field(default_factory=list)
+
+
+def compare(plain: Trace, ranks: Sequence[Trace], tolerance: Tolerance) -> Verdict:
+    """Compare all steps.
+
+    Args:
+        plain: the unsharded training.
+        ranks: the sharded one, as each rank saw it.
+    """
+    first = None
+    gradients: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    losses = []
+    for index, step in enumerate(plain.steps):
+        sharded = [rank.steps[index] for rank in ranks]
+        losses.append(max(_relative_loss(each.loss, step.loss) for each in sharded))
+        of_gradients = dict(_gradients(plain, step, sharded, tolerance))
+        weights = dict(_weights(step, sharded, plain.first_weights, tolerance))
+        gradients = gradients or of_gradients
+        if first is None:
+            first = _first(index, plain, ranks, (losses[-1], of_gradients, weights), tolerance)
+    found = [
+        Worst("losses", max(losses, key=_rank), "", len(losses)),
+        _worst("gradients of step 1", gradients),
+        _worst(f"weights after step {len(losses)}", weights),
+    ]
+    trained = set(plain.steps[0].gradients)
+    return Verdict(found, first, sorted(min(names) for names in plain.aliases if not names & trained))
+
+
+def _first(
+    index: int,
+    plain: Trace,
+    ranks: Sequence[Trace],
+    differences: tuple[float, Mapping[str, float], Mapping[str, float]],
+    tolerance: Tolerance,
+) -> Difference | None:
+    """Where a step differs first; None where it does not."""
+    loss, gradients, weights = differences
+    step = plain.steps[index]
+    bad_loss = not loss < tolerance.loss
+    bad = {name: value for name, value in gradients.items() if not value < tolerance.tensor}
+    if bad_loss or bad:
+        outputs, compared = _first_output(index, plain, ranks, tolerance)
+        if outputs is not None:
+            return outputs
+        if bad_loss and (compared or not bad):
+            text = f"the loss differs by {loss:.1e}, although {compared} outputs of modules agree"
+            return Difference(index + 1, "loss", "", loss, text)
+        order = _forward_order(step, bad)
+        name = order[-1] if compared else order[0]
+        why = (
+            f"the forward pass agrees; of {len(bad)} gradients that differ this one is computed first, so look at the "
+            "backward pass of its module and of the one behind it"
+            if compared
+            else f"outputs of modules could not be compared; of {len(bad)} gradients that differ this is the first in "
+            "the order of the forward pass"
+        )
+        return Difference(index + 1, "gradient", name, bad[name], f"the gradient of {name} {_by(bad[name])}: {why}")
+    worse = {name: value for name, value in weights.items() if not value < tolerance.tensor}
+    if worse:
+        name = _forward_order(step, worse)[0]
+        text = f"{name} {_by(worse[name])} after the optimizer's step, although its gradient agrees"
+        return Difference(index + 1, "weight", name, worse[name], text)
+    return None
+
+
+def _by(value: float) -> str:
+    return "is missing" if value == _LOST else f"differs by {value:.1e}"
+
+
+def _first_output(
+    index: int, plain: Trace, ranks: Sequence[Trace], tolerance: Tolerance
+) -> tuple[Difference | None, int]:
+    """The first module whose output differs, and how many outputs before it agree.
+
+    Ranks may return parts of a sum, which the module around them adds up; where it does not, the first one is named.
+    """
+    sharded, mask = _by_stage(index, ranks), plain.masks[index]
+    found = [
+        (output, held, value)
+        for output in plain.steps[index].outputs
+        if (value := _nearest(output, held := sharded.get(output.name, []), mask)) is not None
+    ]
+    agreeing: dict[str, bool] = {}
+    for output, _, value in found:
+        agreeing[output.name] = agreeing.get(output.name, True) and value < tolerance.tensor
+    agree, part = 0, None
+    for output, held, value in found:
+        if value < tolerance.tensor:
+            agree, part = agree + 1, None
+        elif _is_harmless(output.name, agreeing):
+            continue
+        elif _is_sum(output, held, mask, tolerance):
+            part = part or (output, value)
+        else:
+            first, value = part or (output, value)
+            why = "ranks have parts of a sum that nobody adds up; " if part else ""
+            text = (
+                f"the output of {first.name or 'the model'} ({first.kind}) is the first that differs, by {value:.1e}: "
+                f"{why}{agree} outputs before it agree"
+            )
+            return Difference(index + 1, "output", first.name, value, text), agree
+    return None, agree
+
+
+def _is_harmless(name: str, agreeing: Mapping[str, bool]) -> bool:
+    """Whether the module around it returns the right thing: experts may get their tokens in another order."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in agreeing:
+            return agreeing[name]
+    return False
+
+
+def _is_sum(
+    expected: Output, held: Sequence[list[list[Output]]], mask: torch.Tensor | None, tolerance: Tolerance
+) -> bool:
+    value = _nearest(expected, held, mask, as_sum=True)
+    return value is not None and value < tolerance.tensor
+
+
+def _nearest(
+    expected: Output, held: Sequence[list[list[Output]]], mask: torch.Tensor | None, as_sum: bool = False
+) -> float | None:
+    """The smallest difference of a call here to any call of the same module there.
+
+    Calls are numbered otherwise on a stage that does not run all of them, and what a later stage runs before its first
+    layer runs on what only has to have the right shape.
+    """
+    found = (difference(expected, replicas, mask, as_sum) for replicas in held)
+    return min((value for value in found if value is not None), default=None)
+
+
+def _by_stage(index: int, ranks: Sequence[Trace]) -> dict[str, list[list[list[Output]]]]:
+    """Module -> its calls on every stage, each [dp][tp]; a call that a rank of the stage lacks is left out."""
+    places: dict[int, dict[tuple[int, int], dict[tuple[str, int], Output]]] = {}
+    for rank in ranks:
+        numbered: dict[tuple[str, int], Output] = {}
+        for output in rank.steps[index].outputs:
+            call = sum(1 for name, _ in numbered if name == output.name)
+            numbered[output.name, call] = output
+        places.setdefault(rank.stage, {})[rank.dp_rank, rank.tp_rank] = numbered
+    found: dict[str, list[list[list[Output]]]] = {}
+    for grid in places.values():
+        num_dp, num_tp = (1 + max(place[axis] for place in grid) for axis in (0, 1))
+        for key in grid[0, 0]:
+            if all(key in outputs for outputs in grid.values()):
+                call = [[grid[dp, tp][key] for tp in range(num_tp)] for dp in range(num_dp)]
+                found.setdefault(key[0], []).append(call)
+    return found
+
+
+def _gradients(
+    plain: Trace, expected: Step, sharded: Sequence[Step], tolerance: Tolerance
+) -> Iterator[tuple[str, float]]:
+    """Name -> the largest relative difference over ranks; infinite where no rank has the gradient."""
+    largest = max((float(numpy.abs(value).max(initial=0.0)) for value in expected.gradients.values()), default=0.0)
+    floor = max(largest, 1.0) * tolerance.floor
+    held = {name for step in sharded for name in step.gradients}
+    for names in plain.aliases:
+        trained = names & set(expected.gradients)
+        if not trained:
+            continue
+        if not names & held:
+            yield min(trained), _LOST
+        for name in sorted(names & held):
+            pairs = [(step.gradients[name], expected.gradients[name]) for step in sharded if name in step.gradients]
+            yield name, max((_relative(found, value, value, floor) for found, value in pairs), key=_rank)
+
+
+def _weights(
+    expected: Step, sharded: Sequence[Step], origin: Arrays, tolerance: Tolerance
+) -> Iterator[tuple[str, float]]:
+    """Name -> the largest difference over ranks, relative to how far training has moved the weight."""
+    for name, value in expected.weights.items():
+        found = [step.weights[name] for step in sharded if name in step.weights]
+        if found and value.dtype.kind == "f":
+            moved = value - origin[name]
+            yield name, max((_relative(each, value, moved, tolerance.moved_floor) for each in found), key=_rank)
+
+
+def _relative(found: numpy.ndarray, expected: numpy.ndarray, scale: numpy.ndarray, floor: float) -> float:
+    if found.shape != expected.shape:
+        return _LOST
+    gap = float(numpy.abs(found - expected).max(initial=0.0))
+    return gap / max(float(numpy.abs(scale).max(initial=0.0)), floor) if gap == gap else _LOST
+
+
+def _relative_loss(found: float, expected: float) -> float:
+    return relative(*(torch.tensor([value], dtype=torch.float64) for value in (found, expected)))
+
+
+def _worst(what: str, differences: Mapping[str, float]) -> Worst:
+    name = max(differences, key=lambda each: _rank(differences[each]), default="")
+    return Worst(what, differences.get(name, 0.0), name, len(differences))
+
+
+def _rank(value: float) -> float:
+    return value if value == value else _LOST
+
+
+def _forward_order(step: Step, names: Mapping[str, float]) -> list[str]:
+    """Parameters in the order in which their modules returned."""
+    position = {output.name: index for index, output in enumerate(step.outputs)}
+    last = len(position)
+    return sorted(names, key=lambda name: position.get(name.rpartition(".")[0], last))

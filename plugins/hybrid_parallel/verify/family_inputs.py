@@ -1,0 +1,102 @@
+"""Inputs that the heads of single families take beside text, images and the usual labels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Tensor]
+
+
+def further_inputs(
+    family: str, model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Inputs that are neither text, images nor the usual labels; they replace those of the same name.
+
+    Args:
+        family: folder of transformers' models.
+    """
+    takes = inspect.signature(model.forward).parameters
+    found: dict[str, Tensor] = {}
+    for name, make in _INPUTS.items():
+        owner, _, argument = name.rpartition("/")
+        if argument in takes and (owner == family or type(model).__name__.startswith(owner)):
+            found[argument] = make(model, batch, generator)
+    return found
+
+
+def _draw(high: int, *shape: int) -> Maker:
+    """Whole numbers below `high`; of the first sizes of the batch where the shape says -1."""
+
+    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        sizes = next(iter(batch.values())).shape
+        whole = [sizes[index] if size == -1 else size for index, size in enumerate(shape)]
+        return torch.randint(0, high, whole, generator=generator)
+
+    return make
+
+
+def _noise(*shape: int) -> Maker:
+    """Numbers around zero; as many rows as the batch has where the shape says -1."""
+
+    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        rows = next(iter(batch.values())).shape[0]
+        return torch.randn(*[rows if size == -1 else size for size in shape], generator=generator)
+
+    return make
+
+
+def _first_marked(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
+    marks = torch.zeros_like(batch["input_ids"])
+    marks[..., 0] = 1
+    return marks
+
+
+_box = _draw(60, -1, -1, 4)
+
+
+def _ordered_box(*given: Any) -> Tensor:
+    return _box(*given).sort(-1).values
+
+
+# "argument", or "family/argument", or "Class/argument" -> what makes it.
+_INPUTS: Mapping[str, Maker] = {
+    "AlbertForPreTraining/sentence_order_label": _draw(2, -1),
+    "ElectraForPreTraining/labels": _draw(2, -1, -1),
+    "FunnelForPreTraining/labels": _draw(2, -1, -1),
+    "audio_spectrogram_transformer/input_values": _noise(-1, 40, 24),
+    "videomae/pixel_values": _noise(-1, 4, 3, 16, 16),
+    "vivit/pixel_values": _noise(-1, 4, 3, 16, 16),
+    "wav2vec2_bert/input_features": _noise(-1, 12, 24),
+    "LukeForEntity/entity_ids": _draw(20, -1, 2),
+    "LukeForEntity/entity_attention_mask": lambda *given: torch.ones_like(_draw(20, -1, 2)(*given)),
+    "LukeForEntity/entity_position_ids": _draw(9, -1, 2, 3),
+    "LukeForEntity/entity_token_type_ids": _draw(2, -1, 2),
+    "LukeForEntityClassification/labels": _draw(2, -1),
+    "LukeForEntityPairClassification/labels": _draw(2, -1),
+    "LukeForEntitySpanClassification/labels": _draw(2, -1, 2),
+    "LukeForEntity/entity_start_positions": _draw(9, -1, 2),
+    "LukeForEntity/entity_end_positions": _draw(9, -1, 2),
+    "LongformerForQuestionAnswering/global_attention_mask": _first_marked,
+    "LongformerForMultipleChoice/global_attention_mask": _first_marked,
+    "speech_to_text/input_features": _noise(-1, 24, 80),
+    "seamless_m4t/input_features": _noise(-1, 24, 160),
+    "seamless_m4t_v2/input_features": _noise(-1, 24, 160),
+    "xmod/lang_ids": _draw(2, -1),
+    "whisper/input_features": _noise(-1, 80, 128),
+    "siglip2/pixel_values": _noise(-1, 16, 48),
+    "siglip2/pixel_attention_mask": lambda _, batch, __: torch.ones(len(batch["pixel_values"]), 16, dtype=torch.int64),
+    "siglip2/spatial_shapes": lambda _, batch, __: torch.full((len(batch["pixel_values"]), 2), 4),
+    "timesformer/pixel_values": _noise(-1, 8, 3, 16, 16),
+    "vilt/pixel_values": _noise(-1, 3, 16, 16),
+    "ViltForQuestionAnswering/labels": lambda *given: _noise(-1, 2)(*given).softmax(-1),
+    "lasr/input_features": _noise(-1, 40, 128),
+    "lasr/attention_mask": lambda _, batch, __: torch.ones(batch["input_features"].shape[:2], dtype=torch.int64),
+    "bros/bbox": lambda *given: _box(*given) / 60,
+    "layoutlmv3/bbox": _box,
+    "lilt/bbox": _ordered_box,
+}

@@ -1,0 +1,57 @@
+"""Layers of several kinds (windowed and full attention, state space and attention): a twin has one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PERIODS = ("period", "interval", "every_n", "pattern", "sparse_step", "layer_step")
+
+
+def layer_lists(config: Any, num_layers: int | None, wanted: int) -> tuple[int, dict[str, list[Any]]]:
+    """How many layers, and the lists of the configuration that have an entry for each or name layers by number.
+
+    Every combination of entries that a layer has is kept, so that there may be more layers than `wanted`.
+
+    Args:
+        num_layers: that the configuration has.
+    """
+    fields = {name: value for name, value in config.to_dict().items() if isinstance(value, list | tuple)}
+    numbers = {name: value for name, value in fields.items() if _names_layers(name, value, num_layers)}
+    lists = {
+        name: value
+        for name, value in fields.items()
+        if name not in numbers and len(value) == num_layers and (num_layers > 4 or "layer" in name)
+    }
+    if not lists and not numbers:
+        return wanted, {}
+    entries = [*lists.values(), *([layer in value for layer in range(num_layers)] for value in numbers.values())]
+    first_of: dict[str, int] = {}
+    for layer in range(num_layers):
+        first_of.setdefault(repr([value[layer] for value in entries]), layer)
+    kinds = list(first_of.values())
+    chosen = [kinds[index % len(kinds)] for index in range(max(wanted, len(kinds)))]
+    short = {name: [value[layer] for layer in chosen] for name, value in lists.items()}
+    short |= {name: [index for index, layer in enumerate(chosen) if layer in value] for name, value in numbers.items()}
+    return len(chosen), short
+
+
+def _names_layers(name: str, value: list[Any], num_layers: int | None) -> bool:
+    """Whether the list has numbers of layers, such as those with experts."""
+    if num_layers is None or not value or not any(word in name for word in ("layer", "idx", "indices")):
+        return False
+    if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < num_layers for item in value):
+        return False
+    return all(before < after for before, after in zip(value, value[1:], strict=False))
+
+
+def short_periods(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Periods with which a kind of layer recurs, and their offsets, where none would show in `num_layers` layers."""
+    short: dict[str, Any] = {}
+    for name, value in fields.items():
+        is_period = isinstance(value, int) and any(word in name for word in _PERIODS)
+        if is_period and value > num_layers and not name.startswith("_"):
+            short[name] = 2
+            if (offset := name.replace("_period", "_offset")) != name and offset in fields:
+                short[offset] = 1
+    return short

@@ -1,0 +1,185 @@
+"""The two trainings that are compared: of the twin as it is, in this process, and of its pieces on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.verify.outputs import Output, OutputLog
+from plugins.hybrid_parallel.verify.twin import Twin
+
+_LEARNING_RATE = 0.05
+_SEEDS = (1, 2, 3)
+_LARGEST_LOSS = 1e4
+Arrays = dict[str, numpy.ndarray]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What both trainings do.
+
+    Attributes:
+        twin: what is trained.
+        rows: samples of the global batch.
+        steps: of the optimizer, plain SGD.
+        options: of `HybridParallelPlugin`.
+    """
+
+    twin: Twin
+    rows: int
+    steps: int
+    options: dict[str, Any]
+
+
+@dataclass
+class Step:
+    """What a step left behind; tensors are whole.
+
+    Attributes:
+        loss: of the global batch.
+        outputs: of modules, in the order in which they returned.
+        gradients: before the optimizer's step, by name; of a tied parameter all names where the model is whole.
+        weights: after it.
+    """
+
+    loss: float
+    outputs: list[Output]
+    gradients: Arrays
+    weights: Arrays
+
+
+@dataclass
+class Trace:
+    """A training, as one process saw it.
+
+    Attributes:
+        stage, dp_rank, tp_rank: its place; 0 in the unsharded training.
+        steps: what each left behind.
+        first_weights: before the first step; of the unsharded training.
+        aliases: the names of each parameter; of the unsharded training.
+        masks: where tokens are no padding, one for each step; None for other inputs. Of the unsharded training.
+    """
+
+    stage: int = 0
+    dp_rank: int = 0
+    tp_rank: int = 0
+    steps: list[Step] = field(default_factory=list)
+    first_weights: Arrays = field(default_factory=dict)
+    aliases: list[frozenset[str]] = field(default_factory=list)
+    masks: list[Tensor | None] = field(default_factory=list)
+
+
+def train_plainly(trial: Trial) -> Trace:
+    """Train the whole twin with torch and transformers alone.
+
+    Raises:
+        ConfigurationError: it returns no loss, its loss is not finite, or depends on random numbers.
+    """
+    model = trial.twin.build()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trace = Trace(first_weights=_arrays(named), aliases=_aliases(named))
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+    batches = [trial.twin.batch(model, step, trial.rows) for step in range(trial.steps)]
+    log, state = OutputLog(model), torch.get_rng_state()
+    for batch in batches:
+        loss = model(**batch).loss
+        if loss is None:
+            raise ConfigurationError(f"{trial.twin.name} returns no loss for labels; use --head with another class")
+        loss.backward()
+        gradients = _arrays({name: param.grad for name, param in named.items() if param.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.steps.append(Step(loss.item(), log.take(), gradients, _arrays(named)))
+        trace.masks.append(batch.get("attention_mask"))
+    if not all(abs(step.loss) < _LARGEST_LOSS for step in trace.steps):
+        losses = ", ".join(f"{step.loss:.3g}" for step in trace.steps)
+        raise ConfigurationError(
+            f"the twin of {trial.twin.name} has losses {losses} unsharded, which nothing can be compared with; "
+            "use --head with another class, or --precision fp64"
+        )
+    if not torch.equal(torch.get_rng_state(), state) and _draws_numbers(trial.twin, batches[0]):
+        raise ConfigurationError(
+            f"{trial.twin.name} draws random numbers in training, so that no two runs agree; "
+            "switch that off in its configuration"
+        )
+    return trace
+
+
+def train_on_rank(trial: Trial, prepare: Callable[[], None] | None = None) -> Trace:
+    """Train this rank's piece of the twin.
+
+    Args:
+        prepare: called before anything else; for tests, which break something.
+    """
+    from booster import Booster
+    from plugins.hybrid_parallel import HybridParallelPlugin
+
+    if prepare is not None:
+        prepare()
+    plugin = HybridParallelPlugin(**trial.options)
+    booster, whole = Booster(plugin=plugin), trial.twin.build()
+    batches = [trial.twin.batch(whole, step, trial.rows) for step in range(trial.steps)]
+    model, optimizer = booster.boost(whole, torch.optim.SGD(whole.parameters(), lr=_LEARNING_RATE))
+    log = OutputLog(model.unwrap())
+    _before_microbatch(model.runtime, log)
+    trace = Trace(plugin.stage_index, plugin.dp_rank, plugin.tp_rank)
+    for batch in batches:
+        share = _share(batch, trial.rows, plugin.dp_rank, plugin.dp_size)
+        loss = booster.execute_pipeline(iter([share]), model, optimizer=optimizer).loss.item()
+        gradients = _arrays(optimizer.full_gradients())
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.steps.append(Step(loss, log.take(), gradients, _whole_weights(model.unwrap(), plugin)))
+    return trace
+
+
+def _before_microbatch(runtime: Any, log: OutputLog) -> None:
+    other = runtime.before_microbatch  # of debug mode
+
+    def begin(index: int) -> None:
+        log.begin_microbatch(index)
+        if other is not None:
+            other(index)
+
+    runtime.before_microbatch = begin
+
+
+def _share(batch: dict[str, Tensor], rows: int, rank: int, world_size: int) -> dict[str, Tensor]:
+    """A data-parallel rank's samples of a global batch."""
+    first, last = rows * rank // world_size, rows * (rank + 1) // world_size
+    return {name: value[first:last] if len(value) == rows else value for name, value in batch.items()}
+
+
+def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
+    """All ranks of a stage call this alike."""
+    from plugins.hybrid_parallel.zero.optimizer import assemble
+
+    group = plugin.grid.group("tp")
+    named = sorted(model.named_parameters(), key=lambda item: item[0])
+    return _arrays({name: assemble(param, param.detach(), group) for name, param in named})
+
+
+def _draws_numbers(twin: Twin, batch: dict[str, Tensor]) -> bool:
+    """Whether another seed in training gives another loss (a router that samples; dropout is off here)."""
+    model, losses = twin.build(), set()
+    for seed in _SEEDS:
+        torch.manual_seed(seed)
+        losses.add(model(**batch).loss.item())
+    return len(losses) > 1
+
+
+def _arrays(tensors: dict[str, Tensor]) -> Arrays:
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
+
+
+def _aliases(named: dict[str, nn.Parameter]) -> list[frozenset[str]]:
+    names: dict[int, set[str]] = {}
+    for name, param in named.items():
+        names.setdefault(id(param), set()).add(name)
+    return [frozenset(each) for each in names.values()]
