@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,10 +100,12 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
     """Process groups whose collectives do nothing, as rank `rank` of `world_size` sees them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # which torch wraps at every start, to name the rank
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
+        sys.excepthook = hook
         dist.destroy_process_group()
         forget_groups()
         forget_copies_groups()

@@ -95,7 +95,8 @@ class Bucket:
     ) -> None:
         self.params, self.options, self.group_index = list(params), options, group_index
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
-        self.offsets, size = _offsets([param.numel() for param in params], options)
+        sizes = [param.numel() for param in params]
+        self.offsets, size = places_in_bucket(sizes, options.num_shards, options.whole_parameters)
         self.shard_size = size // options.num_shards
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
@@ -124,8 +125,7 @@ class Bucket:
         """Add a local gradient."""
         if self._result is not None:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
-        if self.flat_grads is None:
-            self.flat_grads = torch.zeros(self.flat.numel(), dtype=self.grad_dtype, device=self.flat.device)
+        self._provide_flat_grads()
         view = self._grad_view(index)
         if index in self.written:
             view.add_(grad)
@@ -135,8 +135,7 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the reduction over the data-parallel ranks."""
-        if self.flat_grads is None:
-            self.flat_grads = torch.zeros(self.flat.numel(), dtype=self.grad_dtype, device=self.flat.device)
+        self._provide_flat_grads()
         for index in range(len(self.params)):
             if index not in self.written:
                 self._grad_view(index).zero_()
@@ -266,21 +265,29 @@ class Bucket:
             pieces.append(piece)
         return pieces
 
+    def _provide_flat_grads(self) -> None:
+        if self.flat_grads is None and not self.used and self.options.num_shards == 1:
+            # Of the last step's gradients, which were cleared, only the memory is left.
+            self.flat_grads, self.shard_grads = self.shard_grads, None
+        if self.flat_grads is None:
+            # Zeros, padding included: all of it takes part in the norm.
+            self.flat_grads = torch.zeros(self.flat.numel(), dtype=self.grad_dtype, device=self.flat.device)
+
     def _grad_view(self, index: int) -> Tensor:
         param, offset = self.params[index], self.offsets[index]
         return self.flat_grads[offset : offset + param.numel()].view_as(param)
 
 
-def _offsets(sizes: Sequence[int], options: BucketOptions) -> tuple[list[int], int]:
+def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bool) -> tuple[list[int], int]:
     """Where each parameter starts in the flat buffer, and the buffer's size, divisible by the number of shards."""
-    if not options.whole_parameters or options.num_shards == 1:
+    if not whole_parameters or num_shards == 1:
         offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        return offsets, pad_to_multiple(sum(sizes), options.num_shards * _ALIGNMENT)
+        return offsets, pad_to_multiple(sum(sizes), num_shards * _ALIGNMENT)
     # Whole parameters are dealt out, the largest first to the emptiest shard; shards are padded to the fullest.
-    loads, places = [0] * options.num_shards, [(0, 0)] * len(sizes)
+    loads, places = [0] * num_shards, [(0, 0)] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         shard = loads.index(min(loads))
         places[index] = (shard, loads[shard])
         loads[shard] += sizes[index]
     shard_size = pad_to_multiple(max(loads), _ALIGNMENT)
-    return [shard * shard_size + start for shard, start in places], shard_size * options.num_shards
+    return [shard * shard_size + start for shard, start in places], shard_size * num_shards

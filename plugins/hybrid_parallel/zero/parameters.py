@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ from shardformer.shard_spec import grad_group_of, spec_of
 ELEMENTWISE = frozenset(
     ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 )
+
+Sized = TypeVar("Sized", bound="HasElements")
+
+
+class HasElements(Protocol):
+    """A parameter, or what is known of one."""
+
+    def numel(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -71,14 +79,14 @@ def build_buckets(
             tied_group = tie.group if tie else None
             sum_groups = [group for group in (grad_group, tied_group) if group is not None]
             counted = is_owner and counts_replicas and (tie is None or tie.counted)
-            for chunk in _chunks(members, options.bucket_bytes):
+            for chunk in chunks_of(members, options.bucket_bytes):
                 buckets.append(Bucket(chunk, options, group_index, sum_groups, counted, masters, tied_group))
     return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
 
 
-def _chunks(params: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:
     """Neighbouring parameters up to `limit` bytes of fp32 gradients."""
-    chunk: list[nn.Parameter] = []
+    chunk: list[Sized] = []
     size = 0
     for param in params:
         if chunk and size + param.numel() * 4 > limit:

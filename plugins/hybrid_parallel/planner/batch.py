@@ -1,0 +1,57 @@
+"""A batch of the right shape for a model: the planner looks at sizes, never at values."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+
+# Heads with one label a sample; all others that read text have one a token.
+_ONE_LABEL = ("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")
+
+
+def batch_of(model: nn.Module, rows: int, length: int, device: str = "cpu") -> dict[str, Tensor]:
+    """`rows` samples of `length` tokens, or images, with labels, on `device`.
+
+    Raises:
+        ConfigurationError: it is not known what the model reads, or it has fewer positions.
+    """
+    name, config = type(model).__name__, model.config
+    positions = _positions(config)
+    if positions is not None and length > positions:
+        raise ConfigurationError(
+            f"samples of {length} tokens are longer than the {positions} positions of {name}; use {positions} or fewer"
+        )
+    takes = inspect.signature(model.forward).parameters
+    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    per_sample = torch.zeros(rows, dtype=torch.long, device=device)
+    batch: dict[str, Any] = {}
+    if "input_ids" in takes:
+        batch["input_ids"] = ids.unsqueeze(1).expand(rows, 2, length) if "MultipleChoice" in name else ids
+    elif "pixel_values" in takes:
+        vision = getattr(config, "vision_config", config)
+        size, channels = getattr(vision, "image_size", 224), getattr(vision, "num_channels", 3)
+        sides = size if isinstance(size, tuple | list) else (size, size)
+        dtype = next(model.parameters()).dtype
+        batch["pixel_values"] = torch.zeros(rows, channels, *sides, dtype=dtype, device=device)
+    else:
+        raise ConfigurationError(
+            f"{name} reads neither text nor images, and the planner knows no other batch; plan a model of its family "
+            "that does"
+        )
+    if "start_positions" in takes:
+        return {**batch, "start_positions": per_sample, "end_positions": per_sample}
+    if "labels" not in takes:
+        raise ConfigurationError(f"{name} has no loss to train with; give a head with --head, as one ForCausalLM")
+    return {**batch, "labels": per_sample if any(head in name for head in _ONE_LABEL) else ids}
+
+
+def _positions(config: Any) -> int | None:
+    """How many a model was made for; None where it does not say."""
+    text = config.get_text_config()
+    found = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions")]
+    return next((count for count in found if isinstance(count, int) and count > 0), None)

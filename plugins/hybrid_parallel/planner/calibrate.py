@@ -1,0 +1,153 @@
+"""This machine as a device: what its ranks reach together, with the layers of the model that is planned."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.local_ranks import devices_for, run_on_local_ranks
+from plugins.hybrid_parallel.mesh import current_device
+from plugins.hybrid_parallel.planner.device import Device, Link
+from plugins.hybrid_parallel.planner.measure import Case, MeasuredParts, measure_parts
+from plugins.hybrid_parallel.planner.measure_links import measure_axis
+
+_TIMEOUT_S = 600.0
+_MATMUL_SIZES = (128, 256, 512, 1024)
+_REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured.
+
+    Attributes:
+        device: this machine.
+        parts: what the model's parts took; those that cannot be cut like this are left out.
+    """
+
+    device: Device
+    parts: Mapping[Case, MeasuredParts]
+
+
+def calibrate(
+    build: Callable[[], nn.Module],
+    world_size: int,
+    length: int,
+    precision: str,
+    cases: Sequence[Case],
+    timeout_s: float = _TIMEOUT_S,
+) -> Calibration:
+    """Measure on as many ranks of this machine as it has room for, all at work at the same time.
+
+    Args:
+        build: makes the model, in other processes too: a function of a module, or a `functools.partial` of one.
+        world_size: ranks of the layouts that are planned.
+        cases: what may be asked of the model's layers.
+
+    Raises:
+        ConfigurationError: the model cannot be trained here.
+    """
+    kind = devices_for(1)
+    room = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
+    ranks = max(1, min(world_size, room))
+    found = run_on_local_ranks(
+        _measure, ranks, build, length, precision, tuple(cases), timeout_s=timeout_s, device=kind
+    )
+    device, parts = found[0]
+    slowest = {case: max((each[1][case] for each in found), key=_total) for case in parts}
+    return Calibration(device, slowest)
+
+
+def _total(parts: MeasuredParts) -> float:
+    return sum(each.forward + each.backward for each in parts.parts.values())
+
+
+def _measure(
+    build: Callable[[], nn.Module], length: int, precision: str, cases: Sequence[Case]
+) -> tuple[Device, dict[Case, MeasuredParts]]:
+    """On each rank: the connection, kernels, and then, in a world of its own, the layers."""
+    device, ranks = current_device(), dist.get_world_size()
+    link = measure_link(device)
+    rate, half, bandwidth = _kernels(device, precision)
+    dist.destroy_process_group()
+    found = {}
+    for case in cases:
+        options = {"tp_size": case.tp_size, "enable_sequence_parallelism": case.sequence}
+        try:
+            config = HybridParallelConfig(**options, precision=precision)
+            found[case] = measure_parts(build, config, case.rows, length)
+        except ConfigurationError:  # told by the plan, which tries it too
+            continue
+    if not found:
+        raise ConfigurationError("this model cannot be trained on this machine; plan for a device by its name")
+    update = statistics.median(each.optimizer for each in found.values())
+    described = Device(
+        name="this-machine",
+        memory=_memory(device, ranks),
+        flops=dict.fromkeys(("fp32", "bf16", "fp16"), rate),
+        matmul_efficiency=1.0,
+        matmul_half=half,
+        attention_efficiency=0.5,
+        bandwidth=bandwidth,
+        inside=link,
+        between=link,
+        node_size=max(ranks, 8),
+        operator=0.0,
+        optimizer_bytes=update * bandwidth,
+        overlap=0.0 if device.type == "cpu" else 0.7,  # gloo and the passes share the cores
+    )
+    return described, found
+
+
+def measure_link(device: torch.device) -> Link:
+    """Latency and bandwidth between all ranks, of all-reduces."""
+    if dist.get_world_size() == 1:
+        return Link(0.0, float("inf"))
+    found = measure_axis(dist.group.WORLD, device)
+    large = max((each for each in found.collectives if each.operation == "all_reduce"), key=lambda each: each.num_bytes)
+    sent = large.bus_bandwidth * large.seconds
+    return Link(found.latency_s, sent / max(large.seconds - large.steps * found.latency_s, 0.1 * large.seconds))
+
+
+def _kernels(device: torch.device, precision: str) -> tuple[float, float, float]:
+    """FLOP/s of large products, FLOPs of one that reaches half of it, bytes a second of elementwise operators."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    times = {}
+    for size in _MATMUL_SIZES if device.type == "cpu" else [each * 8 for each in _MATMUL_SIZES]:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        times[2.0 * size**3] = _median_seconds(lambda matrix=matrix: matrix @ matrix, device)
+    rate = max(flops / seconds for flops, seconds in times.items())
+    smallest = min(times)
+    half = max(0.0, smallest * (rate * times[smallest] / smallest - 1))
+    long = torch.ones(2**24 if device.type == "cpu" else 2**28, device=device)
+    out: Tensor = torch.empty_like(long)
+    seconds = _median_seconds(lambda: torch.mul(long, 2.0, out=out), device)
+    return rate, half, 2 * long.numel() * long.element_size() / seconds
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _memory(device: torch.device, ranks: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks

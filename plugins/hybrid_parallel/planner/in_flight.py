@@ -1,0 +1,41 @@
+"""How many activations the ranks of a pipeline hold at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
+
+
+@cache
+def most_alive(style: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[set[tuple[int, ...]]]:
+    """For each rank: how many activations of each of its chunks are alive, wherever that is most."""
+    schedule = SCHEDULES[style] if num_ranks > 1 else SCHEDULES["1f1b"]
+    # With more micro-batches a rank does more of the same, but for GPipe, which keeps them all.
+    few = num_microbatches if style == "gpipe" else min(num_microbatches, 3 * num_ranks)
+    found = []
+    for rank in range(num_ranks):
+        own = schedule.stages_of(rank, num_ranks, num_chunks)
+        found.append(_largest(_alive(schedule.actions(rank, num_ranks, few, num_chunks), own)))
+    return found
+
+
+def _alive(actions: Sequence[Action], own: Sequence[int]) -> set[tuple[int, ...]]:
+    counts, seen = dict.fromkeys(own, 0), set()
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            counts[action.stage] += 1
+            seen.add(tuple(counts.values()))
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            counts[action.stage] -= 1
+    return seen
+
+
+def _largest(found: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Those that no other exceeds everywhere."""
+    return {
+        each
+        for each in found
+        if not any(other != each and all(a >= b for a, b in zip(other, each, strict=True)) for other in found)
+    }

@@ -1,0 +1,110 @@
+"""From a model and devices to a plan: what `booster plan` and `auto_accelerate` ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.local_ranks import run_on_local_ranks
+from plugins.hybrid_parallel.planner.batch import batch_of
+from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
+from plugins.hybrid_parallel.planner.device import Device
+from plugins.hybrid_parallel.planner.layout import Space
+from plugins.hybrid_parallel.planner.measure import Case
+from plugins.hybrid_parallel.planner.predict import Predictor
+from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.search import Plan, search
+from plugins.hybrid_parallel.planner.stages import ModelMap
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+        world_size: devices.
+        global_batch: samples of a step, over all replicas.
+        length: tokens of a sample.
+        precision: "fp32", "bf16" or "fp16".
+        largest_tp: tensor-parallel ranks at most; None for those of a node.
+    """
+
+    world_size: int
+    global_batch: int
+    length: int
+    precision: str
+    largest_tp: int | None = None
+
+
+def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) -> tuple[Plan, Device]:
+    """Rank the layouts of a job.
+
+    Args:
+        build: makes the model; called on the meta device. Where this machine is measured, other processes call it too.
+        device: None to measure this machine.
+
+    Returns:
+        The plan, and the device that it is for.
+
+    Raises:
+        ConfigurationError: the model has no batch that is known, or cannot be built.
+    """
+    calibration = measured_for(build, job) if device is None else None
+    return _search(build, job, device, calibration)
+
+
+def plan_apart(build: Callable[[], nn.Module], job: Job, device: Device | None) -> Plan:
+    """The same in a process of its own, for a rank of a job, which cannot play others."""
+    calibration = measured_for(build, job) if device is None else None
+    ((plan, _),) = run_on_local_ranks(_search_alone, 1, build, job, device, calibration, timeout_s=_TIMEOUT_S)
+    return plan
+
+
+def measured_for(build: Callable[[], nn.Module], job: Job) -> Calibration:
+    """This machine, with all that a search may ask of the model's layers."""
+    space = _space(ModelMap(build), job, None)
+    cases = [Case(tp, sequence, rows) for tp, sequence in space.cuts() for rows in _extremes(space)]
+    return calibrate(build, job.world_size, job.length, job.precision, cases)
+
+
+def _search_alone(
+    build: Callable[[], nn.Module], job: Job, device: Device | None, calibration: Calibration | None
+) -> tuple[Plan, Device]:
+    dist.destroy_process_group()
+    return _search(build, job, device, calibration)
+
+
+def _search(
+    build: Callable[[], nn.Module], job: Job, device: Device | None, calibration: Calibration | None
+) -> tuple[Plan, Device]:
+    model = ModelMap(build)
+    batch_of(model.model, 1, job.length, "meta")  # a mistake in it is one of all layouts
+    space = _space(model, job, device)
+    if calibration is None:
+        profiler = Profiler(build, job.length, device, job.precision)
+    else:
+        device = calibration.device
+        profiler = Profiler(build, job.length, device, job.precision, _extremes(space), calibration.parts)
+    return search(Predictor(model, profiler), space), device
+
+
+def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
+    largest_tp = job.largest_tp or (device.node_size if device is not None else job.world_size)
+    return Space(job.world_size, job.global_batch, job.precision, model.num_layers, largest_tp)
+
+
+def _extremes(space: Space) -> tuple[int, int]:
+    """The smallest micro-batch and the largest; costs in between are interpolated."""
+    rows = {layout.rows for layout in space.layouts()}
+    if not rows:
+        raise ConfigurationError(
+            f"a global batch of {space.global_batch} samples divides by no number of replicas of {space.world_size} "
+            f"ranks; use a multiple of {space.world_size}"
+        )
+    return min(rows), max(*rows, min(rows) + 1)

@@ -1,0 +1,280 @@
+"""What a layout costs: memory of the fullest rank, and seconds of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import ceil
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
+from plugins.hybrid_parallel.pipeline.simulate import simulate
+from plugins.hybrid_parallel.planner.costs import (
+    Memory,
+    Prediction,
+    Seconds,
+    StageCost,
+    TooLarge,
+    added,
+    recomputed,
+    shared_over,
+)
+from plugins.hybrid_parallel.planner.device import Device
+from plugins.hybrid_parallel.planner.in_flight import most_alive
+from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
+from plugins.hybrid_parallel.planner.recording import Part
+from plugins.hybrid_parallel.planner.stages import ModelMap, StageParts
+from plugins.hybrid_parallel.planner.static import count_static, updated_elements
+
+
+class Predictor:
+    """Predicts layouts of one model on one kind of device.
+
+    Args:
+        model: its layers and stages.
+        profiler: what its parts cost.
+    """
+
+    def __init__(self, model: ModelMap, profiler: Profiler) -> None:
+        self.model, self.profiler = model, profiler
+        self._profiles: dict[tuple[int, bool], Profile | ConfigurationError] = {}
+        self._parts: dict[tuple, dict[Part, PartCost]] = {}
+        self._costs: dict[tuple, StageCost] = {}
+        self._static: dict[tuple, tuple] = {}
+
+    @property
+    def device(self) -> Device:
+        return self.profiler.device
+
+    def predict(self, layout: Layout, exact: bool = True, limit: float | None = None) -> Prediction:
+        """The layout's cost.
+
+        Args:
+            exact: simulate the schedule; else its bubble is estimated, which is enough to sort by.
+            limit: bytes that a rank may use.
+
+        Raises:
+            ConfigurationError: the layout is none for this model, this version cannot run it, or it is too large.
+        """
+        stages, ranks = self.model.stages(layout.num_stages), _stages_of_ranks(layout)
+        profile = self.profile(layout.tp_size, layout.sequence)
+        costs = self._stage_costs(layout, stages, ranks)
+        memories = self._memories(layout, stages, profile, ranks, costs)
+        rank = max(range(len(memories)), key=lambda each: memories[each].total)
+        memory = memories[rank]
+        if limit is not None and memory.total > limit:
+            raise TooLarge(memory, rank, limit)
+        seconds = self._seconds(layout, stages, profile, ranks, costs, exact)
+        return Prediction(layout, memory, rank, seconds, self._flops(layout))
+
+    def profile(self, tp_size: int, sequence: bool) -> Profile:
+        """What the parts cost a rank of `tp_size`, looked at once.
+
+        Raises:
+            ConfigurationError: the model cannot be cut like this.
+        """
+        key = tp_size, sequence
+        if key not in self._profiles:
+            try:
+                self._profiles[key] = self.profiler.profile(tp_size, sequence)
+            except ConfigurationError as error:
+                self._profiles[key] = error
+        found = self._profiles[key]
+        if isinstance(found, ConfigurationError):
+            raise found
+        return found
+
+    # ----- passes -----
+
+    def stage_costs(self, layout: Layout) -> list[StageCost]:
+        """Of each stage, for one micro-batch."""
+        return self._stage_costs(layout, self.model.stages(layout.num_stages), _stages_of_ranks(layout))
+
+    def _stage_costs(self, layout: Layout, stages: Sequence[StageParts], ranks: list[list[int]]) -> list[StageCost]:
+        found: dict[int, StageCost] = {}
+        share = {None: 0.0, "full": 1.0}.get(layout.recomputation, layout.recomputation)
+        for own in ranks:
+            left = ceil(share * sum(len(stages[stage].layers) for stage in own))
+            for stage in own:
+                layers = stages[stage].layers
+                found[stage] = self._stage_cost(layout, layers[left:], layers[:left], stages[stage].gaps)
+                left -= min(left, len(layers))
+        return [found[stage] for stage in range(len(stages))]
+
+    def _stage_cost(
+        self, layout: Layout, kept: tuple[Part, ...], again: tuple[Part, ...], gaps: tuple[Part, ...]
+    ) -> StageCost:
+        """Of a stage with layers that keep their activations and others that run again; most stages are alike."""
+        key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows, kept, again, gaps)
+        if key not in self._costs:
+            parts = self.parts(layout)
+            costs = [(parts[part], count) for part, count in Counter((*kept, *gaps)).items()]
+            costs += [(recomputed(parts[part]), count) for part, count in Counter(again).items()]
+            last = (*again, *kept)[-1:]
+            self._costs[key] = StageCost.of(added(costs), parts[last[0]].output if last else 0.0)
+        return self._costs[key]
+
+    def parts(self, layout: Layout) -> dict[Part, PartCost]:
+        """What each part costs a rank for a micro-batch of the layout."""
+        key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows)
+        if key not in self._parts:
+            parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows)
+            link = self.device.link((layout.cp_size - 1) * layout.tp_size)
+            gathered = self._keys_and_values(layout)
+            self._parts[key] = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}
+        return self._parts[key]
+
+    def _keys_and_values(self, layout: Layout) -> float:
+        """Bytes of a layer's keys and values beside those of the hidden state that it returns."""
+        if layout.cp_size == 1:
+            return 0.0
+        config = getattr(self.model.config, "get_text_config", lambda: self.model.config)()
+        heads = getattr(config, "num_attention_heads", 1)
+        share = 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads
+        return share if layout.sequence else share / layout.tp_size
+
+    def _flops(self, layout: Layout) -> float:
+        """Of a step over all ranks: three forward passes; what tensor-parallel ranks all do is counted for each."""
+        (whole,) = self.model.stages(1)
+        samples = layout.num_microbatches * layout.dp_size
+        ranks = layout.tp_size * layout.cp_size
+        return 3 * samples * ranks * self._stage_cost(layout, whole.layers, (), whole.gaps).cost.flops
+
+    # ----- memory -----
+
+    def memories(self, layout: Layout) -> list[Memory]:
+        """Of each rank of the first pipeline.
+
+        Raises:
+            ConfigurationError: the layout is none for this model, or this version cannot run it.
+        """
+        stages, ranks = self.model.stages(layout.num_stages), _stages_of_ranks(layout)
+        profile = self.profile(layout.tp_size, layout.sequence)
+        return self._memories(layout, stages, profile, ranks, self.stage_costs(layout))
+
+    def _memories(
+        self,
+        layout: Layout,
+        stages: Sequence[StageParts],
+        profile: Profile,
+        ranks: list[list[int]],
+        costs: Sequence[StageCost],
+    ) -> list[Memory]:
+        alive = most_alive(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
+        found = []
+        for rank, own in enumerate(ranks):
+            key = (layout.num_stages, layout.pp_style, rank, layout.tp_size, layout.dp_size, layout.zero_stage)
+            if key not in self._static:
+                held = {stage: stages[stage] for stage in own}
+                self._static[key] = (
+                    count_static(held, profile, layout.config, layout.dp_size),
+                    updated_elements(held, profile, layout.config),
+                )
+            static, _ = self._static[key]
+            saved = max(
+                sum(count * costs[stage].cost.saved for stage, count in zip(own, counts, strict=True))
+                for counts in alive[rank]
+            )
+            peak = max(max(costs[stage].cost.forward_peak, costs[stage].cost.backward_peak) for stage in own)
+            found.append(
+                Memory(
+                    static.parameters + static.buffers,
+                    static.gradients,
+                    static.masters + static.states,
+                    saved,
+                    peak,
+                )
+            )
+        return found
+
+    # ----- time -----
+
+    def _seconds(
+        self,
+        layout: Layout,
+        stages: Sequence[StageParts],
+        profile: Profile,
+        ranks: list[list[int]],
+        costs: Sequence[StageCost],
+        exact: bool,
+    ) -> Seconds:
+        busy = [
+            layout.num_microbatches
+            * sum(costs[stage].seconds[Kind.FORWARD] + costs[stage].seconds[Kind.BACKWARD] for stage in own)
+            for own in ranks
+        ]
+        longest = max(range(len(busy)), key=busy.__getitem__)
+        talk = layout.num_microbatches * sum(
+            costs[stage].cost.forward_talk + costs[stage].cost.backward_talk for stage in ranks[longest]
+        )
+        pipeline = self._pipeline(layout, costs, busy[longest], exact)
+        reductions = [self._reduction(layout, rank, own, costs) for rank, own in enumerate(ranks)]
+        return Seconds(
+            compute=busy[longest] - talk,
+            talk=talk,
+            bubble=max(0.0, pipeline - busy[longest]),
+            reduction=max(exposed for exposed, _ in reductions),
+            optimizer=max(update for _, update in reductions),
+        )
+
+    def _pipeline(self, layout: Layout, costs: Sequence[StageCost], busy: float, exact: bool) -> float:
+        """Seconds from the first forward pass to the end of the last backward pass."""
+        if layout.pp_size == 1:
+            return busy
+        if not exact:
+            return busy + estimated_bubble(layout, costs)
+        link = self.device.link(layout.dp_size * layout.tp_size * layout.cp_size)
+        send = link.latency + max(cost.output for cost in costs) / link.bandwidth
+
+        def length(count: int) -> float:
+            schedule = SCHEDULES[layout.pp_style]
+            tables = [
+                schedule.actions(rank, layout.pp_size, count, layout.num_chunks) for rank in range(layout.pp_size)
+            ]
+            return simulate(tables, lambda action: costs[action.stage].seconds[action.kind], lambda a, b: send).length
+
+        count, period = layout.num_microbatches, layout.pp_size
+        if count <= 6 * period:
+            return length(count)
+        # In the steady state every further round takes as long as the one before it.
+        few = 4 * period + count % period
+        return length(few) + (count - few) // period * (length(few + period) - length(few))
+
+    def _reduction(
+        self, layout: Layout, rank: int, own: Sequence[int], costs: Sequence[StageCost]
+    ) -> tuple[float, float]:
+        """(seconds that a backward pass does not hide, seconds of the update) of a rank."""
+        key = (layout.num_stages, layout.pp_style, rank, layout.tp_size, layout.dp_size, layout.zero_stage)
+        static, elements = self._static[key]
+        shards = layout.dp_size if layout.zero_stage else 1
+        update = elements / shards * self.device.optimizer_bytes / self.device.bandwidth
+        if layout.dp_size == 1:
+            return 0.0, update
+        span = (layout.dp_size * layout.cp_size - 1) * layout.tp_size
+        link, itemsize = self.device.link(span), 2 if layout.precision in ("bf16", "fp16") else 4
+        gradients = elements * 4.0
+        if layout.zero_stage:
+            reduce = link.collective("reduce_scatter", gradients, layout.dp_size)
+            gather = link.collective("all_gather", elements * itemsize, layout.dp_size)
+        else:
+            reduce, gather = link.collective("all_reduce", gradients, layout.dp_size), 0.0
+        last = sum(costs[stage].cost.backward for stage in own)
+        return max(0.0, reduce - self.device.overlap * last) + gather, update
+
+
+def _stages_of_ranks(layout: Layout) -> list[list[int]]:
+    schedule = layout.config.schedule
+    return [schedule.stages_of(rank, layout.pp_size, layout.num_chunks) for rank in range(layout.pp_size)]
+
+
+def estimated_bubble(layout: Layout, costs: Sequence[StageCost]) -> float:
+    """Of stages that all take as long as the mean (docs/pipelines.md has the formulas)."""
+    mean = {
+        kind: sum(cost.seconds[kind] for cost in costs) / layout.pp_size
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    }
+    whole = mean[Kind.FORWARD] + mean[Kind.BACKWARD]
+    halves = max(0.0, mean[Kind.FORWARD] + mean[Kind.BACKWARD_INPUT] - mean[Kind.BACKWARD_WEIGHT])
+    length = halves if SCHEDULES[layout.pp_style].splits_backward else whole
+    return (layout.pp_size - 1) * length / layout.num_chunks

@@ -1,0 +1,242 @@
+"""The planner's arithmetic: links, layouts, bubbles, in-flight activations, ranking and reasons.
+
+What breaks here first: a formula. Look in `plugins/hybrid_parallel/planner/`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
+from plugins.hybrid_parallel.pipeline.simulate import simulate
+from plugins.hybrid_parallel.planner.costs import TooLarge
+from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
+from plugins.hybrid_parallel.planner.in_flight import most_alive
+from plugins.hybrid_parallel.planner.layout import Layout, Space
+from plugins.hybrid_parallel.planner.measure import Case, MeasuredParts, PartTimes
+from plugins.hybrid_parallel.planner.predict import Predictor
+from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.search import search
+from plugins.hybrid_parallel.planner.stages import ModelMap
+from plugins.hybrid_parallel.planner.table import draw, to_json, to_text, utilization
+
+_LENGTH = 64
+
+
+def _build(layers: int = 8, hidden: int = 128, **options: int) -> partial:
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=1000,
+        **options,
+    )
+    return partial(LlamaForCausalLM, config)
+
+
+def _predictor(layers: int = 8, **measured: object) -> Predictor:
+    build = _build(layers)
+    return Predictor(ModelMap(build), Profiler(build, _LENGTH, PRESETS["A100"], "bf16", **measured))
+
+
+def test_collectives_over_a_ring() -> None:
+    link = Link(latency=2.0, bandwidth=10.0)
+    assert link.collective("all_gather", 40.0, 4) == 3 * (2.0 + 1.0)
+    assert link.collective("reduce_scatter", 40.0, 4) == 3 * (2.0 + 1.0)
+    assert link.collective("all_reduce", 40.0, 4) == 6 * (2.0 + 1.0)
+    assert link.collective("send", 40.0, 2) == 2.0 + 4.0
+    assert link.collective("all_reduce", 40.0, 1) == 0.0
+
+
+def test_small_products_are_less_efficient() -> None:
+    device = PRESETS["H100"]
+    full = device.flops["bf16"] * device.matmul_efficiency
+    assert device.matmul_seconds(device.matmul_half, 0.0, "bf16") == pytest.approx(2 * device.matmul_half / full)
+    assert device.matmul_seconds(1e15, 0.0, "bf16") == pytest.approx(1e15 / full, rel=0.01)
+    assert device.matmul_seconds(1.0, 1e9, "bf16") == pytest.approx(1e9 / device.bandwidth)
+
+
+def test_presets_and_what_the_user_knows_better() -> None:
+    assert preset("h200", memory=1e9).memory == 1e9
+    with pytest.raises(ConfigurationError, match="no device 'V100' is known; use A100, H100, H200, B200 or this-machi"):
+        preset("V100")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [2, 4, 8, 16])
+def test_simulated_bubbles_equal_the_closed_formulas(p: int) -> None:
+    """In units of a rank's forward pass with F = I = W = 1 (docs/pipelines.md), for all m up to 64 and v up to 4."""
+    times = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+
+    def bubble(name: str, m: int, v: int) -> float:
+        schedule = SCHEDULES[name]
+        tables = [schedule.actions(rank, p, m, v) for rank in range(p)]
+        return simulate(tables, lambda action: times[action.kind] / v).length - 3 * m
+
+    for m in range(2 * p, 65, p):
+        assert bubble("1f1b", m, 1) == bubble("gpipe", m, 1) == 3 * (p - 1)
+        for v in (2, 3, 4):
+            assert bubble("interleaved", m, v) == pytest.approx(3 * (p - 1) / v)
+            assert bubble("zero_bubble", m, v) == pytest.approx((p - 1) / v)
+        assert bubble("zbv", m, 2) == bubble("dualpipev", m, 2) == pytest.approx((p - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("style", "chunks", "m"), [("1f1b", 1, 40), ("interleaved", 2, 36), ("zbv", 2, 41), ("zero_bubble", 2, 50)]
+)
+def test_long_pipelines_go_on_as_they_began(style: str, chunks: int, m: int) -> None:
+    predictor = _predictor()
+    layout = Layout(1, 1, 4, pp_style=style, num_chunks=chunks, num_microbatches=m)
+    schedule, costs = SCHEDULES[style], predictor.stage_costs(layout)
+    tables = [schedule.actions(rank, 4, m, chunks) for rank in range(4)]
+    link = PRESETS["A100"].inside
+    send = link.latency + max(cost.output for cost in costs) / link.bandwidth
+    whole = simulate(tables, lambda action: costs[action.stage].seconds[action.kind], lambda a, b: send).length
+    seconds = predictor.predict(layout).seconds
+    assert seconds.compute + seconds.talk + seconds.bubble == pytest.approx(whole, rel=1e-9)
+
+
+def test_activations_in_flight() -> None:
+    assert [max(each) for each in most_alive("1f1b", 4, 16, 1)] == [(4,), (3,), (2,), (1,)]
+    assert [max(each) for each in most_alive("gpipe", 4, 16, 1)] == [(16,)] * 4
+    assert max(sum(each) for rank in most_alive("zbv", 4, 16, 2) for each in rank) == 8
+
+
+def test_layouts_cover_the_space_and_say_what_they_leave_out() -> None:
+    space = Space(8, 12, "bf16", num_layers=3, largest_tp=4)
+    layouts = list(space.layouts())
+    assert {(each.dp_size, each.tp_size, each.pp_size) for each in layouts} == {
+        (4, 2, 1), (4, 1, 2), (2, 4, 1), (2, 2, 2), (1, 4, 2)
+    }  # fmt: skip
+    assert all(each.world_size == 8 for each in layouts)
+    assert all(each.rows * each.num_microbatches * each.dp_size == 12 for each in layouts)
+    assert space.left_out() == [("dp8 tp1 pp1", "a global batch of 12 samples does not divide by dp_size=8")]
+    assert {each.pp_style for each in layouts if each.pp_size == 2} == {"1f1b", "gpipe", "zero_bubble"}
+
+
+def test_a_layout_is_what_the_plugin_reads(tmp_path: Path) -> None:
+    layout = Layout(2, 2, 2, sequence=True, pp_style="interleaved", num_chunks=2, num_microbatches=4, recomputation=0.5)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(layout.description()))
+    config = HybridParallelPlugin.from_config(path).config
+    assert config == layout.config
+    assert (config.tp_size, config.pp_size, config.num_microbatches, config.precision) == (2, 2, 4, "bf16")
+
+
+def test_a_step_adds_up() -> None:
+    """Twice the layers take twice the time of the layers, and three passes of products are the model's work."""
+    few, many = _predictor(4), _predictor(8)
+    layout = Layout(1, 1, 1, rows=2)
+    parts = few.parts(layout)
+    (layer,) = {parts[part].forward + parts[part].backward for part in parts if part == ("layer", 0, 1)}
+    grown = many.predict(layout).seconds.compute - few.predict(layout).seconds.compute
+    assert grown == pytest.approx(4 * layer)
+    hidden, tokens = 128, 2 * _LENGTH
+    matrices = 8 * (hidden * hidden * (1 + 0.5 + 0.5 + 1) + 3 * 3 * hidden * hidden) + 1000 * hidden
+    attention = 8 * 2 * _LENGTH * hidden  # causal: half of 4 s h a token
+    assert many.predict(layout).model_flops == pytest.approx(3 * tokens * (2 * matrices + attention), rel=1e-3)
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    predictor = _predictor()
+    none, half, full = (
+        predictor.predict(Layout(1, 1, 1, rows=4, recomputation=share)) for share in (None, 0.5, "full")
+    )
+    assert none.memory.activations > half.memory.activations > full.memory.activations
+    assert none.seconds.total < half.seconds.total < full.seconds.total
+    assert full.model_flops == none.model_flops
+
+
+def test_replicas_share_optimizer_and_work() -> None:
+    predictor = _predictor()
+    one, four = predictor.predict(Layout(1, 1, 1, rows=4)), predictor.predict(Layout(4, 1, 1, rows=1))
+    assert four.memory.optimizer == pytest.approx(one.memory.optimizer / 4, rel=0.01)
+    assert four.memory.parameters == pytest.approx(one.memory.parameters, rel=0.01)
+    assert one.seconds.reduction == 0 < four.seconds.reduction
+    assert four.model_flops == pytest.approx(one.model_flops, rel=1e-6)
+
+
+def test_measured_parts_take_the_place_of_worked_out_ones() -> None:
+    times = PartTimes(forward=1.0, backward=2.0)
+    names = [("gap", 0), ("gap", 1), ("layer", 0, 0), ("layer", 0, 1), ("layer", 0, 2)]
+    measured = {
+        Case(1, False, rows): MeasuredParts(
+            {part: PartTimes(times.forward * rows, times.backward * rows) for part in names}, 0.0
+        )
+        for rows in (1, 4)
+    }
+    predictor = _predictor(8, rows=(1, 4), measured=measured)
+    assert predictor.predict(Layout(1, 1, 1, rows=3)).seconds.compute == pytest.approx(3 * (1 + 2) * (8 + 2))
+
+
+def test_the_plan_is_ranked_and_everything_else_has_a_reason() -> None:
+    build = _build(6)
+    device = preset("A100", memory=24e6)
+    predictor = Predictor(ModelMap(build), Profiler(build, _LENGTH, device, "bf16"))
+    space = Space(16, 16, "bf16", num_layers=6, largest_tp=16)
+    plan = search(predictor, space, count=5)
+    assert plan.ranked and plan.rejected
+    assert len(plan.ranked) + len(plan.rejected) == len(list(space.layouts())) + len(space.left_out())
+    best = [each.seconds.total for each in plan.ranked[:5]]
+    assert best == sorted(best)
+    assert all(each.memory.total <= device.memory for each in plan.ranked)
+    assert {each.reason.split(" ")[0] for each in plan.rejected} == {"needs", "tp_size=16"}
+    assert any("tp_size=16 does not divide num_attention_heads=8" in each.reason for each in plan.rejected)
+    text = to_text(plan, device, 16 * _LENGTH, 3)
+    assert f"{len(plan.ranked)} layouts fit, {len(plan.rejected)} do not" in text
+    table = to_json(plan, device, 16 * _LENGTH)
+    assert json.loads(json.dumps(table))["layouts"][0]["memory_bytes"]["total"] == plan.ranked[0].memory.total
+    assert 0 < utilization(plan.ranked[0], device) < 1
+
+
+def test_a_layout_that_is_too_large_says_where() -> None:
+    with pytest.raises(TooLarge, match=r"needs .* of 1 MiB on rank 0 of the pipeline: parameters .*, temporary "):
+        _predictor().predict(Layout(1, 1, 2, num_microbatches=2), limit=2**20)
+
+
+def test_bars(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = search(_predictor(4), Space(2, 4, "bf16", num_layers=4), count=2)
+    draw(plan, PRESETS["A100"], tmp_path / "plan.png", "a plan", 4)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_beyond_the_model_are_refused_in_one_sentence() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    build = partial(GPT2LMHeadModel, GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16))
+    predictor = Predictor(ModelMap(build), Profiler(build, 32, PRESETS["A100"], "bf16"))
+    with pytest.raises(
+        ConfigurationError,
+        match="samples of 32 tokens are longer than the 16 positions of GPT2LMHeadModel; use 16 or fewer",
+    ):
+        predictor.predict(Layout(1, 1, 1))
+
+
+@pytest.mark.slow
+def test_a_model_of_405_billion_parameters_on_16384_devices() -> None:
+    """Under 10 s on an idle laptop; here beside other tests."""
+    config = LlamaConfig(
+        hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+    )  # fmt: skip
+    build = partial(LlamaForCausalLM, config)
+    began = time.perf_counter()
+    model = ModelMap(build)
+    predictor = Predictor(model, Profiler(build, 8192, PRESETS["H100"], "bf16"))
+    plan = search(predictor, Space(16384, 2048, "bf16", model.num_layers))
+    assert time.perf_counter() - began < 30
+    assert model.num_parameters == 405_853_388_800
+    best = plan.ranked[0]
+    assert best.layout.tp_size == 8 and best.layout.pp_size > 1
+    assert 0.2 < utilization(best, PRESETS["H100"]) < 0.6
