@@ -16,6 +16,7 @@ from benchmarks import (
     host_time,
     optimizer_memory,
     pipeline,
+    planner_accuracy,
     tensor_parallel,
 )
 
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "host_time": host_time,
     "bare_loop": bare_loop,
     "optimizer_memory": optimizer_memory,
+    "planner_accuracy": planner_accuracy,
     "checkpoint_bandwidth": checkpoint_bandwidth,
     "checkpoint_state": checkpoint_state,
 }

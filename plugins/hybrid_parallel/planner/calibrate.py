@@ -109,13 +109,17 @@ def _measure(
 
 
 def measure_link(device: torch.device) -> Link:
-    """Latency and bandwidth between all ranks, of all-reduces."""
+    """Latency and bandwidths between all ranks."""
     if dist.get_world_size() == 1:
         return Link(0.0, float("inf"))
     found = measure_axis(dist.group.WORLD, device)
-    large = max((each for each in found.collectives if each.operation == "all_reduce"), key=lambda each: each.num_bytes)
-    sent = large.bus_bandwidth * large.seconds
-    return Link(found.latency_s, sent / max(large.seconds - large.steps * found.latency_s, 0.1 * large.seconds))
+    largest = max(each.num_bytes for each in found.collectives)
+    rates = {
+        each.operation: each.bus_bandwidth * each.seconds / max(each.seconds - each.steps * found.latency_s, 1e-9)
+        for each in found.collectives
+        if each.num_bytes == largest
+    }
+    return Link(found.latency_s, rates["all_reduce"], rates)
 
 
 def _kernels(device: torch.device, precision: str) -> tuple[float, float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from booster.errors import ConfigurationError
 
@@ -17,10 +17,12 @@ class Link:
     Attributes:
         latency: seconds a message takes at least.
         bandwidth: bytes a second that one rank sends while it receives as many.
+        rates: kind of collective -> its own bandwidth, where that is known.
     """
 
     latency: float
     bandwidth: float
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     def collective(self, kind: str, size: float, ranks: int) -> float:
         """Seconds of a collective over a ring of `ranks` (Thakur et al., 2005, for the number of steps).
@@ -34,7 +36,7 @@ class Link:
         if kind in ("send", "broadcast"):
             return self.latency + size / self.bandwidth
         steps = (ranks - 1) * (2 if kind == "all_reduce" else 1)
-        return steps * (self.latency + size / ranks / self.bandwidth)
+        return steps * (self.latency + size / ranks / self.rates.get(kind, self.bandwidth))
 
 
 @dataclass(frozen=True)
