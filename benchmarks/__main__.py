@@ -17,6 +17,7 @@ from benchmarks import (
     optimizer_memory,
     pipeline,
     planner_accuracy,
+    published_runs,
     tensor_parallel,
 )
 
@@ -27,6 +28,7 @@ BENCHMARKS = {
     "bare_loop": bare_loop,
     "optimizer_memory": optimizer_memory,
     "planner_accuracy": planner_accuracy,
+    "published_runs": published_runs,
     "checkpoint_bandwidth": checkpoint_bandwidth,
     "checkpoint_state": checkpoint_state,
 }

@@ -1,7 +1,7 @@
 """Where parameters lie in a bucket, and which optimizers may have them cut.
 
 What breaks here first: a parameter that straddles a shard's end, or a whole one that does. Look in
-`plugins/hybrid_parallel/zero/bucket.py` (`_offsets`) and `zero/parameters.py`.
+`plugins/hybrid_parallel/zero/bucket.py` (`places_in_bucket`) and `zero/parameters.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket import Bucket, BucketOptions, _offsets
+from plugins.hybrid_parallel.zero.bucket import Bucket, BucketOptions, places_in_bucket
 from plugins.hybrid_parallel.zero.parameters import check_optimizer, is_elementwise
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -30,7 +30,7 @@ def _options(num_shards: int = 1, shard_index: int = 0, whole: bool = False) -> 
 @settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(1, 5), st.booleans())
 def test_parameters_do_not_overlap_and_shards_are_equal(sizes: list[int], num_shards: int, whole: bool) -> None:
-    offsets, total = _offsets(sizes, _options(num_shards, whole=whole))
+    offsets, total = places_in_bucket(sizes, num_shards, whole)
     taken = sorted((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
     assert all(stop <= start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False))
     assert taken[0][0] >= 0 and taken[-1][1] <= total and total % num_shards == 0
@@ -39,7 +39,7 @@ def test_parameters_do_not_overlap_and_shards_are_equal(sizes: list[int], num_sh
 @settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(2, 5))
 def test_whole_parameters_lie_in_one_shard(sizes: list[int], num_shards: int) -> None:
-    offsets, total = _offsets(sizes, _options(num_shards, whole=True))
+    offsets, total = places_in_bucket(sizes, num_shards, True)
     shard_size = total // num_shards
     for offset, size in zip(offsets, sizes, strict=True):
         assert offset // shard_size == (offset + size - 1) // shard_size
@@ -50,7 +50,7 @@ def test_whole_parameters_lie_in_one_shard(sizes: list[int], num_shards: int) ->
 @settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(1, 5))
 def test_cut_parameters_waste_less_than_a_cache_line_a_shard(sizes: list[int], num_shards: int) -> None:
-    _, total = _offsets(sizes, _options(num_shards))
+    _, total = places_in_bucket(sizes, num_shards, False)
     assert sum(sizes) <= total < sum(sizes) + 16 * num_shards
 
 
