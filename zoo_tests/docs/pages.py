@@ -13,8 +13,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
-COMMAND = "command"
-_BEGIN = re.compile(r"<!-- script: (?P<how>command|\d ranks?) -->")
+COMMAND, ALONE = "command", "python"
+_BEGIN = re.compile(r"<!-- script: (?P<how>command|python|\d ranks?) -->")
 _FENCE = re.compile(r"```(?P<language>\w*)")
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"#+ (?P<title>.*)")
@@ -27,7 +27,7 @@ class Script:
     Attributes:
         page: the file.
         line: where the script begins.
-        how: a number of ranks, or `COMMAND`.
+        how: a number of ranks, `COMMAND`, or `ALONE` for a process that is no rank.
         lines: line number in the page -> line of code.
     """
 

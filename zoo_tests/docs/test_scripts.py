@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from zoo_tests.docs.pages import COMMAND, PAGES, REPOSITORY, Script, scripts_of
+from zoo_tests.docs.pages import ALONE, COMMAND, PAGES, REPOSITORY, Script, scripts_of
 from zoo_tests.ranks import run_on_ranks
 
 SCRIPTS = [script for page in PAGES for script in scripts_of(page)]
-IN_POOL = [script for script in SCRIPTS if script.how != COMMAND]
+IN_POOL = [script for script in SCRIPTS if script.how not in (COMMAND, ALONE)]
 BY_COMMAND = [script for script in SCRIPTS if script.how == COMMAND]
+BY_PYTHON = [script for script in SCRIPTS if script.how == ALONE]
 _TIMEOUT_S = 120
 
 
@@ -52,6 +53,22 @@ def test_script_runs_by_the_command(script: Script, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     _, report = BertForSequenceClassification.from_pretrained(tmp_path / "runs/tiny-bert", output_loading_info=True)
     assert not any(report.values()), report
+
+
+@pytest.mark.parametrize("script", BY_PYTHON, ids=lambda script: script.name)
+def test_script_runs_by_itself(script: Script, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script.source)
+    ended = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_there_is_a_script_for_the_main_job() -> None:

@@ -66,7 +66,7 @@ def draw(plan: Plan, device: Device, path: str | Path, title: str, top: int) -> 
     from matplotlib.figure import Figure
 
     shown = plan.ranked[:top]
-    figure = Figure(figsize=(12, 1.6 + 0.42 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(13, 2.0 + 0.42 * len(shown)), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, sharey=True)
     names = [str(each.layout) for each in shown]
@@ -87,7 +87,7 @@ def _bars(
         lengths = [each[key] / unit for each in values]
         axes.barh(names, lengths, left=begin, color=color, label=key, height=0.7)
         begin = [start + length for start, length in zip(begin, lengths, strict=True)]
-    axes.legend(loc="lower right", fontsize="small")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize="small", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
