@@ -106,7 +106,7 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     if config.gradient_checkpointing == "selective":
         recompute_attention(model)
     elif config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute_layers(model)
     cuts_batch = config.microbatch_size is not None or (config.num_microbatches or config.pp_size) * mesh.size("dp") > 1
     if cuts_batch and any(isinstance(each, _BatchNorm) for each in model.modules()):
         _logger.warning(
@@ -188,6 +188,15 @@ def _mistakes() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise ConfigurationError(str(error)) from error
+
+
+def _recompute_layers(model: nn.Module) -> None:
+    """By transformers' own switch, which newer releases call by another name."""
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 def _recompute_share(model: nn.Module, share: float) -> None:

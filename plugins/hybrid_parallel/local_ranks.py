@@ -64,8 +64,7 @@ def run_on_local_ranks(
             mine, theirs = context.Pipe()
             place = (rank, world_size, store.port, timeout_s, device)
             process = context.Process(target=_serve, args=(place, theirs, function, arguments), daemon=True)
-            with _without_main():
-                process.start()
+            _start(process)
             theirs.close()
             processes.append(process)
             here.append(mine)
@@ -86,6 +85,16 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def _start(process: Any) -> None:
+    try:
+        with _without_main():
+            process.start()
+    except Exception as error:  # what cannot be sent says so in its own way
+        raise ConfigurationError(
+            f"other processes cannot be given what they need ({error}); define the model's class in a module of its own"
+        ) from None
 
 
 def devices_for(world_size: int) -> str:

@@ -23,6 +23,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.auto.dry_run import Trial, alike, seconds_of
 from plugins.hybrid_parallel.auto.options import AccelerateOptions
 from plugins.hybrid_parallel.auto.strategy import Strategy, plugin_of
+from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
 from plugins.hybrid_parallel.mesh import control_group
 from plugins.hybrid_parallel.pipeline.microbatch import to_device
 from plugins.hybrid_parallel.planner.device import Device, preset
@@ -189,21 +190,10 @@ def _plan(build: Callable[[], nn.Module], job: Job, device: str | Device | None)
             ]
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             problem = f"no layout was planned: {error}"
-    rows, problem = _from_first((rows, problem))
+    rows, problem = all_gather_json((rows, problem), control_group())[0]
     if problem is not None:
         raise ConfigurationError(problem)
     return rows
-
-
-def _from_first(value: Any) -> Any:
-    """What rank 0 has, on every rank: JSON over the control plane."""
-    group = control_group()
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    length = torch.tensor(len(payload))
-    dist.broadcast(length, 0, group=group)
-    payload = payload if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(payload, 0, group=group)
-    return json.loads(bytes(payload.tolist()))
 
 
 def _job(model: nn.Module, dataset: Dataset | None, options: AccelerateOptions) -> Job:
