@@ -1,5 +1,6 @@
 """Booster: hybrid-parallel training of Hugging Face models behind one call."""
 
+from booster.auto import auto_accelerate
 from booster.booster import Booster
 from booster.errors import ConfigurationError
 from booster.launch import launch, launch_from_torch
@@ -26,6 +27,7 @@ __all__ = [
     "PipelineResult",
     "Plugin",
     "TrainingObjects",
+    "auto_accelerate",
     "available_plugins",
     "launch",
     "launch_from_torch",

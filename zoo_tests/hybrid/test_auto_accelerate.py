@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import booster
 from booster import launch_from_torch
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import DeepSpeed3DParallelConfig, auto_accelerate
@@ -160,6 +161,35 @@ def test_methods_are_options_of_the_plugin() -> None:
     assert (config.precision, config.nonfinite, config.tp_size) == ("bf16", "skip", 2)
     assert (config.sequence_parallelism_mode, config.gradient_checkpointing) == ("all_to_all", 0.5)
     assert plugin_of([("half", "bf16")]).config.master_weights is False
+
+
+def _with_objects(kind: str) -> list[float]:
+    model = _model()
+    given = {"optimizer": torch.optim.AdamW} if kind == "class" else {"optim_func": torch.optim.AdamW}
+    if kind == "object":
+        given = {"optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+    status, result, _ = booster.auto_accelerate(
+        model,
+        loss_func=lambda outputs, batch: (outputs.logits.float().square().sum(), outputs.logits.numel()),
+        dataset=_Text(),
+        dataloader_args={"batch_size": _ROWS},
+        load_strategy={"tp_size": 2},
+        lr_scheduler_cls=torch.optim.lr_scheduler.StepLR,
+        lr_scheduler_args={"step_size": 1, "gamma": 0.5},
+        **given,
+        **({} if kind == "object" else {"optim_args": {"lr": 0.01}}),
+    )
+    assert status
+    batches = iter(result.dataloader)
+    losses = [result.train_step(batches).item() for _ in range(_STEPS)]
+    assert result.lr_scheduler.get_last_lr() == [0.01 * 0.5**_STEPS]
+    return losses
+
+
+def test_optimizers_in_every_form_and_a_loss_of_the_users_own() -> None:
+    found = [run_on_ranks(2, _with_objects, kind)[0] for kind in ("object", "class", "function")]
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] > found[0][-1] > 0
 
 
 def test_an_optimizer_is_needed_once() -> None:

@@ -98,6 +98,8 @@ def auto_accelerate(
         ConfigurationError: what was given does not fit together, or the strategy is refused.
     """
     chosen = AccelerateOptions.of(options)
+    if optim_func is None and callable(chosen.optimizer) and not isinstance(chosen.optimizer, torch.optim.Optimizer):
+        optim_func, chosen.optimizer = chosen.optimizer, None
     make = _optimizer_maker(model, optim_func, chosen)
     if not dist.is_initialized():
         launch_from_torch()

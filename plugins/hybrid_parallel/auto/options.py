@@ -21,7 +21,7 @@ class AccelerateOptions:
 
     Attributes:
         optim_args, optim_param_func: `optim_func(optim_param_func(model), **optim_args)` is the optimizer.
-        optimizer: in the place of `optim_func`.
+        optimizer: in the place of `optim_func`; a class does as well.
         prepare_input: `prepare_input(batch, device)`; None moves tensors to the device.
         dataloader_args: of the `DataLoader`; `batch_size` is the **global** batch (default: 8 for each rank).
         lr_scheduler_cls, lr_scheduler_args: `lr_scheduler_cls(optimizer, **lr_scheduler_args)` is the schedule.
@@ -35,7 +35,7 @@ class AccelerateOptions:
 
     optim_args: Mapping[str, Any] | None = None
     optim_param_func: Callable[[nn.Module], Any] | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None
     prepare_input: Callable[[Any, torch.device], Any] | None = None
     dataloader_args: Mapping[str, Any] | None = None
     lr_scheduler_cls: Callable[..., Any] | None = None

@@ -1,0 +1,25 @@
+"""`auto_accelerate`, which an installed plugin brings."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from booster.errors import ConfigurationError
+
+ENTRY_POINT_GROUP = "booster.auto_accelerate"
+
+
+def auto_accelerate(model: Any, *args: Any, **options: Any) -> tuple[bool, Any, Any]:
+    """Boost a model by a strategy, or find the fastest layout that fits; see the plugin's own documentation.
+
+    Returns:
+        (whether there is one, what was made, the strategy).
+
+    Raises:
+        ConfigurationError: no installed plugin brings it, or what it raises.
+    """
+    found = next(iter(entry_points(group=ENTRY_POINT_GROUP)), None)
+    if found is None:
+        raise ConfigurationError("no installed plugin brings auto_accelerate; pip install hybrid-booster")
+    return found.load()(model, *args, **options)
