@@ -323,7 +323,7 @@ def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) ->
         process.kill()
 
 
-def _wait_for(what: Callable[[], bool], limit_s: float = 30.0) -> None:
+def _wait_for(what: Callable[[], bool], limit_s: float = 90.0) -> None:
     limit = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < limit, "it did not happen in time"
