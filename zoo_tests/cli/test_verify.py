@@ -311,7 +311,14 @@ def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) ->
         f"run_on_local_ranks(leave_pid_and_sleep, 2, {str(tmp_path)!r}, timeout_s=60.0)"
     )
     command = [sys.executable, "-c", script]
-    process = subprocess.Popen(command, env=environment_of_a_job(), stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=environment_of_a_job(),
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A suite that a shell started in the background has Ctrl-C ignored, and so would this process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         _wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
         pids = [int(file.name) for file in tmp_path.iterdir()]

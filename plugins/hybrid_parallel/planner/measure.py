@@ -41,7 +41,7 @@ class MeasuredParts:
 
     Attributes:
         parts: of the skeleton.
-        optimizer: seconds of the update for each element that is trained.
+        optimizer: seconds behind the passes, the update above all, for each element that is trained.
     """
 
     parts: Mapping[Part, PartTimes]
@@ -59,11 +59,11 @@ class PartTimer:
     def begin(self) -> None:
         """A pass begins."""
         self.backwards, self.part = False, ("gap", 0)
-        self._since = self._now()
+        self._since = self.now()
 
     def enter(self, part: Part) -> None:
         """`part` runs from now on."""
-        now = self._now()
+        now = self.now()
         key = (self.part, self.backwards)
         self.seconds[key] = self.seconds.get(key, 0.0) + now - self._since
         self.part, self._since = part, now
@@ -76,7 +76,8 @@ class PartTimer:
     def give(self, hidden: Tensor) -> None:
         """Sizes are of no interest here."""
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds, with all that was launched done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -119,11 +120,11 @@ def measure_parts(
                 timer.turn()
                 loss.backward()
                 timer.enter(("gap", 0))
+            began = timer.now()
             optimizer.reducer.finish()
-            began = timer._now()
             optimizer.step()
-            updates.append(timer._now() - began)
             optimizer.zero_grad()
+            updates.append(timer.now() - began)
             found.append(timer.seconds)
     elements = sum(bucket.flat.numel() for bucket in optimizer.buckets)
     median = {key: statistics.median(each.get(key, 0.0) for each in found[1:]) for key in found[-1]}

@@ -37,6 +37,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "audio-spectrogram-transformer": {"max_length": 40, "num_mel_bins": 24, "patch_size": 8},
     "vivit": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
     "videomae": {"num_frames": 4},
+    # Its pools take maxima: among many tokens some are so close that rounding chooses another.
+    "hiera": {"image_size": [32, 32], "depths": [1, 1, 1, 1], "masked_unit_size": [8, 8]},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "cohere_compass": {"sliding_window": DEFAULT},
