@@ -43,6 +43,7 @@ def test_the_chosen_row_is_what_booster_runs(model: str, tmp_path: Path, capsys:
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_a_device_as_the_user_describes_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, fast, _ = outcome(capsys, "plan", model, *_SIZES, "--inter", "1000", "--intra", "1000", "--top", "1")
     code, slow, _ = outcome(capsys, "plan", model, *_SIZES, "--inter", "0.01", "--intra", "0.01", "--top", "1")
@@ -50,6 +51,7 @@ def test_a_device_as_the_user_describes_it(model: str, capsys: pytest.CaptureFix
     assert fast.splitlines()[3] != slow.splitlines()[3]
 
 
+@pytest.mark.slow
 def test_nothing_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = outcome(capsys, "plan", model, *_SIZES, "--memory", "0.0001")
     assert (code, err) == (1, "")

@@ -117,6 +117,7 @@ def search(folder: str) -> None:
     (path / f"{dist.get_rank()}.json").write_text(json.dumps(report))
 
 
+@pytest.mark.slow
 def test_without_one_the_fastest_that_is_tried_is_kept(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(f"from zoo_tests.hybrid.test_auto_accelerate import search\n\nsearch({str(tmp_path)!r})\n")

@@ -56,7 +56,7 @@ def _check_states(case: Case) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param(family, layout, marks=[] if layout in ("pp2dp2", "tp2pp2") else pytest.mark.slow)
+        pytest.param(family, layout, marks=[] if layout == "tp2pp2" else pytest.mark.slow)
         for family in HEADS
         for layout in LAYOUTS
     ],
@@ -101,7 +101,7 @@ def _saved(case: Case) -> int:
     [
         ("llama", "tp2pp2", False, None),
         ("gpt2", "tp2", True, None),
-        ("bert", "pp2", False, None),
+        pytest.param("bert", "pp2", False, None, marks=pytest.mark.slow),
         pytest.param("bert", "tp2", False, None, marks=pytest.mark.slow),
         pytest.param("bert", "tp2", True, None, marks=pytest.mark.slow),
         pytest.param("gpt2", "pp4", False, None, marks=pytest.mark.slow),
