@@ -57,6 +57,7 @@ def test_what_is_missing_for_each_optimisation(
     assert rows["attention here"] == "torch's SDPA"  # there is no GPU, whatever is installed
 
 
+@pytest.mark.slow
 def test_links_of_every_axis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     sizes = ("--nproc-per-node", "4", "--tp", "2", "--pp", "2", "--output", str(file))

@@ -291,6 +291,7 @@ def test_outputs_are_put_together() -> None:
 # ----- ranks -----
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_given_up() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match="ranks 0, 1 of 2 did not answer within 2 s"):
@@ -303,7 +304,11 @@ def test_a_mistake_on_a_rank_is_the_callers() -> None:
         run_on_local_ranks(verify_faults.a_rank_is_mistaken, 2, timeout_s=30.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     script = (
         "from plugins.hybrid_parallel.local_ranks import run_on_local_ranks\n"

@@ -55,6 +55,7 @@ def test_script_runs_by_the_command(script: Script, tmp_path: Path) -> None:
     assert not any(report.values()), report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", BY_PYTHON, ids=lambda script: script.name)
 def test_script_runs_by_itself(script: Script, tmp_path: Path) -> None:
     path = tmp_path / "script.py"

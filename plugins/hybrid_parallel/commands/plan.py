@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; 1 where no layout fits."""
     options = _parser().parse_args(arguments)
     build = model_builder(options.model, options.head)
+    gc.freeze()  # what is imported stays: looking through it again and again takes a fifth of a plan
     job = Job(options.devices, options.global_batch, options.sequence_length, options.precision, options.max_tp)
     plan, device = plan_for(build, job, _device(options))
     tokens = float(job.global_batch * job.length)

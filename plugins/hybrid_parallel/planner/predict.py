@@ -22,6 +22,7 @@ from plugins.hybrid_parallel.planner.costs import (
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.in_flight import most_alive
 from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.memory import StaticMemory
 from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
 from plugins.hybrid_parallel.planner.recording import Part
 from plugins.hybrid_parallel.planner.stages import ModelMap, StageParts
@@ -41,7 +42,7 @@ class Predictor:
         self._profiles: dict[tuple[int, bool], Profile | ConfigurationError] = {}
         self._parts: dict[tuple, dict[Part, PartCost]] = {}
         self._costs: dict[tuple, StageCost] = {}
-        self._static: dict[tuple, tuple] = {}
+        self._static: dict[tuple, tuple[StaticMemory, int]] = {}
 
     @property
     def device(self) -> Device:
@@ -164,14 +165,7 @@ class Predictor:
         alive = most_alive(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
         found = []
         for rank, own in enumerate(ranks):
-            key = (layout.num_stages, layout.pp_style, rank, layout.tp_size, layout.dp_size, layout.zero_stage)
-            if key not in self._static:
-                held = {stage: stages[stage] for stage in own}
-                self._static[key] = (
-                    count_static(held, profile, layout.config, layout.dp_size),
-                    updated_elements(held, profile, layout.config),
-                )
-            static, _ = self._static[key]
+            static, _ = self._states(layout, stages, profile, own)
             saved = max(
                 sum(count * costs[stage].cost.saved for stage, count in zip(own, counts, strict=True))
                 for counts in alive[rank]
@@ -187,6 +181,20 @@ class Predictor:
                 )
             )
         return found
+
+    def _states(
+        self, layout: Layout, stages: Sequence[StageParts], profile: Profile, own: Sequence[int]
+    ) -> tuple[StaticMemory, int]:
+        """What a rank with these stages keeps between steps, and the elements that it trains; most ranks are alike."""
+        shapes = tuple(stages[stage].shape for stage in own)
+        key = (layout.num_stages, layout.pp_style, shapes, layout.tp_size, layout.dp_size, layout.zero_stage)
+        if key not in self._static:
+            held = {stage: stages[stage] for stage in own}
+            self._static[key] = (
+                count_static(held, profile, layout.config, layout.dp_size),
+                updated_elements(held, profile, layout.config),
+            )
+        return self._static[key]
 
     # ----- time -----
 
@@ -209,7 +217,8 @@ class Predictor:
             costs[stage].cost.forward_talk + costs[stage].cost.backward_talk for stage in ranks[longest]
         )
         pipeline = self._pipeline(layout, costs, busy[longest], exact)
-        reductions = [self._reduction(layout, rank, own, costs) for rank, own in enumerate(ranks)]
+        elements = [self._states(layout, stages, profile, own)[1] for own in ranks]
+        reductions = [self._reduction(layout, *each, costs) for each in zip(elements, ranks, strict=True)]
         return Seconds(
             compute=busy[longest] - talk,
             talk=talk,
@@ -242,11 +251,9 @@ class Predictor:
         return length(few) + (count - few) // period * (length(few + period) - length(few))
 
     def _reduction(
-        self, layout: Layout, rank: int, own: Sequence[int], costs: Sequence[StageCost]
+        self, layout: Layout, elements: int, own: Sequence[int], costs: Sequence[StageCost]
     ) -> tuple[float, float]:
-        """(seconds that a backward pass does not hide, seconds of the update) of a rank."""
-        key = (layout.num_stages, layout.pp_style, rank, layout.tp_size, layout.dp_size, layout.zero_stage)
-        static, elements = self._static[key]
+        """(seconds that a backward pass does not hide, seconds of the update) of a rank that trains `elements`."""
         shards = layout.dp_size if layout.zero_stage else 1
         update = elements / shards * self.device.optimizer_bytes / self.device.bandwidth
         if layout.dp_size == 1:

@@ -11,7 +11,7 @@ from plugins.hybrid_parallel.planner.layout import Layout, Space
 from plugins.hybrid_parallel.planner.predict import Predictor
 
 # So many of the best by estimate have their schedules simulated.
-_SIMULATED = 40
+_SIMULATED = 30
 
 
 @dataclass(frozen=True)

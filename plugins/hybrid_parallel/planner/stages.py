@@ -30,12 +30,14 @@ class StageParts:
         gaps: what else it runs.
         names: the parameters it holds, by their first names, in the model's order; as they are called in the skeleton.
         tied: positions in `names` -> order among the parameters that several stages hold, and those stages.
+        shape: a number that stages with the same parameters share.
     """
 
     layers: tuple[Part, ...]
     gaps: tuple[Part, ...]
     names: tuple[str, ...]
     tied: dict[int, tuple[int, tuple[int, ...]]]
+    shape: int = 0
 
     @property
     def parts(self) -> Counter[Part]:
@@ -126,9 +128,14 @@ class ModelMap:
                 own = next((name for name in names if stage in cut.holders(name)), names[0])
                 held[stage].append(name_in_skeleton(own, self.lists))
             order += len(stages) > 1
+        shapes: dict[tuple, int] = {}
         return [
             StageParts(
-                self._layers_in(layers), self._gaps_of(cut, layers, stage, count), tuple(held[stage]), tied[stage]
+                self._layers_in(layers),
+                self._gaps_of(cut, layers, stage, count),
+                tuple(held[stage]),
+                tied[stage],
+                shapes.setdefault((tuple(held[stage]), tuple(tied[stage].items())), len(shapes)),
             )
             for stage, layers in enumerate(cut.ranges)
         ]
