@@ -183,7 +183,8 @@ def test_the_plan_is_ranked_and_everything_else_has_a_reason() -> None:
     build = _build(6)
     device = preset("A100", memory=24e6)
     predictor = Predictor(ModelMap(build), Profiler(build, _LENGTH, device, "bf16"))
-    space = Space(16, 16, "bf16", num_layers=6, largest_tp=16)
+    styles = (("1f1b", 1), ("zbv", 2))
+    space = Space(16, 16, "bf16", num_layers=6, largest_tp=16, styles=styles, rows=(1, 4))
     plan = search(predictor, space, count=5)
     assert plan.ranked and plan.rejected
     assert len(plan.ranked) + len(plan.rejected) == len(list(space.layouts())) + len(space.left_out())
