@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Iterable
+
 
 class ConfigurationError(ValueError):
     """A wrong layout, model, option or file, in one sentence: the value, the rule, a value that would do."""
+
+
+def check_names(names: Iterable[str], known: Collection[str], owner: str) -> None:
+    """See that `owner` has options of these names.
+
+    Raises:
+        ConfigurationError: one does not exist; says which is nearest.
+    """
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigurationError(f"{owner} has no option '{name}'; use {near}")
 
 
 class SynchronyError(RuntimeError):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, check_names
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
 from plugins.hybrid_parallel.placement import check_mapping
 from shardformer import Policy, TPInfo
@@ -106,11 +105,7 @@ class HybridParallelConfig:
         Raises:
             ConfigurationError: an option that does not exist, with the nearest one that does.
         """
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise ConfigurationError(f"HybridParallelPlugin has no option '{name}'; use {near}")
+        check_names(options, [field.name for field in fields(cls)], "HybridParallelPlugin")
         return cls(**options)
 
     def data_parallel_size(self, world_size: int) -> int:

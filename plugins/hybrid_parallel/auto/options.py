@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.errors import ConfigurationError
+from booster.errors import check_names
 from plugins.hybrid_parallel.planner.device import Device
 
 
@@ -54,11 +53,7 @@ class AccelerateOptions:
         Raises:
             ConfigurationError: there is no such option; names the nearest.
         """
-        known = [each.name for each in fields(AccelerateOptions)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise ConfigurationError(f"auto_accelerate has no option '{name}'; use {near}")
+        check_names(options, [each.name for each in fields(AccelerateOptions)], "auto_accelerate")
         return AccelerateOptions(**options)
 
     @property

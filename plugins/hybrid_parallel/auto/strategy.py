@@ -15,6 +15,7 @@ Strategy = str | Path | Mapping[str, Any] | Sequence[Any]
 
 _AXES = {"tensor": "tp_size", "data": "dp_size", "pipeline": "pp_size", "pipe": "pp_size"}
 _PRECISIONS = {"float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
+_OF_THE_WHOLE = ("parallel_mode", "deepspeed_3d_parallel")  # which `plugin_of` reads itself
 _NOT_HERE = {
     "zero2": "zero1",
     "fsdp": "zero1",
@@ -70,7 +71,7 @@ def _options_of(name: str, settings: Any) -> dict[str, Any]:
     if name in _NOT_HERE:
         raise ConfigurationError(f"the method '{name}' is not available; use '{_NOT_HERE[name]}'")
     if name not in _METHODS:
-        near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(name, [*_METHODS, *_OF_THE_WHOLE], n=1, cutoff=0.0)[0]
         raise ConfigurationError(f"the method '{name}' is not known; use '{near}'")
     return _METHODS[name](name, settings)
 
@@ -144,8 +145,6 @@ _METHODS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "pipeline_parallel": _size("pp_size"),
     "sequence_parallel": _sequence,
     "mixed_parallel": _mixed,
-    "parallel_mode": _mixed,
-    "deepspeed_3d_parallel": _mixed,
 }
 
 

@@ -114,11 +114,12 @@ def measure_link(device: torch.device) -> Link:
         return Link(0.0, float("inf"))
     found = measure_axis(dist.group.WORLD, device)
     largest = max(each.num_bytes for each in found.collectives)
-    rates = {
-        each.operation: each.bus_bandwidth * each.seconds / max(each.seconds - each.steps * found.latency_s, 1e-9)
-        for each in found.collectives
-        if each.num_bytes == largest
-    }
+    rates = {}
+    for each in found.collectives:
+        if each.num_bytes == largest:
+            # Latencies vary: what they leave of a large buffer's time is never next to nothing.
+            seconds = max(each.seconds - each.steps * found.latency_s, 0.1 * each.seconds)
+            rates[each.operation] = each.bus_bandwidth * each.seconds / seconds
     return Link(found.latency_s, rates["all_reduce"], rates)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from booster.errors import ConfigurationError
@@ -27,6 +28,24 @@ from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
 from plugins.hybrid_parallel.planner.recording import Part
 from plugins.hybrid_parallel.planner.stages import ModelMap, StageParts
 from plugins.hybrid_parallel.planner.static import count_static, updated_elements
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A layout with all that its prediction is worked out from.
+
+    Attributes:
+        stages: of the model.
+        ranks: of the pipeline, each with the numbers of its stages.
+        profile: of the layout's way of cutting layers.
+        costs: of each stage, for one micro-batch.
+    """
+
+    layout: Layout
+    stages: Sequence[StageParts]
+    ranks: Sequence[Sequence[int]]
+    profile: Profile
+    costs: Sequence[StageCost]
 
 
 class Predictor:
@@ -58,16 +77,35 @@ class Predictor:
         Raises:
             ConfigurationError: the layout is none for this model, this version cannot run it, or it is too large.
         """
-        stages, ranks = self.model.stages(layout.num_stages), _stages_of_ranks(layout)
-        profile = self.profile(layout.tp_size, layout.sequence)
-        costs = self._stage_costs(layout, stages, ranks)
-        memories = self._memories(layout, stages, profile, ranks, costs)
+        placed = self._place(layout)
+        memories = self._memories(placed)
         rank = max(range(len(memories)), key=lambda each: memories[each].total)
         memory = memories[rank]
         if limit is not None and memory.total > limit:
             raise TooLarge(memory, rank, limit)
-        seconds = self._seconds(layout, stages, profile, ranks, costs, exact)
-        return Prediction(layout, memory, rank, seconds, self._flops(layout))
+        return Prediction(layout, memory, rank, self._seconds(placed, exact), self._flops(layout))
+
+    def memories(self, layout: Layout) -> list[Memory]:
+        """Of each rank of the first pipeline.
+
+        Raises:
+            ConfigurationError: the layout is none for this model, or this version cannot run it.
+        """
+        return self._memories(self._place(layout))
+
+    def stage_costs(self, layout: Layout) -> Sequence[StageCost]:
+        """Of each stage, for one micro-batch.
+
+        Raises:
+            ConfigurationError: as of `memories`.
+        """
+        return self._place(layout).costs
+
+    def _place(self, layout: Layout) -> _Placed:
+        schedule, stages = layout.config.schedule, self.model.stages(layout.num_stages)
+        ranks = [schedule.stages_of(rank, layout.pp_size, layout.num_chunks) for rank in range(layout.pp_size)]
+        profile = self.profile(layout.tp_size, layout.sequence)
+        return _Placed(layout, stages, ranks, profile, self._stage_costs(layout, stages, ranks))
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
         """What the parts cost a rank of `tp_size`, looked at once.
@@ -88,11 +126,9 @@ class Predictor:
 
     # ----- passes -----
 
-    def stage_costs(self, layout: Layout) -> list[StageCost]:
-        """Of each stage, for one micro-batch."""
-        return self._stage_costs(layout, self.model.stages(layout.num_stages), _stages_of_ranks(layout))
-
-    def _stage_costs(self, layout: Layout, stages: Sequence[StageParts], ranks: list[list[int]]) -> list[StageCost]:
+    def _stage_costs(
+        self, layout: Layout, stages: Sequence[StageParts], ranks: Sequence[Sequence[int]]
+    ) -> list[StageCost]:
         found: dict[int, StageCost] = {}
         share = {None: 0.0, "full": 1.0}.get(layout.recomputation, layout.recomputation)
         for own in ranks:
@@ -144,28 +180,12 @@ class Predictor:
 
     # ----- memory -----
 
-    def memories(self, layout: Layout) -> list[Memory]:
-        """Of each rank of the first pipeline.
-
-        Raises:
-            ConfigurationError: the layout is none for this model, or this version cannot run it.
-        """
-        stages, ranks = self.model.stages(layout.num_stages), _stages_of_ranks(layout)
-        profile = self.profile(layout.tp_size, layout.sequence)
-        return self._memories(layout, stages, profile, ranks, self.stage_costs(layout))
-
-    def _memories(
-        self,
-        layout: Layout,
-        stages: Sequence[StageParts],
-        profile: Profile,
-        ranks: list[list[int]],
-        costs: Sequence[StageCost],
-    ) -> list[Memory]:
+    def _memories(self, placed: _Placed) -> list[Memory]:
+        layout, costs = placed.layout, placed.costs
         alive = most_alive(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
         found = []
-        for rank, own in enumerate(ranks):
-            static, _ = self._states(layout, stages, profile, own)
+        for rank, own in enumerate(placed.ranks):
+            static, _ = self._states(placed, own)
             saved = max(
                 sum(count * costs[stage].cost.saved for stage, count in zip(own, counts, strict=True))
                 for counts in alive[rank]
@@ -182,10 +202,9 @@ class Predictor:
             )
         return found
 
-    def _states(
-        self, layout: Layout, stages: Sequence[StageParts], profile: Profile, own: Sequence[int]
-    ) -> tuple[StaticMemory, int]:
+    def _states(self, placed: _Placed, own: Sequence[int]) -> tuple[StaticMemory, int]:
         """What a rank with these stages keeps between steps, and the elements that it trains; most ranks are alike."""
+        layout, stages, profile = placed.layout, placed.stages, placed.profile
         shapes = tuple(stages[stage].shape for stage in own)
         key = (layout.num_stages, layout.pp_style, shapes, layout.tp_size, layout.dp_size, layout.zero_stage)
         if key not in self._static:
@@ -198,15 +217,8 @@ class Predictor:
 
     # ----- time -----
 
-    def _seconds(
-        self,
-        layout: Layout,
-        stages: Sequence[StageParts],
-        profile: Profile,
-        ranks: list[list[int]],
-        costs: Sequence[StageCost],
-        exact: bool,
-    ) -> Seconds:
+    def _seconds(self, placed: _Placed, exact: bool) -> Seconds:
+        layout, ranks, costs = placed.layout, placed.ranks, placed.costs
         busy = [
             layout.num_microbatches
             * sum(costs[stage].seconds[Kind.FORWARD] + costs[stage].seconds[Kind.BACKWARD] for stage in own)
@@ -217,7 +229,7 @@ class Predictor:
             costs[stage].cost.forward_talk + costs[stage].cost.backward_talk for stage in ranks[longest]
         )
         pipeline = self._pipeline(layout, costs, busy[longest], exact)
-        elements = [self._states(layout, stages, profile, own)[1] for own in ranks]
+        elements = [self._states(placed, own)[1] for own in ranks]
         reductions = [self._reduction(layout, *each, costs) for each in zip(elements, ranks, strict=True)]
         return Seconds(
             compute=busy[longest] - talk,
@@ -268,11 +280,6 @@ class Predictor:
             reduce, gather = link.collective("all_reduce", gradients, layout.dp_size), 0.0
         last = sum(costs[stage].cost.backward for stage in own)
         return max(0.0, reduce - self.device.overlap * last) + gather, update
-
-
-def _stages_of_ranks(layout: Layout) -> list[list[int]]:
-    schedule = layout.config.schedule
-    return [schedule.stages_of(rank, layout.pp_size, layout.num_chunks) for rank in range(layout.pp_size)]
 
 
 def estimated_bubble(layout: Layout, costs: Sequence[StageCost]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class Profiler:
-    """Looks at a model under different layouts, each once.
+    """Looks at a model under different layouts.
 
     Attributes:
         build: makes the whole model; called on the meta device.
@@ -131,7 +130,6 @@ class Profiler:
     rows: tuple[int, int] = (1, 2)
     measured: Mapping[Case, MeasuredParts] = field(default_factory=dict)
 
-    @cache  # noqa: B019  a profiler lives as long as its plan
     def profile(self, tp_size: int, sequence: bool) -> Profile:
         """The costs of rank 0 of `tp_size`.
 
@@ -281,7 +279,7 @@ def _kernels_of(device: str) -> Iterator[None]:
     def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
         return native(*args, dropout_p=0.0, **kwargs)
 
-    F.scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention = without_dropout
+    F.scaled_dot_product_attention = without_dropout
     try:
         yield
     finally:
