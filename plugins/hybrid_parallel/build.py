@@ -21,7 +21,7 @@ from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.debug.watch import ModuleWatch
 from plugins.hybrid_parallel.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.loss_scale import DynamicLossScale, LossScale
-from plugins.hybrid_parallel.mesh import HybridMesh, tied_group
+from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh, tied_group
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
 from plugins.hybrid_parallel.zero.bucket import BucketOptions
@@ -233,16 +233,16 @@ def build_optimizer(
         old.update(held)
         local.append([param for param, _ in held])
     options = BucketOptions(
-        dp_group=mesh.group("dp"),
+        dp_group=mesh.group(REPLICAS),
         zero_stage=config.zero_stage,
         master_weights=config.master_weights,
         whole_parameters=not is_elementwise(optim),
         bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
     )
-    counts_replicas = config.zero_stage == 1 or mesh.rank("dp") == 0
+    counts_replicas = config.zero_stage == 1 or mesh.rank(REPLICAS) == 0
     buckets = build_buckets(local, options, built.tied, built.masters, counts_replicas)
     carry_state(optim, old, buckets)
-    reducer = GradientReducer(buckets, mesh.group("dp"), config.overlap_communication)
+    reducer = GradientReducer(buckets, mesh.group(REPLICAS), config.overlap_communication)
     scale: LossScale = LossScale()
     if config.precision == "fp16":
         scale = DynamicLossScale(config.initial_scale, config.growth_interval)

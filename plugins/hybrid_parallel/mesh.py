@@ -16,6 +16,8 @@ from plugins.hybrid_parallel.debug.collectives import checked_collectives
 from shardformer.collectives import world_timeout
 
 AXES = ("pp", "dp", "cp", "tp")
+# The ranks that hold the same parameters, and see other tokens: other samples, or other parts of the same sequences.
+REPLICAS = "dp_cp"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class HybridMesh:
         device_mesh: torch's mesh with the four axes.
         device: the device of this rank.
         stage_ranks: global ranks of the pipeline that this rank is part of, first stage first.
-        axis_groups: the groups of the axes.
+        axis_groups: the groups of the axes, and of `dp_cp`, which is both of these as one.
         replica_group: all ranks with this tensor-parallel coordinate, over which a step's loss is summed.
     """
 
@@ -41,11 +43,11 @@ class HybridMesh:
         return self.axis_groups[axis]
 
     def size(self, axis: str) -> int:
-        return self.device_mesh.size(AXES.index(axis))
+        return dist.get_world_size(self.axis_groups[axis])
 
     def rank(self, axis: str) -> int:
         """This rank's coordinate on an axis."""
-        return self.device_mesh.get_local_rank(axis)
+        return dist.get_rank(self.axis_groups[axis])
 
     @property
     def place(self) -> str:
@@ -93,6 +95,9 @@ def _build(grid: torch.Tensor) -> HybridMesh:
     # Groups of our own: torch's mesh would make its with a timeout of its own, whatever the job was launched with.
     axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
     device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
+    axis_groups[REPLICAS] = axis_groups["dp"]
+    if device_mesh.size(AXES.index("cp")) > 1:
+        axis_groups[REPLICAS] = _own_group(grid.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist())
     _, dp, cp, tp = device_mesh.get_coordinate()
     replicas = [device_mesh.mesh[..., index].flatten().tolist() for index in range(tp_size)]
     return HybridMesh(

@@ -19,7 +19,7 @@ from booster.wrappers import ModelWrapper
 from plugins.hybrid_parallel.debug.batches import FIRST_STEPS, check_batch_over_tp
 from plugins.hybrid_parallel.debug.synchrony import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import StepTrace
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
 from plugins.hybrid_parallel.pipeline.microbatch import num_rows, to_device
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
@@ -225,15 +225,15 @@ class HybridParallelModel(ModelWrapper):
         with parallel_logits(self.module):
             outputs = self.module(*args, **{**inputs, "return_dict": True})
             value = loss.share(outputs, 0)
-        if self.mesh.size("dp") > 1:
-            value = _SumOverData.apply(value, self.mesh.group("dp"))
+        if self.mesh.size(REPLICAS) > 1:
+            value = _SumOverReplicas.apply(value, self.mesh.group(REPLICAS))
         outputs = self.gathered(outputs)
         rest = {key: item for key, item in outputs.items() if key != "loss"}
         outputs = type(outputs)(loss=value, **rest)
         return outputs.to_tuple() if as_tuple else outputs
 
 
-class _SumOverData(torch.autograd.Function):
+class _SumOverReplicas(torch.autograd.Function):
     """The global loss from each rank's share of it.
 
     Its gradient is multiplied by the number of ranks, because `booster.backward` averages over them: a loss that the

@@ -25,7 +25,7 @@ from plugins.hybrid_parallel.dataloader import shard_dataloader
 from plugins.hybrid_parallel.debug.collectives import checked_collectives, naming_ranks
 from plugins.hybrid_parallel.debug.options import check_options
 from plugins.hybrid_parallel.json_form import is_description, options_of
-from plugins.hybrid_parallel.mesh import HybridMesh, build_mesh
+from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh, build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.pipeline.step import PipelineStep
 from plugins.hybrid_parallel.placement import in_blocks, ranks_of
@@ -172,7 +172,7 @@ class HybridParallelPlugin(Plugin):
             optimizer.trace.add_loss(loss.detach())
             if self._synchronises:
                 optimizer.reducer.begin_final_backward()
-            (loss * (optimizer.loss_scale.value / self.dp_size)).backward()
+            (loss * (optimizer.loss_scale.value / self.grid.size(REPLICAS))).backward()
             if self._synchronises:
                 optimizer.reducer.finish()
 

@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.checkpoint.gather import Gather, receive, send
 from plugins.hybrid_parallel.checkpoint.local_tensors import local_tensors
 from plugins.hybrid_parallel.checkpoint.model_directory import partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from shardformer.adapters import model_inside
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
@@ -123,14 +123,14 @@ def _gathered(
 ) -> dict[str, Tensor]:
     """The whole adapter on the world's first rank, in the order of stages; nothing on the others."""
     tensors = dict(_adapter_tensors(model, adapter, unique=True))
-    is_first = mesh.rank("dp") == mesh.rank("cp") == mesh.rank("tp") == 0
+    is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
     forms = {}
     for name, tensor in tensors.items():
         saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         forms[name] = [str(saved_as).removeprefix("torch."), spec_of(tensor).full_shape]
     stages = [found for leads, found in all_gather_json([is_first, forms]) if leads]
     whole: dict[str, Tensor] = {}
-    if mesh.rank("dp") > 0 or mesh.rank("cp") > 0:
+    if mesh.rank(REPLICAS) > 0:
         return whole
     for stage, described in enumerate(stages):
         for name, (kind, shape) in described.items():

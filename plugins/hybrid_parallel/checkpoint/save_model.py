@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.checkpoint.gather import Gather
 from plugins.hybrid_parallel.checkpoint.local_tensors import local_tensors
 from plugins.hybrid_parallel.checkpoint.model_directory import free_names, partial_path, publish, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from shardformer.adapters import model_inside
 from shardformer.shard_spec import spec_of
@@ -61,7 +61,7 @@ def save_model_files(
         ConfigurationError: the directory cannot be written, on all ranks alike; it is then as it was.
     """
     files = _cut([*_items(model, dtype)], _bytes(size_per_shard))
-    is_first = mesh.rank("dp") == mesh.rank("cp") == mesh.rank("tp") == 0
+    is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
     described = [_describe(file) for file in files] if is_first else []
     stages = [each for each in all_gather_json([mesh.rank("pp"), described]) if each[1]]  # in the order of stages
     everything = [file for _, found in stages for file in found]  # [names, bytes] of each
@@ -69,9 +69,8 @@ def save_model_files(
     names = all_gather_json(names)[0]
     first = sum(len(found) for stage, found in stages if stage < mesh.rank("pp"))
     paths = [partial_path(directory, name) for name in names[first : first + len(files)]]
-    takes_part = mesh.rank("cp") == 0
-    share = slice(mesh.rank("dp"), None, mesh.size("dp")) if takes_part else slice(0)
-    rounds = _rounds([found for _, found in stages], mesh.size("dp"))
+    share = slice(mesh.rank(REPLICAS), None, mesh.size(REPLICAS))
+    rounds = _rounds([found for _, found in stages], mesh.size(REPLICAS))
     try:
         _write(model_inside(model.unwrap()), [*zip(paths, files, strict=True)][share], mesh, dtype, rounds)
         weight_map = {name: final for final, file in zip(names, everything, strict=True) for name in file[0]}

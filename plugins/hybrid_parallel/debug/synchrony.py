@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from booster.errors import SynchronyError
 from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
 from plugins.hybrid_parallel.checksum import checksum
+from plugins.hybrid_parallel.mesh import REPLICAS
 from shardformer.shard_spec import spec_of
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class SynchronyCheck:
         yield _Scope("", None, list(_options(optimizers)))
         yield _Scope("tensor-parallel", self.mesh.group("tp"), [names, *streams, *steps, *copies])
         whole = [_Shared(_PARAMETERS, name, param.data) for name, param in params.items()]
-        yield _Scope("data-parallel", self.mesh.group("dp"), [names, *steps, *whole])
+        yield _Scope("data-parallel", self.mesh.group(REPLICAS), [names, *steps, *whole])
         first_names = {param: name for name, param in params.items()}
         for param, tie in sorted(self.model.tied.items(), key=lambda item: item[1].order):
             name = first_names[param]
