@@ -24,6 +24,11 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
                 f"generate() cannot run stage {manager.stage} of a pipeline; boost the model with pp_size=1 "
                 "(a checkpoint opens under any layout)"
             )
+        if config.context is not None:
+            raise RuntimeError(
+                f"generate() adds tokens to sequences that cp_size={config.context.size} ranks share; boost the model "
+                "with cp_size=1 (a checkpoint opens under any layout)"
+            )
         if config.exchanges_heads and kwargs.get("use_cache", True):
             raise RuntimeError(
                 "sequence_parallelism_mode='all_to_all' leaves no key/value cache to generate with; "

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardformer.context import ContextAxis
 from shardformer.sequence import SequenceParallel
 from shardformer.stage import PipelineStageManager
 
@@ -24,6 +25,8 @@ class ShardConfig:
     Attributes:
         tensor_parallel_process_group: the tensor-parallel ranks; None for the default group.
         pipeline_stage_manager: which pipeline stage this is; None for no pipeline.
+        context_parallel_process_group: the ranks that share each sequence; None where each has whole ones.
+        context_parallel_mode: how attention sees the tokens of those ranks, `ring_attn` or `all_to_all`.
         enable_tensor_parallelism: whether weights are cut over the group.
         enable_fused_normalization: use fused kernels for layer and RMS norms.
         enable_flash_attention: True for the fastest attention backend that fits, or the name of one.
@@ -57,12 +60,14 @@ class ShardConfig:
     make_vocab_size_divisible_by: int = 64
     compute_dtype: torch.dtype | None = None
     sharding_dim: Literal[0, -1] | None = None
+    context_parallel_process_group: ProcessGroup | None = None
+    context_parallel_mode: Literal["ring_attn", "all_to_all"] = "ring_attn"
 
     def __post_init__(self) -> None:
         if self.enable_sequence_parallelism and self.sequence_parallelism_mode not in ("split_gather", "all_to_all"):
             raise ValueError(
-                f"sequence_parallelism_mode='{self.sequence_parallelism_mode}' is not available in this version; "
-                "use 'split_gather' or 'all_to_all'"
+                f"sequence_parallelism_mode='{self.sequence_parallelism_mode}' cuts nothing over the tensor-parallel "
+                "ranks; use 'split_gather' or 'all_to_all', or context_parallel_process_group"
             )
         if self.make_vocab_size_divisible_by < 1:
             raise ValueError(
@@ -97,6 +102,12 @@ class ShardConfig:
         if not self.enable_sequence_parallelism or self.tensor_parallel_size == 1:
             return None
         return SequenceParallel(self.group)
+
+    @cached_property
+    def context(self) -> ContextAxis | None:
+        """The ranks that share each sequence, or None where there are none."""
+        group = self.context_parallel_process_group
+        return None if group is None or dist.get_world_size(group) == 1 else ContextAxis(group)
 
     def without_sequence(self) -> ShardConfig:
         """The same without sequence parallelism."""

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.attention import log_once, use_backend, use_sharded_attention, uses_registry
+from shardformer.attention.context import use_context_attention
 from shardformer.attention.ulysses import SequenceExchange
+from shardformer.context_sharding import context_problems, share_sequences
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.policies.base import (
     ModulePolicyDescription,
@@ -66,9 +68,12 @@ class ModelSharder:
         groups = alias_groups(self.model)
         tied = [names for names in groups if len(names) > 1]
         shared = self._names_on_several_stages(groups)
+        positions = self.policy.position_counter() if self.config.context is not None else None
         if self._cut is not None:
             self._cut.apply()
         self.replace_module()
+        if positions is not None:
+            share_sequences(self.model, self.policy, self.config, positions)
         retie(self.model, tied)
         self._annotate_the_rest()
         self.policy.postprocess()
@@ -83,6 +88,8 @@ class ModelSharder:
             problems += self._check_table()
         if self.config.exchanges_heads:
             problems += self._check_exchange()
+        if self.config.context is not None:
+            problems += context_problems(self.model, self.policy, self.config)
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -133,6 +140,8 @@ class ModelSharder:
             use_backend(
                 self.model, self.config.enable_flash_attention, device, self.config.compute_dtype or first.dtype
             )
+        if self.config.context is not None:
+            use_context_attention(self.model, self.config.context_parallel_mode)
         if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
             exchange = SequenceExchange(self.config.sequence) if self.config.exchanges_heads else None
             use_sharded_attention(self.model, dist.get_rank(self.config.group), exchange)

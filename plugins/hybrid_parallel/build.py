@@ -282,7 +282,8 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         config.enable_jit_fused,
         config.enable_all_optimization,
     )
-    if config.tp_size == 1 and config.pp_size == 1 and config.custom_policy is None and not any(changes_layers):
+    is_whole = config.tp_size == config.pp_size == config.cp_size == 1
+    if is_whole and config.custom_policy is None and not any(changes_layers):
         return []  # nothing to cut: a model of any kind will do
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), config.pp_size, config.chunks_per_rank)
     num_stages = config.pp_size * config.chunks_per_rank
@@ -294,8 +295,10 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
             enable_fused_normalization=config.enable_fused_normalization,
             enable_flash_attention=config.enable_flash_attention,
             enable_jit_fused=config.enable_jit_fused,
-            enable_sequence_parallelism=config.enable_sequence_parallelism,
-            sequence_parallelism_mode=config.sequence_parallelism_mode,
+            enable_sequence_parallelism=config.cuts_over_tp,
+            sequence_parallelism_mode=config.sequence_parallelism_mode if config.cuts_over_tp else "split_gather",
+            context_parallel_process_group=mesh.group("cp"),
+            context_parallel_mode=config.context_mode,
             enable_sequence_overlap=config.enable_sequence_overlap,
             enable_all_optimization=config.enable_all_optimization,
             make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,7 +23,7 @@ class HybridParallelConfig:
 
     Attributes:
         tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is what is left of the
-            world; `sp_size` is that of `tp_size`, whose ranks share the sequence.
+            world; `sp_size` is that of `tp_size`, or of `cp_size`, whose ranks share the sequence.
         zero_stage: 0 keeps optimizer states on every data-parallel rank, 1 cuts them over the ranks.
         precision: of parameters and activations; "fp32" leaves the model's own dtype alone.
         initial_scale, growth_interval: fp16 loss scale at the start; steps without overflow before it doubles.
@@ -94,6 +95,8 @@ class HybridParallelConfig:
     synchrony_interval: int = 1
 
     def __post_init__(self) -> None:
+        if self.sp_size is not None and self.cp_size == 1 and self._shares_over_context():
+            object.__setattr__(self, "cp_size", self.sp_size)
         problems = [*self._check_sizes(), *self._check_choices(), *self._check_numbers(), *self._check_availability()]
         if problems:
             raise ConfigurationError("; ".join(problems))
@@ -114,19 +117,38 @@ class HybridParallelConfig:
         Raises:
             ConfigurationError: the sizes do not fit the world.
         """
-        block = self.tp_size * self.pp_size * self.cp_size
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        sizes |= {"cp_size": self.cp_size} if self.cp_size > 1 else {}
+        block = math.prod(sizes.values())
         if world_size % block:
             raise ConfigurationError(
-                f"world size {world_size} is not a multiple of tp_size*pp_size={self.tp_size}*{self.pp_size}={block}; "
+                f"world size {world_size} is not a multiple of {'*'.join(sizes)}="
+                f"{'*'.join(map(str, sizes.values()))}={block}; "
                 f"start {-(-world_size // block) * block} ranks or choose sizes whose product divides {world_size}"
             )
         dp_size = world_size // block
         if self.dp_size is not None and self.dp_size != dp_size:
+            given = " and ".join(f"{name}={size}" for name, size in sizes.items())
             raise ConfigurationError(
-                f"dp_size={self.dp_size} does not fit world size {world_size} with tp_size={self.tp_size} and "
-                f"pp_size={self.pp_size}; use dp_size={dp_size}"
+                f"dp_size={self.dp_size} does not fit world size {world_size} with {given}; use dp_size={dp_size}"
             )
         return dp_size
+
+    @property
+    def context_mode(self) -> str:
+        """How attention sees the tokens of the other ranks of `cp_size`."""
+        return "all_to_all" if self.sequence_parallelism_mode == "all_to_all" else "ring_attn"
+
+    @property
+    def cuts_over_tp(self) -> bool:
+        """Whether the ranks of `tp_size` share the sequence."""
+        is_tp_mode = self.sequence_parallelism_mode == "split_gather" or self.cp_size == 1
+        return self.enable_sequence_parallelism and is_tp_mode and self.tp_size > 1
+
+    def _shares_over_context(self) -> bool:
+        """Whether `sp_size` is another name of `cp_size`, as of ColossalAI's modes that leave weights whole."""
+        mode = self.sequence_parallelism_mode
+        return mode == "ring_attn" or (mode == "all_to_all" and self.sp_size not in (1, self.tp_size))
 
     def microbatches_of(self, num_rows: int) -> int:
         """Into how many micro-batches a batch of `num_rows` samples is cut."""
@@ -155,12 +177,10 @@ class HybridParallelConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
                 problems.append(f"{name}={value!r} is not a positive integer; use 1 or more")
-        if self.sp_size is not None and self.sp_size not in (1, self.tp_size):
+        if self.sp_size is not None and self.sp_size not in (1, self.tp_size, self.cp_size):
             problems.append(f"sp_size={self.sp_size} differs from tp_size={self.tp_size}; use sp_size={self.tp_size}")
-        for name in ("cp_size", "ep_size"):
-            value = getattr(self, name)
-            if isinstance(value, int) and value > 1:
-                problems.append(f"{name}={value} is not available in this version; use {name}=1")
+        if isinstance(self.ep_size, int) and self.ep_size > 1:
+            problems.append(f"ep_size={self.ep_size} is not available in this version; use ep_size=1")
         return problems
 
     def _check_choices(self) -> list[str]:
@@ -170,7 +190,7 @@ class HybridParallelConfig:
             "nonfinite": NONFINITE,
             "pp_style": tuple(SCHEDULES),
             "sharding_dim": (None, 0, -1),
-            "sequence_parallelism_mode": ("split_gather", "all_to_all"),
+            "sequence_parallelism_mode": ("split_gather", "all_to_all", "ring_attn"),
         }
         return [
             f"{name}={getattr(self, name)!r} is not available; use {' or '.join(repr(choice) for choice in allowed)}"
@@ -197,13 +217,15 @@ class HybridParallelConfig:
         return problems
 
     def _check_mapping(self) -> list[str]:
-        if self.sharding_dim is not None and self.enable_sequence_parallelism:
+        cut_by = f"cp_size={self.cp_size}" if self.cp_size != 1 else "enable_sequence_parallelism=True"
+        if self.sharding_dim is not None and (self.enable_sequence_parallelism or self.cp_size != 1):
             return [
-                f"sharding_dim={self.sharding_dim} leaves activations whole, and enable_sequence_parallelism=True cuts "
-                "them; use one of them"
+                f"sharding_dim={self.sharding_dim} leaves activations whole, and {cut_by} cuts them; use one of them"
             ]
         if self.device_mapping is None:
             return []
+        if self.cp_size != 1:
+            return ["device_mapping places stages and shards, not parts of sequences; use cp_size=1 or no mapping"]
         return check_mapping(self.device_mapping, self.pp_size, self.tp_size)
 
     def _check_chunks(self) -> list[str]:
@@ -230,6 +252,11 @@ class HybridParallelConfig:
             problems.append(f"{' and '.join(given)} each say how weights are cut; use one of them")
         if self.tp_info is not None and not isinstance(self.tp_info, TPInfo):
             problems.append(f"tp_info is a {type(self.tp_info).__name__}; use shardformer.TPInfo()")
-        if self.enable_sequence_parallelism and self.tp_size == 1:
-            problems.append("enable_sequence_parallelism=True needs tp_size > 1; use tp_size=2 or switch it off")
+        if self.enable_sequence_parallelism and self.cp_size == 1:
+            if self.sequence_parallelism_mode == "ring_attn":
+                problems.append(
+                    "sequence_parallelism_mode='ring_attn' needs cp_size > 1; use cp_size=2 or another mode"
+                )
+            elif self.tp_size == 1:
+                problems.append("enable_sequence_parallelism=True needs tp_size > 1; use tp_size=2 or switch it off")
         return problems

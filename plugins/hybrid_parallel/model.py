@@ -28,6 +28,7 @@ from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.parameters import TiedParameter
 from shardformer.adapters import model_inside
 from shardformer.collectives import gather_from_axis
+from shardformer.context import ContextAxis, current_pass
 from shardformer.layers.head import VocabParallelLMHead, parallel_logits
 from shardformer.losses import head_loss_of
 from shardformer.rng import SharedStream
@@ -140,7 +141,7 @@ class HybridParallelModel(ModelWrapper):
             self.trace.begin([kwargs], [])
         with self.running():
             if self.head_loss is None or not self.head_loss.applies_to(kwargs):
-                return self.module(*args, **kwargs)
+                return self.whole_sequences(self.module(*args, **kwargs))
             return self._forward_with_loss(args, kwargs)
 
     def checks_this_batch(self) -> bool:
@@ -169,7 +170,9 @@ class HybridParallelModel(ModelWrapper):
         if self.head_loss is not None:
             has_labels = all(self.head_loss.applies_to(microbatch) for microbatch in microbatches)
             return (
-                HeadStepLoss(microbatches, self.mesh, self.head_loss) if has_labels else NoLoss(microbatches, self.mesh)
+                HeadStepLoss(microbatches, self.mesh, self.head_loss, self.parts_axis)
+                if has_labels
+                else NoLoss(microbatches, self.mesh)
             )
         return ModelStepLoss(microbatches, self.mesh)
 
@@ -184,7 +187,8 @@ class HybridParallelModel(ModelWrapper):
         return inputs
 
     def gathered(self, outputs: Any) -> Any:
-        """`outputs` with vocabulary-parallel logits gathered over the tensor-parallel ranks."""
+        """`outputs` of whole sequences, with vocabulary-parallel logits gathered over the tensor-parallel ranks."""
+        outputs = self.whole_sequences(outputs)
         head = next((module for module in self.module.modules() if isinstance(module, VocabParallelLMHead)), None)
         if head is None or not isinstance(outputs, Mapping):
             return outputs
@@ -198,6 +202,28 @@ class HybridParallelModel(ModelWrapper):
         logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
         return type(outputs)(**{**outputs, **logits})
 
+    @property
+    def parts_axis(self) -> ContextAxis | None:
+        """The ranks that each have outputs of a part of every sequence; None where outputs are of whole ones."""
+        inside = model_inside(self.module)
+        return inside.context_axis if getattr(inside, "returns_parts", False) else None
+
+    def whole_sequences(self, outputs: Any) -> Any:
+        """Outputs of this rank's part of each sequence -> of whole sequences."""
+        axis = self.parts_axis
+        if axis is None:
+            return outputs
+        length = current_pass().length
+        part = 2 * axis.chunk(length)
+
+        def whole(value: Any) -> Any:
+            is_part = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == part
+            return axis.gather(value, length) if is_part else value
+
+        if not isinstance(outputs, Mapping):
+            return whole(outputs)
+        return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
+
     def _refuse_hidden_states(self, inputs: Mapping[str, Any]) -> None:
         """Those of all layers are asked for where no rank has them."""
         asked = inputs.get("output_hidden_states")
@@ -209,9 +235,11 @@ class HybridParallelModel(ModelWrapper):
                 "use pp_size=1 or output_hidden_states=False"
             )
         if getattr(model_inside(self.module), "sequence_is_cut", False):
+            cp_size = self.mesh.size("cp")
+            cut_by = f"cp_size={cp_size}" if cp_size > 1 else "enable_sequence_parallelism=True"
             raise ConfigurationError(
-                "output_hidden_states=True finds parts of sequences under enable_sequence_parallelism=True; "
-                "use enable_sequence_parallelism=False or output_hidden_states=False"
+                f"output_hidden_states=True finds parts of sequences under {cut_by}; leave that out, or use "
+                "output_hidden_states=False"
             )
 
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -220,7 +248,7 @@ class HybridParallelModel(ModelWrapper):
                 "this rank's share of the last batch is empty; use booster.execute_pipeline, or drop_last=True"
             )
         as_tuple = kwargs.get("return_dict") is False
-        loss = HeadStepLoss([kwargs], self.mesh, self.head_loss)
+        loss = HeadStepLoss([kwargs], self.mesh, self.head_loss, self.parts_axis)
         inputs = self.head_loss.inputs(kwargs)
         with parallel_logits(self.module):
             outputs = self.module(*args, **{**inputs, "return_dict": True})

@@ -8,6 +8,7 @@ count. `HeadStepLoss` knows the counts before the step (they depend on labels al
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.microbatch import num_rows
+from shardformer.context import ContextAxis
 from shardformer.losses import HeadLoss
+from shardformer.losses.terms import IGNORE_INDEX
 
 Microbatches = Sequence[Mapping[str, Any]]
 
@@ -31,14 +34,18 @@ class StepLoss:
 
     Attributes:
         reads_parallel_logits: whether it takes logits that are cut over the vocabulary.
+        reads_parts: whether it takes outputs of this rank's part of each sequence.
+        copies: context-parallel ranks that find the same, because they see whole sequences.
         own_entries: names of entries of the batch that it alone reads.
     """
 
     reads_parallel_logits = False
+    reads_parts = False
     own_entries: Collection[str] = ()
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh
+        self.copies = mesh.size("cp")
         self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.shares: list[tuple[int, Tensor]] = []  # micro-batch -> what it added
 
@@ -46,6 +53,7 @@ class StepLoss:
         """What micro-batch `index` adds to the global loss (0-d, differentiable), on the last stage."""
         loss = self._share(outputs, index)
         if loss is not None:
+            loss = loss if self.copies == 1 else loss / self.copies
             self.shares.append((index, loss.detach()))
             self.total += loss.detach()
         return loss
@@ -58,7 +66,7 @@ class StepLoss:
         return (self._sum_over_replicas(self.total) if return_loss else None), None
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        """Sum over stages (only the last has anything) and data-parallel ranks."""
+        """Sum over stages (only the last has anything), data- and context-parallel ranks."""
         if dist.get_world_size(self.mesh.replica_group) > 1:
             dist.all_reduce(value, group=self.mesh.replica_group)
         return value
@@ -84,12 +92,19 @@ class HeadStepLoss(StepLoss):
 
     Args:
         head_loss: its sums and counts.
+        axis: over which the model leaves sequences cut; None where its outputs are of whole sequences.
     """
 
     reads_parallel_logits = True
+    reads_parts = True
 
-    def __init__(self, microbatches: Microbatches, mesh: HybridMesh, head_loss: HeadLoss) -> None:
+    def __init__(
+        self, microbatches: Microbatches, mesh: HybridMesh, head_loss: HeadLoss, axis: ContextAxis | None = None
+    ) -> None:
         super().__init__(microbatches, mesh)
+        self.axis = axis
+        if axis is not None:
+            self.copies = 1
         if head_loss.couples_samples and (len(microbatches) > 1 or mesh.size("dp") > 1):
             raise ConfigurationError(
                 f"a contrastive loss compares all samples of a batch, which is cut into {len(microbatches)} "
@@ -102,7 +117,8 @@ class HeadStepLoss(StepLoss):
         self.global_counts = self._sum_over_data(counts)
 
     def _share(self, outputs: Any, index: int) -> Tensor:
-        return self.head_loss.weighted_sum(outputs, self.microbatches[index], self.global_counts)
+        part = None if self.axis is None else partial(self.axis.take, fill=IGNORE_INDEX)
+        return self.head_loss.weighted_sum(outputs, self.microbatches[index], self.global_counts, part)
 
 
 class CriterionStepLoss(StepLoss):
@@ -129,7 +145,7 @@ class CriterionStepLoss(StepLoss):
         value = self.criterion(outputs, microbatch)
         if isinstance(value, tuple):
             value, count = value
-            self.count += count.detach() if isinstance(count, Tensor) else count
+            self.count += (count.detach() if isinstance(count, Tensor) else count) / self.copies
             self.counts_itself.fill_(1.0)
         else:
             value = value * num_rows(microbatch)

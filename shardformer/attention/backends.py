@@ -169,6 +169,8 @@ def sdpa_without_slow_kernels(
 
 def keeps_scores(implementation: str, query: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> bool:
     """Whether the kernel of that name keeps [batch, heads, seq, seq] for its backward pass on such inputs."""
+    if implementation.startswith("context_"):
+        return False
     if implementation in ("sdpa", SDPA):
         return bool(_slow_inputs(query, attention_mask, **kwargs))
     return not implementation.startswith(("flash", "flex")) and implementation != "xformers"

@@ -8,7 +8,7 @@ same name is registered with it, because transformers silently drops the padding
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: SequenceExch
     The kernel stays the one the model was built with (SDPA by default). Models without the registry are left as
     they are: their policies say how their attention dropout is made parallel.
     """
-    for module in _routed(model):
+    for module in routed_modules(model, _PREFIX, _register):
         module.sharded_attention_rank, module.sequence_exchange = tp_rank, exchange
 
 
@@ -38,19 +38,25 @@ def recompute_attention(model: nn.Module) -> None:
 
     Attention kernels that would keep their scores for the backward pass run again there; fused ones keep none.
     """
-    for module in _routed(model):
+    for module in routed_modules(model, _PREFIX, _register):
         module.recomputes_attention = True
 
 
-def _routed(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that choose a kernel by name, once the name is one of ours."""
+def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str], None]) -> Iterator[nn.Module]:
+    """The modules that choose a kernel by name, once the name is one of ours.
+
+    Args:
+        prefix: what makes a name ours.
+        register: (our name, the name that the model had) -> enters ours in the registries.
+    """
     for module in model.modules():
         config = getattr(module, "config", None)
         implementation = getattr(config, "_attn_implementation", None)
         if implementation is None or not uses_registry(module):
             continue
-        if not implementation.startswith(_PREFIX):
-            config._attn_implementation = _register(implementation)
+        if not implementation.startswith(prefix):
+            register(prefix + implementation, implementation)
+            config._attn_implementation = prefix + implementation
         yield module
 
 
@@ -59,15 +65,18 @@ def uses_registry(module: nn.Module) -> bool:
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
-def _register(implementation: str) -> str:
+def _register(name: str, implementation: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, _sharded(implementation))
+    AttentionMaskInterface.register(name, masks_of(implementation))
+
+
+def masks_of(implementation: str) -> Callable[..., Any]:
+    """What makes the masks that a kernel takes."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    name = _PREFIX + implementation
-    AttentionInterface.register(name, _sharded(implementation))
-    mask_of = "sdpa" if implementation in (SDPA, "xformers") else implementation
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[mask_of])
-    return name
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if implementation in (SDPA, "xformers") else implementation]
 
 
 def _sharded(implementation: str) -> Any:
@@ -97,7 +106,7 @@ def call_kernel(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the kernel of that name; its dropout draws from this rank's stream where ranks have heads of their own."""
-    kernel = _kernel(implementation, module)
+    kernel = kernel_named(implementation, module)
     recomputes = getattr(module, "recomputes_attention", False) and torch.is_grad_enabled()
     if recomputes and keeps_scores(implementation, query, attention_mask, **kwargs):
         kernel = partial(checkpoint, kernel, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")))
@@ -109,7 +118,7 @@ def call_kernel(
         return kernel(module, query, key, value, attention_mask, **kwargs)
 
 
-def _kernel(implementation: str, module: nn.Module) -> Any:
+def kernel_named(implementation: str, module: nn.Module) -> Any:
     """The kernel behind the name; `eager` is not in the registry but beside the module's class."""
     if implementation == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward

@@ -33,14 +33,24 @@ class SequenceExchange:
         Fewer key/value heads than ranks are repeated, so that every rank gets one.
         """
         size, length = self.region.world_size, self.region.length
-        repeated = (x if x.shape[1] % size == 0 else x.repeat_interleave(size // x.shape[1], 1) for x in projections)
-        return tuple(_Exchange.apply(x, 1, 2, self.region.group)[:, :, :length] for x in repeated)
+        repeated = (repeated_for(x, size) for x in projections)
+        return tuple(exchange_dims(x, 1, 2, self.region.group)[:, :, :length] for x in repeated)
 
     def to_sequence(self, found: Tensor) -> Tensor:
         """What attention found, [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""
         missing = -found.shape[1] % self.region.world_size
         padded = F.pad(found, (0, 0, 0, 0, 0, missing)) if missing else found
-        return _Exchange.apply(padded, 1, 2, self.region.group)
+        return exchange_dims(padded, 1, 2, self.region.group)
+
+
+def exchange_dims(x: Tensor, split_dim: int, join_dim: int, group: ProcessGroup) -> Tensor:
+    """Cut `split_dim` over the ranks and put their pieces together along `join_dim`; backward the other way round."""
+    return _Exchange.apply(x, split_dim, join_dim, group)
+
+
+def repeated_for(x: Tensor, size: int) -> Tensor:
+    """[batch, heads, ...]: heads fewer than `size` are repeated, so that every rank gets one."""
+    return x if x.shape[1] % size == 0 else x.repeat_interleave(size // x.shape[1], 1)
 
 
 class _Exchange(torch.autograd.Function):

@@ -117,7 +117,7 @@ _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForTextToSpeech": conditional_generation,
     "ForPreTraining": pretraining,
     "ForNextSentencePrediction": plain_classes,
-    "ForTokenClassification": plain_classes,
+    "ForTokenClassification": partial(plain_classes, per_token=True),
     "ForMultipleChoice": plain_classes,
     "ForAudioClassification": plain_classes,
     "ForAudioFrameClassification": mean_of_samples,

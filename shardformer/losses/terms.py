@@ -33,6 +33,7 @@ class LossTerm:
         epsilon: added to the global count.
         is_sum: whether the head adds the values up in the place of a mean.
         prepare: (labels, batch) -> the labels as `count` and `total` take them; None for as they are.
+        per_token: whether these are [batch, seq], each read beside the output of its own token alone.
     """
 
     labels: str
@@ -43,6 +44,7 @@ class LossTerm:
     epsilon: float = 0.0
     is_sum: bool = False
     prepare: Callable[[Tensor, Batch], Tensor] | None = None
+    per_token: bool = False
 
     def labels_of(self, batch: Batch) -> Tensor:
         """The labels of a batch, as `count` and `total` take them."""
@@ -87,10 +89,23 @@ class HeadLoss:
         """[terms], float64: how many values each mean is over in this batch."""
         return torch.stack([term.count(term.labels_of(batch), batch).double() for term in self.terms])
 
-    def weighted_sum(self, outputs: Any, batch: Batch, global_counts: Tensor) -> Tensor:
-        """This batch's share of the global loss: sum of weight * total / global count (0-d)."""
+    @property
+    def per_token(self) -> bool:
+        """Whether a part of the tokens of a sequence has a loss of its own, which the parts add up to."""
+        return all(term.per_token for term in self.terms) and not self.couples_samples
+
+    def weighted_sum(
+        self, outputs: Any, batch: Batch, global_counts: Tensor, part: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """This batch's share of the global loss: sum of weight * total / global count (0-d).
+
+        Args:
+            part: labels [batch, seq] -> those of the tokens that `outputs` are of, where these are not all.
+        """
         weights, epsilons = torch.tensor([(term.weight, term.epsilon) for term in self.terms]).to(global_counts).T
         sums = torch.tensor([term.is_sum for term in self.terms], device=global_counts.device)
         factors = torch.where(sums, weights, weights / (global_counts + epsilons).clamp(min=1.0))
-        totals = torch.stack([term.total(outputs, term.labels_of(batch)) for term in self.terms])
+        labels = [term.labels_of(batch) for term in self.terms]
+        labels = labels if part is None else [part(each) for each in labels]
+        totals = torch.stack([term.total(outputs, each) for term, each in zip(self.terms, labels, strict=True)])
         return (totals * factors.to(totals.dtype)).sum()

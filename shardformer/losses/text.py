@@ -30,15 +30,19 @@ def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def causal_lm(model: nn.Module) -> HeadLoss:
-    def total(outputs: Any, labels: Tensor) -> Tensor:
+    def of_next(labels: Tensor, _: Batch) -> Tensor:
         # Token t predicts label t + 1. The labels move, not the logits: no copy of [batch, seq, vocabulary].
-        return token_sum(model, outputs.logits, F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:])
+        return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
-    return HeadLoss(LossTerm("labels", lambda labels, batch: not_ignored(labels[..., 1:], batch), total))
+    return HeadLoss(LossTerm("labels", not_ignored, _token_total(model), prepare=of_next, per_token=True))
 
 
 def masked_lm(model: nn.Module) -> HeadLoss:
-    return HeadLoss(LossTerm("labels", not_ignored, lambda outputs, labels: token_sum(model, outputs.logits, labels)))
+    return HeadLoss(LossTerm("labels", not_ignored, _token_total(model), per_token=True))
+
+
+def _token_total(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    return lambda outputs, labels: token_sum(model, outputs.logits, labels)
 
 
 def conditional_generation(model: nn.Module) -> HeadLoss:
@@ -75,7 +79,7 @@ def replaced_tokens(_: nn.Module) -> HeadLoss:
         logits, kept = outputs.logits.view(labels.shape), labels != IGNORE_INDEX
         return F.binary_cross_entropy_with_logits(logits[kept], labels[kept].to(logits.dtype), reduction="sum")
 
-    return HeadLoss(LossTerm("labels", not_ignored, total, prepare=of_tokens))
+    return HeadLoss(LossTerm("labels", not_ignored, total, prepare=of_tokens, per_token=True))
 
 
 def pretraining(
@@ -91,11 +95,11 @@ def pretraining(
     )
 
 
-def plain_classes(_: nn.Module) -> HeadLoss:
+def plain_classes(_: nn.Module, per_token: bool = False) -> HeadLoss:
     def total(outputs: Any, labels: Tensor) -> Tensor:
         return cross_entropy_sum(outputs.logits.reshape(-1, outputs.logits.shape[-1]), labels.reshape(-1))
 
-    return HeadLoss(LossTerm("labels", not_ignored, total))
+    return HeadLoss(LossTerm("labels", not_ignored, total, per_token=per_token))
 
 
 def sequence_classification(model: nn.Module) -> HeadLoss:

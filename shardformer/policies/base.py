@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from shardformer.context import Positions
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_config import ShardConfig
 from shardformer.stage import StageLayout
@@ -116,6 +117,25 @@ class Policy(ABC):
         """Path of the base model (the one with the layers) inside the model; "" when the model is it."""
         prefix = getattr(self.model, "base_model_prefix", "")
         return prefix if prefix and hasattr(self.model, prefix) else ""
+
+    def mixes_in_attention_alone(self) -> bool:
+        """Whether tokens of different places meet in attention and nowhere else."""
+        return True
+
+    def position_counter(self) -> Positions:
+        """How the base model counts positions where it is given none; asked for before the model is cut."""
+        base = self.model.get_submodule(self.base_path)
+        embeddings = getattr(base, "embeddings", None)
+        if not hasattr(embeddings, "create_position_ids_from_input_ids"):
+            return lambda _: None
+        padding = embeddings.padding_idx
+
+        def behind_padding(inputs: Mapping[str, Any]) -> Tensor:
+            if inputs.get("input_ids") is not None:
+                return embeddings.create_position_ids_from_input_ids(inputs["input_ids"], padding)
+            return embeddings.create_position_ids_from_inputs_embeds(inputs["inputs_embeds"], padding)
+
+        return behind_padding
 
     def head_counts(self) -> Mapping[str, int]:
         """Config attribute -> number of heads that the axis has to divide, `num_attention_heads` first."""

@@ -112,16 +112,22 @@ class PlanPolicy(Policy):
 
     def _splits_sequence(self) -> bool:
         """Whether layers can work on slices of the sequence."""
+        if self.shard_config.exchanges_heads:
+            return self.mixes_in_attention_alone()
+        return bool(self._only_layers()) and not unclosed_regions(self._cut_layers(), self.stages.layers)
+
+    def mixes_in_attention_alone(self) -> bool:
+        return self._attends_only(self._only_layers())
+
+    def _only_layers(self) -> list[nn.Module]:
+        """The layers; none where a tower stands beside them, or where a declaration does not tell."""
         layout = None if self.declared is not None else self.stages
         if layout is None or layout.then is not None:
-            return False
+            return []
         layers = list(self.model.get_submodule(layout.layers))
         held = {id(module) for layer in layers for module in layer.modules()}
-        if any(_attends(module) and id(module) not in held for module in self.model.modules()):
-            return False  # a tower beside the layers
-        if self.shard_config.exchanges_heads:
-            return self._attends_only(layers)
-        return not unclosed_regions(self._cut_layers(), layout.layers)
+        is_beside = any(_attends(module) and id(module) not in held for module in self.model.modules())
+        return [] if is_beside else layers
 
     def _attends_only(self, layers: list[nn.Module]) -> bool:
         """Whether tokens of different places meet in attention alone, so that a layer can work on a part of them."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from torch import Tensor
+
+from shardformer.context import Positions
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.shorthand import Shorthand
 from shardformer.stage import AddsNothing, PassedThrough, Received, StageLayout
@@ -46,6 +50,13 @@ class OPTPolicy(Policy):
             ),
             "OPTForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
         }
+
+    def position_counter(self) -> Positions:
+        def of_real_tokens(inputs: Mapping[str, Any]) -> Tensor | None:
+            mask = inputs.get("attention_mask")
+            return None if mask is None else (mask.cumsum(dim=1) * mask - 1).long()
+
+        return of_real_tokens
 
     def check(self) -> list[str]:
         problems = super().check()

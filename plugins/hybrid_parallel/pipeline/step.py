@@ -98,6 +98,7 @@ class PipelineStep:
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
+            outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)
             if keep is not None:
                 keep.append(_detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))

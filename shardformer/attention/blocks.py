@@ -1,0 +1,229 @@
+"""Attention between a block of queries and a block of keys, as one part of a softmax over more keys than these.
+
+Each kernel returns what the block's keys alone would give, and the logarithm of the sum of their exponentials, with
+which blocks are put together (`merge`). The backward pass of a block takes the output and the logarithm of the *whole*
+softmax and gives the block's exact share of the gradients (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and keys that meet.
+
+    Attributes:
+        queries, keys: ranges of the queries and the keys at hand.
+        is_causal: query i sees the keys up to number i of the block.
+        allowed: [batch or 1, heads or 1, queries, keys] bool, True where they meet; None for everywhere.
+    """
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    allowed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How scores become weights.
+
+    Attributes:
+        scale: of the scores.
+        dropout: probability that a weight is dropped.
+        seed: of the random numbers for that, another one for each block.
+    """
+
+    scale: float
+    dropout: float = 0.0
+    seed: int = 0
+
+
+class Gradients(NamedTuple):
+    """Of a block's queries, keys and values."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """[batch, heads, queries, head_dim] found among the block's keys, and [batch, heads, queries] logarithms.
+
+    Args:
+        query: [batch, heads, queries, head_dim], those of the block.
+        key, value: [batch, key/value heads, keys, head_dim]; the heads are a divisor of the query's.
+
+    A query that sees none of the keys finds zero, at the logarithm of zero.
+    """
+    if _has_cpu_kernel(query, value, softmax):
+        found, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, block.is_causal, attn_mask=_additive(block, query.dtype), scale=softmax.scale
+        )
+        if block.allowed is not None:
+            logs = logs.masked_fill(~block.allowed.any(-1), -math.inf)
+        return found, logs
+    if _has_cuda_kernel(query, value, block, softmax):
+        key, value = _repeated(key, query), _repeated(value, query)
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, block.is_causal, False, scale=softmax.scale
+        )[:2]
+    scores = _scores(query, key, block, softmax)
+    logs = scores.logsumexp(-1)
+    weights = (scores - _finite(logs)[..., None]).exp()
+    weights = _dropped(weights, softmax)
+    return (weights @ _repeated(value, query).to(weights.dtype)).to(query.dtype), logs
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: Tensor,
+    logs: Tensor,
+    block: Block,
+    softmax: Softmax,
+) -> Gradients:
+    """The block's share of the gradients.
+
+    Args:
+        grad, found: [batch, heads, queries, head_dim], gradient and value of what all keys together give.
+        logs: [batch, heads, queries], of all keys together; finite.
+    """
+    if _has_cpu_kernel(query, value, softmax):
+        return Gradients(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad,
+                query,
+                key,
+                value,
+                found,
+                logs,
+                0.0,
+                block.is_causal,
+                attn_mask=_additive(block, query.dtype),
+                scale=softmax.scale,
+            )
+        )
+    if _has_cuda_kernel(query, value, block, softmax):
+        return _cuda_backward(grad, query, key, value, found, logs, block, softmax)
+    weights = (_scores(query, key, block, softmax) - logs[..., None]).exp()
+    kept = _dropped(torch.ones_like(weights), softmax)
+    grad, found = grad.to(weights.dtype), found.to(weights.dtype)
+    through = (grad @ _repeated(value, query).to(weights.dtype).transpose(-1, -2)) * kept
+    grad_scores = weights * (through - (grad * found).sum(-1, keepdim=True)) * softmax.scale
+    return Gradients(
+        grad_scores @ _repeated(key, query).to(weights.dtype),
+        _summed(grad_scores.transpose(-1, -2) @ query.to(weights.dtype), key),
+        _summed((weights * kept).transpose(-1, -2) @ grad, value),
+    )
+
+
+def merge(found: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
+    """Add what further keys gave to what is known, in place.
+
+    Args:
+        found, more: [batch, heads, queries, head_dim].
+        logs, more_logs: [batch, heads, queries].
+    """
+    both = torch.logaddexp(logs, more_logs)
+    safe = _finite(both)
+    found.mul_((logs - safe).exp()[..., None]).add_(more * (more_logs - safe).exp()[..., None].to(found.dtype))
+    logs.copy_(both)
+
+
+def _finite(logs: Tensor) -> Tensor:
+    """The logarithm of zero keys is minus infinity, from which nothing can be subtracted."""
+    return logs.masked_fill(logs == -math.inf, 0.0)
+
+
+def _has_cpu_kernel(query: Tensor, value: Tensor, softmax: Softmax) -> bool:
+    return query.device.type == "cpu" and not softmax.dropout and query.shape[-1] == value.shape[-1]
+
+
+def _has_cuda_kernel(query: Tensor, value: Tensor, block: Block, softmax: Softmax) -> bool:
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and block.allowed is None
+        and not softmax.dropout
+    )
+
+
+def _cuda_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: Tensor,
+    logs: Tensor,
+    block: Block,
+    softmax: Softmax,
+) -> Gradients:
+    lengths, unused = (query.shape[2], key.shape[2]), torch.empty(0, dtype=torch.int64, device=query.device)
+    of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
+        grad.to(query.dtype).contiguous(),
+        query,
+        _repeated(key, query),
+        _repeated(value, query),
+        found.contiguous(),
+        logs.contiguous(),
+        None,
+        None,
+        *lengths,
+        0.0,
+        block.is_causal,
+        unused,
+        unused,
+        scale=softmax.scale,
+    )
+    return Gradients(of_query, _summed(of_key, key), _summed(of_value, value))
+
+
+def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
+    if block.allowed is None:
+        return None
+    return torch.zeros_like(block.allowed, dtype=dtype).masked_fill(~block.allowed, -math.inf)
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, softmax: Softmax) -> Tensor:
+    """[batch, heads, queries, keys] in at least fp32, minus infinity where they do not meet."""
+    precise = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(precise) @ _repeated(key, query).to(precise).transpose(-1, -2)) * softmax.scale
+    if block.is_causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(above, -math.inf)
+    return scores if block.allowed is None else scores.masked_fill(~block.allowed, -math.inf)
+
+
+def _dropped(weights: Tensor, softmax: Softmax) -> Tensor:
+    """The weights that dropout leaves, the same ones for the same seed."""
+    if not softmax.dropout:
+        return weights
+    generator = torch.Generator(weights.device).manual_seed(softmax.seed)
+    kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= softmax.dropout
+    return weights * kept / (1 - softmax.dropout)
+
+
+def _repeated(x: Tensor, query: Tensor) -> Tensor:
+    """Key/value heads, one for each head of the query."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _summed(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of repeated heads -> of the heads."""
+    groups = grad.shape[1] // x.shape[1]
+    return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)
