@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 
 from torch import nn
@@ -22,27 +23,35 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
     """What keeps a model from sharing its sequences over ranks."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
     reason = next(_reasons(model, policy), None)
-    problems = [] if reason is None else [f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"]
-    heads = getattr(model.config, "num_attention_heads", config.context.size) // config.tensor_parallel_size
-    if not problems and config.context_parallel_mode == "all_to_all" and heads % config.context.size:
-        problems.append(
-            f"sequence_parallelism_mode='all_to_all' shares {heads} heads out, which {asked} does not divide; "
-            "use 'ring_attn'"
-        )
-    return problems
+    if reason is not None:
+        return [f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"]
+    if config.context_parallel_mode == "ring_attn":
+        return []
+    size, tp_size = config.context.size, config.tensor_parallel_size
+    heads = getattr(model.config, "num_attention_heads", size) // tp_size
+    kv_heads = max((getattr(model.config, "num_key_value_heads", None) or heads * tp_size) // tp_size, 1)
+    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+        return []
+    return [
+        f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({kv_heads} of keys) out over {asked} ranks, "
+        "which does not divide them; use 'ring_attn'"
+    ]
 
 
 def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
     layout, text = policy.stages, getattr(model, "config", None)
-    base = model.get_submodule(policy.base_path) if policy.base_path else getattr(model, "base_model", model)
     if layout is None or layout.then is not None or getattr(text, "is_encoder_decoder", False):
         yield "which has other layers than one list of them"
+        return
     if not policy.exchanges_heads or not any(map(uses_registry, model.modules())):
         yield "whose attention does not go through transformers' registry alone"
     if not policy.mixes_in_attention_alone():
         yield "whose tokens meet outside of attention"
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+    base = _reader_of_tokens(model, policy)
+    if base is None:
         yield "which takes no position_ids"
+    elif not _makes_masks(base):
+        yield "which does not make its masks by transformers' functions"
     if getattr(text, "attn_logit_softcapping", None) is not None:
         yield "whose attention scores are soft-capped"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -51,11 +60,23 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
         yield "whose rotary embedding depends on the length of a sequence"
 
 
+def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
+    """The innermost module around the layers that reads token numbers and positions: heads may call it directly."""
+    path = ".".join(filter(None, (policy.base_path, policy.stages.layers))).split(".")[:-1]
+    around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+    asked = {"input_ids", "position_ids"}
+    return next((each for each in around if asked <= inspect.signature(each.forward).parameters.keys()), None)
+
+
+def _makes_masks(base: nn.Module) -> bool:
+    names = vars(sys.modules[type(base).__module__])
+    return any(name.startswith("create_") and name.endswith("_mask") for name in names)
+
+
 def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, positions: Positions) -> None:
     """Cut the inputs of the base model, and gather the sequence behind its layers where its head reads whole ones."""
     axis = config.context
-    base = model.get_submodule(policy.base_path) if policy.base_path else getattr(model, "base_model", model)
-    cut_inputs(base, axis, positions)
+    cut_inputs(_reader_of_tokens(model, policy), axis, positions)
     head = head_loss_of(model)
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token

@@ -96,10 +96,11 @@ class Layout:
     pp_size: int = 1
     dp_size: int = 1
     num_microbatches: int = 2
+    cp_size: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp_size * self.pp_size * self.dp_size
+        return self.tp_size * self.pp_size * self.dp_size * self.cp_size
 
 
 LAYOUTS = {
@@ -113,6 +114,12 @@ LAYOUTS = {
     "tp2pp2": Layout(tp_size=2, pp_size=2, num_microbatches=3),
     "tp2dp2": Layout(tp_size=2, dp_size=2, num_microbatches=1),
     "pp2dp2": Layout(pp_size=2, dp_size=2, num_microbatches=3),
+    "cp2": Layout(cp_size=2),
+    "cp3": Layout(cp_size=3, num_microbatches=1),
+    "cp4": Layout(cp_size=4, num_microbatches=1),
+    "cp2tp2": Layout(cp_size=2, tp_size=2),
+    "cp2pp2": Layout(cp_size=2, pp_size=2, num_microbatches=4),
+    "cp2dp2": Layout(cp_size=2, dp_size=2),
 }
 
 
@@ -158,6 +165,7 @@ class Case:
             "tp_size": sizes.tp_size,
             "pp_size": sizes.pp_size,
             "dp_size": sizes.dp_size,
+            "cp_size": sizes.cp_size,
             "num_microbatches": sizes.num_microbatches,
             "zero_stage": self.zero_stage,
             "max_norm": recipe.max_norm,

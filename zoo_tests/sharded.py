@@ -95,7 +95,7 @@ def train_sharded(case: Case, directory: Path) -> RankReport:
 def _leave_gradients(boosted: Boosted, directory: Path) -> dict[str, float]:
     gradients = boosted.optimizer.full_gradients()
     plugin = boosted.plugin
-    if plugin.dp_rank == 0 and plugin.tp_rank == 0:
+    if plugin.dp_rank == 0 and plugin.tp_rank == 0 and plugin.mesh.get_local_rank("cp") == 0:
         tensors = {name: gradient.contiguous() for name, gradient in gradients.items()}
         save_file(tensors, directory / f"gradients-{plugin.stage_index}.safetensors")
     return {name: torch.linalg.vector_norm(gradient.double(), 1).item() for name, gradient in gradients.items()}

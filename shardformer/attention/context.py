@@ -151,6 +151,7 @@ def _ring(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim]."""
+    _check_mask(module, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
     group = attention_mask.axis.group
@@ -168,6 +169,7 @@ def _exchanged(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """All of the sequence for a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509), and back."""
+    _check_mask(module, attention_mask)
     axis, length = attention_mask.axis, attention_mask.of.length
     order = axis.order(length, query.device)
 
@@ -182,3 +184,11 @@ def _exchanged(
     found, weights = kernel(module, query, key, value, attention_mask.whole, **kwargs)  # [batch, seq, heads/cp, ...]
     held = found.new_zeros(found.shape[0], 2 * axis.chunk(length) * axis.size, *found.shape[2:])
     return exchange_dims(held.index_copy(1, order, found), 1, 2, axis.group), weights
+
+
+def _check_mask(module: nn.Module, mask: Any) -> None:
+    if not isinstance(mask, ContextMask):
+        raise TypeError(
+            f"{type(module).__name__} got a {type(mask).__name__} for its mask, which says nothing of the tokens of "
+            "other ranks; use cp_size=1"
+        )

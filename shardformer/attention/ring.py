@@ -44,7 +44,9 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, softmax: Softmax, group: ProcessGroup
     ) -> Tensor:
         precise = torch.promote_types(query.dtype, torch.float32)
-        found = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=precise)
+        rows, heads, length, _ = query.shape
+        # In memory as [batch, part, heads, head_dim], which the projection behind it reads: one copy serves both.
+        found = query.new_zeros((rows, length, heads, value.shape[-1]), dtype=precise).transpose(1, 2)
         logs = found.new_full(query.shape[:-1], -torch.inf)
         held, ring = torch.cat([key, value], -1), _Ring(group)
         for step in range(ring.size):

@@ -43,6 +43,9 @@ class CLIPPolicy(Policy):
             then=replace(text, last=(*text.last, "text_projection")),
         )
 
+    def mixes_in_attention_alone(self) -> bool:
+        return False  # the pooler of a text looks for its last token
+
     def head_counts(self) -> Mapping[str, int]:
         return {
             f"{tower}num_attention_heads": config.num_attention_heads for tower, config in self._tower_configs().items()

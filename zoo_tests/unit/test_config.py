@@ -22,7 +22,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dp_size": 0}, r"dp_size=0 is not a positive integer"),
     ({"tp_size": "two"}, r"tp_size='two' is not a positive integer"),
     ({"tp_size": 2, "sp_size": 4}, r"sp_size=4 differs from tp_size=2; use sp_size=2"),
-    ({"cp_size": 2}, r"cp_size=2 is not available in this version; use cp_size=1"),
+    ({"cp_size": 0}, r"cp_size=0 is not a positive integer; use 1 or more"),
+    ({"cp_size": 2, "sharding_dim": 0}, r"sharding_dim=0 leaves activations whole, and cp_size=2 cuts them; use one"),
+    (
+        {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
+        r"sequence_parallelism_mode='ring_attn' needs cp_size > 1; use cp_size=2",
+    ),
     ({"ep_size": 2}, r"ep_size=2 is not available"),
     (
         {"num_model_chunks": 2},
@@ -41,7 +46,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"pp_style": "zerobubble"},
         r"pp_style='zerobubble' is not available; use '1f1b' or 'gpipe' or 'interleaved' or 'zero_bubble' or 'zbv' or",
     ),
-    ({"sequence_parallelism_mode": "ring_attn"}, r"sequence_parallelism_mode='ring_attn' is not available"),
+    (
+        {"sequence_parallelism_mode": "ring"},
+        r"sequence_parallelism_mode='ring' is not available; use 'split_gather' or",
+    ),
     ({"gradient_checkpointing": "some"}, r"gradient_checkpointing='some' is not available; use None, 'full', 'select"),
     ({"gradient_checkpointing": 1.5}, r"gradient_checkpointing=1.5 is not available; use .* a share .* such as 0.5"),
     ({"num_microbatches": 2, "microbatch_size": 1}, r"num_microbatches and microbatch_size are both given"),

@@ -1,0 +1,118 @@
+"""Ranks that share every sequence train like plain training: by ring attention, and by exchanging heads.
+
+What breaks here first: a chunk that meets the wrong chunk, padding that real tokens see, positions counted from the
+start of a part, labels beside the wrong token, and a loss that every rank of the axis counts once more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo_tests.case import Case, Recipe
+from zoo_tests.compare import check_case
+from zoo_tests.ranks import RankError
+from zoo_tests.zoo import FAMILIES
+
+_EXCHANGE = {"sequence_parallelism_mode": "all_to_all"}
+
+
+def _case(
+    family: str,
+    layout: str,
+    head: str | None = None,
+    config: dict[str, Any] | None = None,
+    ordinary_loop: bool = False,
+    precision: str | None = None,
+    **options: Any,
+) -> Case:
+    members = FAMILIES[family]
+    recipe = Recipe(
+        family=family,
+        head=head or members.main_head,
+        precision=precision or members.precision,
+        config=tuple((config or {}).items()),
+        max_norm=0.05,
+        optimizer="momentum",
+    )
+    return Case(recipe=recipe, layout=layout, options=tuple(options.items()), ordinary_loop=ordinary_loop)
+
+
+FAST = [
+    _case("llama", "cp2"),
+    _case("llama", "cp2tp2", enable_sequence_parallelism=True),
+    _case("bert", "cp2", head="sequence"),
+    _case("gpt2", "cp2pp2"),
+    _case("bert", "cp2dp2", **_EXCHANGE),
+]
+SLOW = [
+    _case("llama", "cp4"),
+    _case("llama", "cp3"),
+    _case("llama", "cp2", ordinary_loop=True),
+    _case("llama", "cp2dp2", zero_stage=0),
+    _case("llama", "cp2pp2", gradient_checkpointing="full"),
+    _case("llama", "cp2", gradient_checkpointing="selective"),
+    _case("llama", "cp2pp2", head="sequence", gradient_checkpointing="full"),
+    _case("llama", "cp2pp2", pp_style="zero_bubble"),
+    _case("llama", "cp2pp2", pp_style="interleaved"),
+    _case("llama", "cp2pp2", **_EXCHANGE),
+    _case("llama", "cp4", **_EXCHANGE),
+    _case("llama", "cp2tp2", head="question_answering"),
+    # In fp32: eager attention computes its softmax in fp32, where the mask's value for fp64 is infinite.
+    _case("llama", "cp2", config={"attn_implementation": "eager"}, precision="fp32", **_EXCHANGE),
+    _case("llama", "cp2", precision="bf16"),
+    _case("mistral", "cp2"),
+    _case("mistral", "cp2", **_EXCHANGE),
+    _case("qwen2", "cp2tp2"),
+    _case("qwen3", "cp2tp2"),
+    _case("gpt2", "cp2tp2"),
+    _case("opt", "cp2"),
+    _case("opt", "cp2pp2", head="sequence"),
+    _case("bert", "cp3"),
+    _case("bert", "cp2", head="pretraining"),
+    _case("bert", "cp2pp2", head="token"),
+    _case("roberta", "cp2"),
+    _case("roberta", "cp2pp2"),
+    _case("electra", "cp2tp2"),
+    _case("albert", "cp2"),
+    _case("distilbert", "cp2"),
+    _case("chatglm2", "cp2"),
+    _case("gemma3", "cp2"),
+    _case("phi3", "cp2tp2"),
+    _case("glm4", "cp2"),
+    _case("mixtral", "cp2"),
+    _case("qwen3_moe", "cp2tp2"),
+]
+
+
+def _parameters() -> list:
+    fast = [pytest.param(case, id=str(case)) for case in FAST]
+    return fast + [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW]
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_shared_sequences_train_like_plain_training(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("t5", "has other layers than one list of them"),
+        ("vit", "takes no position_ids"),
+        ("bloom", "attention does not go through transformers' registry alone"),
+        ("gemma2", "attention scores are soft-capped"),
+        ("clip_text", "tokens meet outside of attention"),
+        ("layoutlm", "does not make its masks by transformers' functions"),
+    ],
+)
+def test_what_cannot_share_sequences_is_refused(family: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=f"cp_size=2 cannot share the sequences of .*{reason}; use cp_size=1"):
+        check_case(_case(family, "cp2"), tmp_path)
+
+
+def test_heads_that_cannot_be_exchanged_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="shares 4 heads .* out over cp_size=3 ranks, .*; use 'ring_attn'"):
+        check_case(_case("llama", "cp3", **_EXCHANGE), tmp_path)
