@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.wrappers import ModelWrapper
-from plugins.hybrid_parallel.debug.batches import FIRST_STEPS, check_batch_over_tp
+from plugins.hybrid_parallel.debug.batches import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.debug.synchrony import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import StepTrace
 from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
@@ -137,7 +137,7 @@ class HybridParallelModel(ModelWrapper):
         self._refuse_hidden_states(kwargs)
         if torch.is_grad_enabled():
             if self.checks_this_batch():
-                check_batch_over_tp(kwargs, self.mesh)
+                check_batch_of_replica(kwargs, self.mesh)
             self.trace.begin([kwargs], [])
         with self.running():
             if self.head_loss is None or not self.head_loss.applies_to(kwargs):

@@ -40,18 +40,18 @@ def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
     raise ConfigurationError(_first_difference(found))
 
 
-def check_batch_over_tp(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
-    """The same for an ordinary loop, where only the tensor-parallel ranks have to call the model together.
+def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
+    """The same for an ordinary loop, where only tensor- and context-parallel ranks have to call the model together.
 
     Raises:
         ConfigurationError: they differ, on all of them alike.
     """
-    if mesh.size("tp") == 1:
-        return
-    entries = {key: _entry(value) for key, value in batch.items()}
-    found = all_gather_json([mesh.rank("dp"), mesh.place, entries], mesh.group("tp"))
-    if any(other[2] != found[0][2] for other in found):
-        raise ConfigurationError(_first_difference(found))
+    axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
+    entries = {key: _entry(value) for key, value in batch.items()} if axes else {}
+    everywhere = [all_gather_json([mesh.rank("dp"), mesh.place, entries], mesh.group(axis)) for axis in axes]
+    for found in everywhere:
+        if any(other[2] != found[0][2] for other in found):
+            raise ConfigurationError(_first_difference(found))
 
 
 def _entry(value: Any) -> list[Any]:
