@@ -13,6 +13,7 @@ from benchmarks import (
     bare_loop,
     checkpoint_bandwidth,
     checkpoint_state,
+    context_parallel,
     host_time,
     optimizer_memory,
     pipeline,
@@ -23,6 +24,7 @@ from benchmarks import (
 
 BENCHMARKS = {
     "tensor_parallel": tensor_parallel,
+    "context_parallel": context_parallel,
     "pipeline": pipeline,
     "host_time": host_time,
     "bare_loop": bare_loop,
