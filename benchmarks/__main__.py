@@ -14,6 +14,7 @@ from benchmarks import (
     checkpoint_bandwidth,
     checkpoint_state,
     context_parallel,
+    fp8,
     host_time,
     optimizer_memory,
     pipeline,
@@ -25,6 +26,7 @@ from benchmarks import (
 BENCHMARKS = {
     "tensor_parallel": tensor_parallel,
     "context_parallel": context_parallel,
+    "fp8": fp8,
     "pipeline": pipeline,
     "host_time": host_time,
     "bare_loop": bare_loop,

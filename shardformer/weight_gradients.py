@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardformer.products import NATIVE, Products, current_products
+
 # (the parameter, what computes its gradient)
 PutOff = list[tuple[nn.Parameter, Callable[[], Tensor]]]
 
@@ -47,34 +49,44 @@ def finish_backward(put_off: PutOff) -> None:
     put_off.clear()
 
 
-def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor) -> Tensor | None:
+def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products: Products = NATIVE) -> Tensor | None:
     """The gradient of `weight` in y = x W^T, now; None in the first half of a backward pass, which puts it off.
 
     Args:
         weight: [out, in]; a parameter, or the transpose of one.
         flat_grad: of the output, [tokens, out].
         flat_x: the input, [tokens, in].
+        products: of the layer.
     """
     parameter = weight if weight.is_leaf else _transposed(weight)
     if _State.put_off is None or parameter is None:
-        return flat_grad.t() @ flat_x
-    first, second = (flat_grad, flat_x) if parameter is weight else (flat_x, flat_grad)
-    _State.put_off.append((parameter, lambda: first.t() @ second))
+        return products.of_weight(flat_grad, flat_x)
+    is_transposed = parameter is not weight
+    _State.put_off.append((parameter, lambda: products.of_weight(flat_grad, flat_x, is_transposed)))
     return None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in] -> [..., out]."""
-    return _SplitLinear.apply(x, weight, bias) if _State.splits else F.linear(x, weight, bias)
+    is_native = not _State.splits and current_products() is NATIVE
+    return F.linear(x, weight, bias) if is_native else _SplitLinear.apply(x, weight, bias)
 
 
 def split_native_layers(model: nn.Module) -> None:
     """Let the layers of `model` that are torch's and transformers' own put off the gradients of their matrices too."""
     for module in model.modules():
-        if type(module).forward is nn.Linear.forward:
-            module.forward = _forward_of(module, transposed=False)
-        elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-            module.forward = _forward_of(module, transposed=True)
+        own_products(module)
+
+
+def own_products(module: nn.Module) -> bool:
+    """Let a linear layer of torch or transformers multiply by `linear`; whether it is one."""
+    if type(module).forward is nn.Linear.forward:
+        module.forward = _forward_of(module, transposed=False)
+    elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        module.forward = _forward_of(module, transposed=True)
+    else:
+        return False
+    return True
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -100,13 +112,14 @@ class _SplitLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # a saved tensor forgets whose transpose it is
-        return F.linear(x, weight, bias)
+        ctx.products = current_products()
+        return ctx.products.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad)
-        grad_x = (flat @ weight).view_as(x) if needs[0] else None
-        grad_weight = weight_gradient(ctx.weight, flat, matrix(x)) if needs[1] else None
+        grad_x = ctx.products.of_input(flat, weight).view_as(x) if needs[0] else None
+        grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.products) if needs[1] else None
         return grad_x, grad_weight, flat.sum(0) if needs[2] else None

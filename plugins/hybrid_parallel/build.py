@@ -36,6 +36,7 @@ from plugins.hybrid_parallel.zero.parameters import (
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention import recompute_attention, uses_registry
+from shardformer.fp8 import check_fp8, multiply_in_fp8
 from shardformer.lazy import (
     RecordedValues,
     WeightReader,
@@ -50,7 +51,7 @@ from shardformer.shard_model import as_policy
 from shardformer.weight_gradients import split_native_layers
 
 _logger = get_logger(__name__)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass
@@ -141,6 +142,9 @@ def wrap_model(
         origin: what the whole model was.
         shared: the parameters that several stages hold, see `shard_model`.
     """
+    if config.precision == "fp8":
+        with _mistakes():
+            check_fp8(mesh.device)
     masters = _cast(model, DTYPES.get(config.precision), config.master_weights)
     tied = {}
     for order, stages in enumerate(shared):
@@ -155,6 +159,8 @@ def wrap_model(
     elsewhere = [param for param, tie in tied.items() if not tie.counted]
     if config.schedule.splits_backward:
         split_native_layers(model)
+    if config.precision == "fp8":
+        multiply_in_fp8(model)
     wrapped = HybridParallelModel(
         model, mesh, _stream(mesh, seed), origin, elsewhere, config.schedule, config.chunks_per_rank
     )

@@ -13,7 +13,7 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
 from plugins.hybrid_parallel.placement import check_mapping
 from shardformer import Policy, TPInfo
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 NONFINITE = ("raise", "skip", "ignore")
 
 
@@ -25,7 +25,8 @@ class HybridParallelConfig:
         tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is what is left of the
             world; `sp_size` is that of `tp_size`, or of `cp_size`, whose ranks share the sequence.
         zero_stage: 0 keeps optimizer states on every data-parallel rank, 1 cuts them over the ranks.
-        precision: of parameters and activations; "fp32" leaves the model's own dtype alone.
+        precision: of parameters and activations; "fp32" leaves the model's own dtype alone, "fp8" is "bf16" with the
+            matrix products of the layers in 8 bit.
         initial_scale, growth_interval: fp16 loss scale at the start; steps without overflow before it doubles.
         max_norm: clip the global gradient norm to this; None for no clipping.
         nonfinite: what a step does whose gradients are nan or inf on any rank: "raise" names where it began, "skip"

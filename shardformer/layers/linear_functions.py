@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardformer.products import current_products
 from shardformer.sequence import PendingGather
 from shardformer.weight_gradients import matrix, weight_gradient
 
@@ -28,14 +28,15 @@ class GatheredLinear(torch.autograd.Function):
         ctx: Any, local: Tensor, pending: PendingGather, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[:count], tensors[count:]
-        own = [F.linear(pending.own, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        ctx.products = products = current_products()
+        own = [products.forward(pending.own, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         gathered = pending.wait()  # [seq, batch, in]
         outputs = []
         for weight, bias, part in zip(weights, biases, own, strict=True):
             out = part.new_empty((*gathered.shape[:-1], part.shape[-1]))
             out[pending.rows] = part
             for rows in pending.other_rows:
-                out[rows] = F.linear(gathered[rows], weight, bias)
+                out[rows] = products.forward(gathered[rows], weight, bias)
             outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
         ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
         ctx.save_for_backward(gathered, *weights)
@@ -49,12 +50,14 @@ class GatheredLinear(torch.autograd.Function):
         region, needs = ctx.pending_region, ctx.needs_input_grad
         grad_x, work = None, None
         if needs[0]:
-            whole = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))  # [batch, seq, in]
-            grad_x, work = region.start_reduce_scatter(whole)
+            whole = ctx.products.of_input(matrix(grads[0]), weights[0])
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                ctx.products.add_of_input(whole, matrix(grad), weight)
+            grad_x, work = region.start_reduce_scatter(whole.unflatten(0, grads[0].shape[:-1]))  # [batch, seq, in]
         flat_x = matrix(gathered[: ctx.length].movedim(0, 1))
         flat = [matrix(grad) for grad in grads]
         needs_weights, needs_biases = needs[3 : 3 + ctx.count], needs[3 + ctx.count :]
-        grad_weights = _weight_gradients(ctx.weights, flat, flat_x, needs_weights)
+        grad_weights = _weight_gradients(ctx, flat, flat_x, needs_weights)
         grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_biases, strict=True)]
         if work is not None:
             work.wait()
@@ -71,7 +74,8 @@ class ColumnLinear(torch.autograd.Function):
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
         ctx.weights = weights
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        ctx.products = products = current_products()
+        return tuple(products.forward(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -80,14 +84,14 @@ class ColumnLinear(torch.autograd.Function):
         flat = [matrix(grad) for grad in grads]  # [tokens, local out]
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            grad_x = flat[0] @ weights[0]
+            grad_x = ctx.products.of_input(flat[0], weights[0])
             for grad, weight in zip(flat[1:], weights[1:], strict=True):
-                grad_x.addmm_(grad, weight)
+                ctx.products.add_of_input(grad_x, grad, weight)
             work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         # The weight gradients fill the time that the all-reduce takes.
         needs = ctx.needs_input_grad[3:]
         flat_x = matrix(x)  # [tokens, in]
-        grad_weights = _weight_gradients(ctx.weights, flat, flat_x, needs[: ctx.count])
+        grad_weights = _weight_gradients(ctx, flat, flat_x, needs[: ctx.count])
         grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[ctx.count :], strict=True)]
         if work is not None:
             work.wait()
@@ -96,9 +100,9 @@ class ColumnLinear(torch.autograd.Function):
 
 
 def _weight_gradients(
-    weights: Sequence[Tensor], flat_grads: Sequence[Tensor], flat_x: Tensor, needs: Sequence[bool]
+    ctx: Any, flat_grads: Sequence[Tensor], flat_x: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     return [
-        weight_gradient(weight, grad, flat_x) if need else None
-        for weight, grad, need in zip(weights, flat_grads, needs, strict=True)
+        weight_gradient(weight, grad, flat_x, ctx.products) if need else None
+        for weight, grad, need in zip(ctx.weights, flat_grads, needs, strict=True)
     ]

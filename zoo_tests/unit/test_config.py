@@ -41,7 +41,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"pp_style": "interleaved", "num_model_chunks": 0}, r"num_model_chunks=0 is not a positive integer"),
     ({"zero_stage": 2}, r"zero_stage=2 is not available; use 0 or 1"),
     ({"zero_stage": 3}, r"zero_stage=3 is not available"),
-    ({"precision": "fp8"}, r"precision='fp8' is not available; use 'fp32' or 'bf16' or 'fp16'"),
+    ({"precision": "fp9"}, r"precision='fp9' is not available; use 'fp32' or 'bf16' or 'fp16'"),
     (
         {"pp_style": "zerobubble"},
         r"pp_style='zerobubble' is not available; use '1f1b' or 'gpipe' or 'interleaved' or 'zero_bubble' or 'zbv' or",

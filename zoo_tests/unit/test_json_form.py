@@ -59,7 +59,10 @@ ONE = {"stage_0": {"shard_0": 0}}
         ),
         ({"mode": "hybrid", "shard_size": 2}, "the key 'shard_size' is not known; use sharding_size"),
         ({"mode": "hybrid", "tp_size": 2}, "tp_size stands beside mode=...; use sharding_size there"),
-        ({"mode": "hybrid", "precision": "fp9"}, "precision='fp9' is not available; use 'fp32' or 'bf16' or 'fp16'"),
+        (
+            {"mode": "hybrid", "precision": "fp9"},
+            "precision='fp9' is not available; use 'fp32' or 'bf16' or 'fp16' or 'fp8'",
+        ),
         (
             {"mode": "pipeline", "sharding_size": 2},
             "mode='pipeline' does not shard layers, and sharding_size=2 does; use mode='hybrid' or sharding_size=1",

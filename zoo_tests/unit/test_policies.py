@@ -248,7 +248,7 @@ def test_a_policy_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
-            "sequence_parallelism_mode='ring_attn' is not available in this version; use 'split_gather' or",
+            "sequence_parallelism_mode='ring_attn' cuts nothing over the tensor-parallel ranks; use 'split_gather' or",
         ),
         ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be positive"),
     ],

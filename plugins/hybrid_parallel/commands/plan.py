@@ -85,7 +85,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--inter", type=_positive, help="GB/s that a device sends between nodes")
     parser.add_argument("--global-batch", type=count, default=256, help="samples of a step (256)")
     parser.add_argument("--sequence-length", type=count, default=2048, help="tokens of a sample (2048)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of training (bf16)")
+    parser.add_argument("--precision", choices=PRECISIONS[:3], default="bf16", help="of training (bf16)")
     parser.add_argument("--max-tp", type=count, help="tensor-parallel ranks at most (those of a node)")
     parser.add_argument("--top", type=count, default=10, help="layouts that are shown (10)")
     parser.add_argument("--choose", type=count, default=1, help="the row that is written (1)")

@@ -1,0 +1,127 @@
+"""The matrix products of linear layers: as torch does them, or in 8 bit.
+
+A layer says by which products it runs (`using`) for the time of its forward pass; the autograd nodes of the linear
+layers remember it for their backward pass. In 8 bit (Micikevicius et al., arXiv 2209.05433) activations and weights are
+rounded to e4m3 and gradients to e5m2, each tensor by a scale of its own that puts its largest value at the end of the
+range; sums are in fp32, and what comes out is in the precision of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_MULTIPLE = 16  # of the sizes that the 8-bit kernels take
+
+
+class Products:
+    """The three products of y = x W^T + b; weights are [out, in]."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return F.linear(x, weight, bias)
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of the output, [tokens, out] -> of the input, [tokens, in]."""
+        return grad @ weight
+
+    def add_of_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """The same, added to `total`."""
+        total.addmm_(grad, weight)
+
+    def of_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+        """Gradient [tokens, out] and input [tokens, in] -> the gradient of W, [out, in], or of its transpose."""
+        return x.t() @ grad if transposed else grad.t() @ x
+
+
+class Fp8Products(Products):
+    """In 8 bit where the sizes are multiples of 16, else as torch does them."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if not _fits(flat, *weight.shape):
+            return super().forward(x, weight, bias)
+        out = _multiply(_Rounded(flat), _Rounded(weight), x.dtype)
+        out = out if bias is None else out.add_(bias)
+        # No view: what follows may work in place on what an autograd node returns.
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        if not _fits(grad, *weight.shape):
+            return super().of_input(grad, weight)
+        return _multiply(_Rounded(grad, is_gradient=True), _Rounded(weight).transposed(), grad.dtype)
+
+    def add_of_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        total.add_(self.of_input(grad, weight))
+
+    def of_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+        if not _fits(grad, grad.shape[1], x.shape[1]):
+            return super().of_weight(grad, x, transposed)
+        missing = -len(grad) % _MULTIPLE  # tokens are what is summed over here
+        factors = [_Rounded(F.pad(grad, (0, 0, 0, missing)), is_gradient=True), _Rounded(F.pad(x, (0, 0, 0, missing)))]
+        first, second = reversed(factors) if transposed else factors
+        return _multiply(first.transposed(), second.transposed(), grad.dtype)
+
+
+NATIVE, FP8 = Products(), Fp8Products()
+_current: list[Products] = [NATIVE]
+
+
+def current_products() -> Products:
+    """Those of the layer that runs."""
+    return _current[-1]
+
+
+@contextmanager
+def using(products: Products) -> Iterator[None]:
+    """A forward pass by these products."""
+    _current.append(products)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def use_products(module: nn.Module, products: Products) -> None:
+    """Let a layer run by `products`."""
+    native: Callable[..., Tensor] = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        with using(products):
+            return native(x)
+
+    module.forward = forward
+
+
+class _Rounded:
+    """A matrix in 8 bit.
+
+    Args:
+        x: [rows, columns].
+        is_gradient: gradients need range, values precision.
+    """
+
+    def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
+        dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
+        largest = torch.finfo(dtype).max
+        # A matrix of zeros has no largest value to scale by.
+        self.scale = (x.detach().abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        self.values = (x.float() / self.scale).clamp(-largest, largest).to(dtype)
+
+    def transposed(self) -> _Rounded:
+        """The transpose, contiguous as the kernels want it."""
+        self.values = self.values.t().contiguous()
+        return self
+
+
+def _multiply(first: _Rounded, second: _Rounded, dtype: torch.dtype) -> Tensor:
+    """first @ second^T, [rows, columns] and [others, columns] -> [rows, others]."""
+    return torch._scaled_mm(first.values, second.values.t(), scale_a=first.scale, scale_b=second.scale, out_dtype=dtype)
+
+
+def _fits(x: Tensor, *sizes: int) -> bool:
+    return len(x) > 0 and x.dtype in (torch.bfloat16, torch.float32) and all(size % _MULTIPLE == 0 for size in sizes)
