@@ -20,6 +20,8 @@ from benchmarks import (
     pipeline,
     planner_accuracy,
     published_runs,
+    rank_of_larger,
+    single_device,
     tensor_parallel,
 )
 
@@ -31,6 +33,8 @@ BENCHMARKS = {
     "host_time": host_time,
     "bare_loop": bare_loop,
     "optimizer_memory": optimizer_memory,
+    "single_device": single_device,
+    "rank_of_larger": rank_of_larger,
     "planner_accuracy": planner_accuracy,
     "published_runs": published_runs,
     "checkpoint_bandwidth": checkpoint_bandwidth,
