@@ -16,7 +16,7 @@ from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.debug.batches import check_batch
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.pipeline.microbatch import as_batch, merge_outputs, num_rows, split_batch, to_device
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
@@ -74,7 +74,21 @@ class PipelineStep:
         if self.trains and not self.model.has_seen_full_batch:
             self._refuse_short_start(rows)
             self.model.has_seen_full_batch = True
+        if self.config.ep_size > 1:
+            return self._agreed_microbatches(rows)
         return self.config.microbatches_of(rows) if rows else 0
+
+    def _agreed_microbatches(self, rows: int) -> int:
+        """The same number on all ranks, which wait for one another at the experts of every layer."""
+        extremes = torch.tensor([rows, -rows], device=self.mesh.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(REPLICAS))
+        fewest, most = int(extremes[0]), -int(extremes[1])
+        if most and not fewest:
+            raise ConfigurationError(
+                f"the batch leaves a replica without samples, for whose experts ep_size={self.config.ep_size} ranks "
+                f"wait; use drop_last=True, or batches of dp_size={self.mesh.size('dp')} samples or more"
+            )
+        return min(self.config.microbatches_of(most), fewest) if most else 0
 
     def _refuse_short_start(self, rows: int) -> None:
         """A short batch may end an epoch, but one that starts it will never fill the pipeline.
