@@ -69,7 +69,7 @@ class ExpertDispatch:
         back = exchange_rows(found, received, sent, self.group)
 
         pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back)
-        weighted = pairs.unflatten(0, (-1, num_choices)) * weights.unsqueeze(-1)
+        weighted = pairs.unflatten(0, index.shape) * weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden.dtype)
 
     def _run_own(self, rows: Tensor, experts: Tensor) -> Tensor:
