@@ -57,7 +57,10 @@ def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
             f"expert_capacity_factor={factor} needs whole sequences, which 'all_to_all' sequence parallelism cuts; "
             "use 'split_gather' or expert_capacity_factor=None"
         )
-    uneven = {module.num_experts: path for path, module in found if module.num_experts % size}
+    uneven: dict[int, str] = {}
+    for path, module in found:
+        if module.num_experts % size:
+            uneven.setdefault(module.num_experts, path)  # the first of many layers will do
     return problems + [
         f"ep_size={size} does not divide the {count} experts of '{path}'; use {divisors_phrase(count)}"
         for count, path in uneven.items()
