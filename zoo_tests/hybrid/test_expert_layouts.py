@@ -73,6 +73,7 @@ def test_optimizers_that_read_whole_parameters() -> None:
 def test_a_replica_without_samples() -> None:
     case = _case("dp2")
     boosted = boost(case)
+    boosted.pipeline_backward(boosted.share(case.recipe.batch(0)))
     batch = boosted.share({name: value[:1] for name, value in case.recipe.batch(0).items()})
     with pytest.raises(ConfigurationError, match="leaves a replica without samples, .* ep_size=2 .* drop_last=True"):
         boosted.pipeline_backward(batch)
