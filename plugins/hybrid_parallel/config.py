@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,7 @@ class HybridParallelConfig:
         if replicas % self.ep_size:
             raise ConfigurationError(
                 f"ep_size={self.ep_size} does not divide the dp_size*cp_size={dp_size}*{self.cp_size}={replicas} ranks "
-                f"that see other tokens; use ep_size={gcd(replicas, self.ep_size)}"
+                f"that see other tokens; use ep_size={math.gcd(replicas, self.ep_size)}"
             )
         return dp_size
 

@@ -68,6 +68,7 @@ FAST = [
     _case("mixtral", "dp4", 4, {**_MANY, **_EAGER}, recipe=UnevenRecipe),
     _case("mixtral", "tp2dp2", 2),
     _case("qwen3_moe", "pp2dp2", 2, _EAGER),
+    _case("mixtral", "cp2", 2),
 ]
 SLOW = [
     _case("mixtral", "dp4", 2),
@@ -96,6 +97,11 @@ SLOW = [
     _case("qwen3_moe", "dp2", 2, _EAGER, precision="bf16"),
     _case("mixtral", "dp2", 2, overlap_communication=False, overlap_allgather=True),
     _case("mixtral", "dp2", 2, debug=True),
+    _case("qwen3_moe", "cp2dp2", 4, zero_stage=0),
+    _case("mixtral", "cp2dp2", 2, sequence_parallelism_mode="all_to_all"),
+    _case("mixtral", "cp2tp2", 2, _EAGER),
+    _case("qwen3_moe", "cp2pp2", 2, gradient_checkpointing="full"),
+    _case("mixtral", "cp2", 2, ordinary_loop=True),
 ]
 
 
