@@ -70,16 +70,6 @@ def test_optimizers_that_read_whole_parameters() -> None:
 
 
 @distributed(2)
-def test_a_replica_without_samples() -> None:
-    case = _case("dp2")
-    boosted = boost(case)
-    boosted.pipeline_backward(boosted.share(case.recipe.batch(0)))
-    batch = boosted.share({name: value[:1] for name, value in case.recipe.batch(0).items()})
-    with pytest.raises(ConfigurationError, match="leaves a replica without samples, .* ep_size=2 .* drop_last=True"):
-        boosted.pipeline_backward(batch)
-
-
-@distributed(2)
 def test_generation_is_refused() -> None:
     boosted = boost(_case("dp2"))
     with pytest.raises(RuntimeError, match="generate.. on ep_size=2 ranks would wait .* with ep_size=1"):
@@ -119,6 +109,30 @@ def test_micro_batches_are_as_many_on_all_ranks() -> None:
     assert len(next(iter(batch.values()))) == 9
     expected = plain(**batch).loss.item()
     assert boosted.pipeline_backward(boosted.share(batch)).item() == pytest.approx(expected, rel=1e-5)
+
+
+def _train_to_the_last_sample(case: Case) -> None:
+    """Nine samples, then two, then one, which leaves a replica or more with none."""
+    boosted, plain = boost(case), case.recipe.model()
+    optimizer, scheduler = case.recipe.training(plain)
+    for step, rows in enumerate((9, 2, 1, 9)):
+        batch = {name: value[:rows] for name, value in case.recipe.batch(step).items()}
+        found = boosted.pipeline_backward(boosted.share(batch)).item()
+        loss = plain(**batch).loss
+        loss.backward()
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+        expected = {name: param.grad for name, param in plain.named_parameters()}
+        for name, gradient in boosted.optimizer.full_gradients().items():
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=1e-3, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}"
+            )
+        boosted.finish_step()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2dp2", pytest.param("dp4", marks=pytest.mark.slow)])
+def test_a_replica_without_samples_serves_the_others(layout: str) -> None:
+    run_on_ranks(_case(layout).sizes.world_size, _train_to_the_last_sample, _case(layout))
 
 
 # ----- what ranks hold -----
