@@ -64,8 +64,8 @@ class ExpertDispatch:
 
         order = chosen.argsort(stable=True)[: sum(sent)]  # by expert; those of no expert are last
         rows = exchange_rows(hidden[order // num_choices], sent, received, self.group)
-        experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device)
-        found = self._run_own(rows, experts_here.repeat(self.num_ranks).repeat_interleave(arriving))
+        experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
+        found = self._run_own(rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
         back = exchange_rows(found, received, sent, self.group)
 
         pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back)

@@ -46,6 +46,7 @@ def _case(
     optimizer: str = "momentum",
     precision: str = "fp32",
     recipe: type[Recipe] = Recipe,
+    adapters: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
     fields = {name: options.pop(name) for name in _OF_CASE if name in options}
@@ -56,6 +57,7 @@ def _case(
         config=tuple((config or {}).items()),
         max_norm=0.05,
         optimizer=optimizer,
+        adapters=adapters,
     )
     return Case(recipe=trained, layout=layout, options=tuple({"ep_size": ep_size, **options}.items()), **fields)
 
@@ -97,8 +99,9 @@ SLOW = [
     _case("qwen3_moe", "dp2", 2, _EAGER, precision="bf16"),
     _case("mixtral", "dp2", 2, overlap_communication=False, overlap_allgather=True),
     _case("mixtral", "dp2", 2, debug=True),
+    _case("mixtral", "tp2dp2", 2, adapters=("q_proj", "o_proj")),
     _case("qwen3_moe", "cp2dp2", 4, zero_stage=0),
-    _case("mixtral", "cp2dp2", 2, sequence_parallelism_mode="all_to_all"),
+    _case("qwen3_moe", "cp2dp2", 2, sequence_parallelism_mode="all_to_all"),
     _case("mixtral", "cp2tp2", 2, _EAGER),
     _case("qwen3_moe", "cp2pp2", 2, gradient_checkpointing="full"),
     _case("mixtral", "cp2", 2, ordinary_loop=True),
