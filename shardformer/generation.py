@@ -29,6 +29,11 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
                 f"generate() adds tokens to sequences that cp_size={config.context.size} ranks share; boost the model "
                 "with cp_size=1 (a checkpoint opens under any layout)"
             )
+        if config.expert_parallel_size > 1:
+            raise RuntimeError(
+                f"generate() on ep_size={config.expert_parallel_size} ranks would wait for those that write shorter "
+                "texts; boost the model with ep_size=1 (a checkpoint opens under any layout)"
+            )
         if config.exchanges_heads and kwargs.get("use_cache", True):
             raise RuntimeError(
                 "sequence_parallelism_mode='all_to_all' leaves no key/value cache to generate with; "

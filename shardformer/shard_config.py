@@ -40,6 +40,9 @@ class ShardConfig:
         compute_dtype: what the model will run in, where that is not its present dtype.
         sharding_dim: None pairs column- with row-parallel layers, as the family's policy says; -1 cuts the output
             features of every linear layer and gathers, 0 the input features and adds, so that activations stay whole.
+        expert_parallel_process_group: the ranks that hold other experts, and see other tokens; None where all hold all.
+        expert_capacity_factor: an expert takes at most this multiple of a fair share of a sequence's tokens, see
+            `shardformer.experts`; None to take all.
         make_vocab_size_divisible_by: a vocabulary is padded to a multiple of this times the ranks.
 
     Raises:
@@ -62,6 +65,8 @@ class ShardConfig:
     sharding_dim: Literal[0, -1] | None = None
     context_parallel_process_group: ProcessGroup | None = None
     context_parallel_mode: Literal["ring_attn", "all_to_all"] = "ring_attn"
+    expert_parallel_process_group: ProcessGroup | None = None
+    expert_capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.enable_sequence_parallelism and self.sequence_parallelism_mode not in ("split_gather", "all_to_all"):
@@ -86,6 +91,16 @@ class ShardConfig:
         if not self.enable_tensor_parallelism or not dist.is_initialized():
             return 1
         return dist.get_world_size(self.tensor_parallel_process_group)
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that share the experts of a layer."""
+        group = self.expert_parallel_process_group
+        return 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def deals_out_experts(self) -> bool:
+        return self.expert_parallel_size > 1
 
     @property
     def stage_manager(self) -> PipelineStageManager:

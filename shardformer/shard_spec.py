@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+# Mesh axes over which tensors are cut. The second one is all ranks between which the experts are dealt out: those of a
+# tensor-parallel line hold copies, and tensor-parallel ranks vary fastest.
+TENSOR, EXPERTS = "tp", "ep_tp"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -49,6 +53,7 @@ class ShardSpec:
         parts: the parts along `dim`, each cut on its own; a plain weight has one.
         rank, world_size: position on the mesh axis.
         copies: ranks that hold the same piece (key/value heads fewer than ranks).
+        axis: name of the mesh axis, `TENSOR` or `EXPERTS`.
     """
 
     full_shape: tuple[int, ...]
@@ -57,6 +62,7 @@ class ShardSpec:
     rank: int = 0
     world_size: int = 1
     copies: int = 1
+    axis: str = TENSOR
 
     @property
     def is_owner(self) -> bool:

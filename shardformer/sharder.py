@@ -14,6 +14,7 @@ from shardformer.attention import log_once, use_backend, use_sharded_attention, 
 from shardformer.attention.context import use_context_attention
 from shardformer.attention.ulysses import SequenceExchange
 from shardformer.context_sharding import context_problems, share_sequences
+from shardformer.experts import check_experts, deal_out_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.policies.base import (
     ModulePolicyDescription,
@@ -74,6 +75,7 @@ class ModelSharder:
         self.replace_module()
         if positions is not None:
             share_sequences(self.model, self.policy, self.config, positions)
+        deal_out_experts(self.model, self.config)
         retie(self.model, tied)
         self._annotate_the_rest()
         self.policy.postprocess()
@@ -90,6 +92,7 @@ class ModelSharder:
             problems += self._check_exchange()
         if self.config.context is not None:
             problems += context_problems(self.model, self.policy, self.config)
+        problems += check_experts(self.model, self.config)
         if problems:
             raise ValueError("; ".join(problems))
 

@@ -206,8 +206,8 @@ def _patch_buckets(change: Callable[[Any, Any], None]) -> None:
 
     build_buckets = build.build_buckets
 
-    def changed(groups: Any, options: Any, tied: Any, masters: Any, counts_replicas: bool) -> list[Any]:
-        buckets = build_buckets(groups, options, tied, masters, counts_replicas)
+    def changed(groups: Any, options: Any, tied: Any, masters: Any) -> list[Any]:
+        buckets = build_buckets(groups, options, tied, masters)
         for bucket in buckets:
             change(bucket, tied)
         return buckets

@@ -21,7 +21,7 @@ from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.debug.watch import ModuleWatch
 from plugins.hybrid_parallel.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.loss_scale import DynamicLossScale, LossScale
-from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh, tied_group
+from plugins.hybrid_parallel.mesh import EXPERT_RANKS, REPLICAS, HybridMesh, replicas_of, tied_group
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
 from plugins.hybrid_parallel.zero.bucket import BucketOptions
@@ -48,6 +48,7 @@ from shardformer.lazy import (
 from shardformer.policies.tp_info import TPInfoPolicy
 from shardformer.rng import SharedStream
 from shardformer.shard_model import as_policy
+from shardformer.shard_spec import EXPERTS, TENSOR
 from shardformer.weight_gradients import split_native_layers
 
 _logger = get_logger(__name__)
@@ -80,7 +81,7 @@ def check_options_against_model(
         ConfigurationError: see the message.
     """
     for optim in optimizers:
-        check_optimizer(optim, names, config.tp_size)
+        check_optimizer(optim, names, config.tp_size, config.ep_size)
     if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ConfigurationError(
             f"gradient_checkpointing={config.gradient_checkpointing!r} needs a transformers model, not a "
@@ -238,15 +239,17 @@ def build_optimizer(
         held = [(parameters[name], param) for param in group if (name := _held_name(names[id(param)], parameters))]
         old.update(held)
         local.append([param for param, _ in held])
-    options = BucketOptions(
-        dp_group=mesh.group(REPLICAS),
-        zero_stage=config.zero_stage,
-        master_weights=config.master_weights,
-        whole_parameters=not is_elementwise(optim),
-        bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
-    )
-    counts_replicas = config.zero_stage == 1 or mesh.rank(REPLICAS) == 0
-    buckets = build_buckets(local, options, built.tied, built.masters, counts_replicas)
+    options = {
+        axis: BucketOptions(
+            dp_group=mesh.group(replicas_of(axis)),
+            zero_stage=config.zero_stage,
+            master_weights=config.master_weights,
+            whole_parameters=not is_elementwise(optim),
+            bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
+        )
+        for axis in (TENSOR, EXPERTS)
+    }
+    buckets = build_buckets(local, options, built.tied, built.masters)
     carry_state(optim, old, buckets)
     reducer = GradientReducer(buckets, mesh.group(REPLICAS), config.overlap_communication)
     scale: LossScale = LossScale()
@@ -288,7 +291,8 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         config.enable_jit_fused,
         config.enable_all_optimization,
     )
-    is_whole = config.tp_size == config.pp_size == config.cp_size == 1
+    deals_out = config.ep_size > 1 or config.expert_capacity_factor is not None
+    is_whole = config.tp_size == config.pp_size == config.cp_size == 1 and not deals_out
     if is_whole and config.custom_policy is None and not any(changes_layers):
         return []  # nothing to cut: a model of any kind will do
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), config.pp_size, config.chunks_per_rank)
@@ -310,6 +314,8 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
             make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
             compute_dtype=DTYPES.get(config.precision),
             sharding_dim=config.sharding_dim,
+            expert_parallel_process_group=mesh.group(EXPERT_RANKS),
+            expert_capacity_factor=config.expert_capacity_factor,
         )
         policy = as_policy(config.custom_policy) if config.tp_info is None else TPInfoPolicy(config.tp_info)
         return ShardFormer(shard_config).optimize(model, policy)[1]

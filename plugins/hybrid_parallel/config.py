@@ -35,6 +35,8 @@ class HybridParallelConfig:
         pp_style: the pipeline schedule.
         num_model_chunks: stages a rank holds, for interleaved schedules; None for as few as make one (two).
         layers_per_stage: an explicit split of the layers, one number for each stage.
+        expert_capacity_factor: what an expert takes of each sequence, as a multiple of a fair share of its tokens; None
+            for all that choose it.
         enable_*: optimisations of the sharded model, see `ShardConfig`.
         gradient_checkpointing: "full" recomputes every layer in the backward pass, a share in (0, 1] the first so many
             of each stage's layers, "selective" the attention kernels that keep their scores; None keeps activations.
@@ -73,6 +75,7 @@ class HybridParallelConfig:
     pp_style: str = "1f1b"
     num_model_chunks: int | None = None
     layers_per_stage: Sequence[int] | None = None
+    expert_capacity_factor: float | None = None
     enable_fused_normalization: bool = False
     enable_flash_attention: bool | str = False
     enable_jit_fused: bool = False
@@ -133,6 +136,12 @@ class HybridParallelConfig:
             raise ConfigurationError(
                 f"dp_size={self.dp_size} does not fit world size {world_size} with {given}; use dp_size={dp_size}"
             )
+        replicas = dp_size * self.cp_size
+        if replicas % self.ep_size:
+            raise ConfigurationError(
+                f"ep_size={self.ep_size} does not divide the dp_size*cp_size={dp_size}*{self.cp_size}={replicas} ranks "
+                f"that see other tokens; use ep_size={math.gcd(replicas, self.ep_size)}"
+            )
         return dp_size
 
     @property
@@ -180,8 +189,6 @@ class HybridParallelConfig:
                 problems.append(f"{name}={value!r} is not a positive integer; use 1 or more")
         if self.sp_size is not None and self.sp_size not in (1, self.tp_size, self.cp_size):
             problems.append(f"sp_size={self.sp_size} differs from tp_size={self.tp_size}; use sp_size={self.tp_size}")
-        if isinstance(self.ep_size, int) and self.ep_size > 1:
-            problems.append(f"ep_size={self.ep_size} is not available in this version; use ep_size=1")
         return problems
 
     def _check_choices(self) -> list[str]:
@@ -210,7 +217,14 @@ class HybridParallelConfig:
             )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             problems.append("num_microbatches and microbatch_size are both given; use one of them")
-        positive = ("num_microbatches", "microbatch_size", "initial_scale", "growth_interval", "max_norm")
+        positive = (
+            "num_microbatches",
+            "microbatch_size",
+            "initial_scale",
+            "growth_interval",
+            "max_norm",
+            "expert_capacity_factor",
+        )
         for name in (*positive, "zero_bucket_size_in_mb", "make_vocab_size_divisible_by", "synchrony_interval"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -248,6 +262,11 @@ class HybridParallelConfig:
         problems = []
         if self.enable_sequence_overlap and not self.enable_sequence_parallelism:
             problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
+        if self.expert_capacity_factor is not None and self.cp_size != 1:
+            problems.append(
+                f"expert_capacity_factor={self.expert_capacity_factor} needs whole sequences, which "
+                f"cp_size={self.cp_size} cuts; use cp_size=1 or expert_capacity_factor=None"
+            )
         given = [name for name in ("custom_policy", "sharding_dim", "tp_info") if getattr(self, name) is not None]
         if len(given) > 1:
             problems.append(f"{' and '.join(given)} each say how weights are cut; use one of them")

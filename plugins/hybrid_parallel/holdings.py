@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -50,18 +51,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class RankHoldings:
-    """A rank of the first replica.
+    """A rank of the first replica, or of the first ones that share the experts.
 
     Attributes:
         rank: its number.
         stage, tp_rank: its place.
         pieces: in the model's order.
+        ep_rank: its place among those that share the experts.
     """
 
     rank: int
     stage: int
     tp_rank: int
     pieces: tuple[Piece, ...]
+    ep_rank: int = 0
 
     @property
     def bytes(self) -> int:
@@ -83,15 +86,14 @@ def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world
     dp_size = config.data_parallel_size(world_size)
     grid = torch.arange(world_size).view(config.pp_size, dp_size, config.cp_size, config.tp_size)
     found = []
-    for stage in range(config.pp_size):
-        for tp_rank in range(config.tp_size):
-            rank = int(grid[stage, 0, 0, tp_rank])
-            with playing(rank, world_size):
-                mesh = build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size)
-                with torch.device("meta"):
-                    model = build()
-                shard_model(model, config, mesh)
-                found.append(RankHoldings(rank, stage, tp_rank, tuple(_pieces(model, config))))
+    for stage, ep_rank, tp_rank in product(range(config.pp_size), range(config.ep_size), range(config.tp_size)):
+        rank = int(grid.flatten(1, 2)[stage, ep_rank, tp_rank])
+        with playing(rank, world_size):
+            mesh = build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size, ep_size=config.ep_size)
+            with torch.device("meta"):
+                model = build()
+            shard_model(model, config, mesh)
+            found.append(RankHoldings(rank, stage, tp_rank, tuple(_pieces(model, config)), ep_rank))
     return found
 
 
@@ -116,8 +118,10 @@ def in_words(ranks: list[RankHoldings]) -> str:
     rows = rows_of(ranks)
     width = max((len(name) for name, _, _ in rows), default=0)
     lines = [f"{name:<{width}}  {_who(ranks, pieces)}" for name, _, pieces in rows]
+    shares_experts = any(each.ep_rank for each in ranks)
     totals = [
-        f"rank {each.rank} (stage {each.stage}, tp {each.tp_rank}): {sum(piece.numel for piece in each.pieces):,} "
+        f"rank {each.rank} (stage {each.stage}, {f'ep {each.ep_rank}, ' if shares_experts else ''}tp {each.tp_rank}): "
+        f"{sum(piece.numel for piece in each.pieces):,} "
         f"parameters, {in_bytes(each.bytes)}"
         for each in ranks
     ]

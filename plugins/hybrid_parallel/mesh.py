@@ -14,10 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.debug.collectives import checked_collectives
 from shardformer.collectives import world_timeout
+from shardformer.shard_spec import EXPERTS, TENSOR
 
 AXES = ("pp", "dp", "cp", "tp")
 # The ranks that hold the same parameters, and see other tokens: other samples, or other parts of the same sequences.
 REPLICAS = "dp_cp"
+# Of these, neighbours that hold other experts, and the ranks that hold the same.
+EXPERT_RANKS, EXPERT_REPLICAS = "ep", "ep_replicas"
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class HybridMesh:
         device_mesh: torch's mesh with the four axes.
         device: the device of this rank.
         stage_ranks: global ranks of the pipeline that this rank is part of, first stage first.
-        axis_groups: the groups of the axes, and of `dp_cp`, which is both of these as one.
+        axis_groups: the groups of the axes; of `dp_cp`, which is both of these as one; of `ep` and `ep_replicas`, which
+            are its rows and columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks.
         replica_group: all ranks with this tensor-parallel coordinate, over which a step's loss is summed.
     """
 
@@ -57,6 +61,11 @@ class HybridMesh:
         return f"rank {dist.get_rank()}" + (f" ({words})" if words else "")
 
 
+def replicas_of(axis: str) -> str:
+    """The axis of the ranks that hold the same pieces of what is cut over `axis`, see `ShardSpec.axis`."""
+    return EXPERT_REPLICAS if axis == EXPERTS else REPLICAS
+
+
 # One grid a layout and world: process groups are costly and are never given back.
 _MESHES: dict[tuple, HybridMesh] = {}
 _TIED_GROUPS: dict[tuple, ProcessGroup | None] = {}
@@ -71,11 +80,13 @@ def build_mesh(
     tp_size: int,
     debug: bool = False,
     placement: list[list[list[int]]] | None = None,
+    ep_size: int = 1,
 ) -> HybridMesh:
     """The grid of a layout; all ranks of the world call this alike.
 
     Args:
         placement: the ranks, [dp][pp][tp]; None for all of them in order.
+        ep_size: neighbours of a line of `dp_cp` that share the experts; divides its length.
 
     Raises:
         ConfigurationError: this torch cannot make groups in the order of the placement.
@@ -83,14 +94,14 @@ def build_mesh(
     grid = torch.arange(dist.get_world_size()).view(pp_size, dp_size, cp_size, tp_size)
     if placement is not None:
         grid = torch.tensor(placement).movedim(1, 0).unsqueeze(2)  # [pp, dp, 1, tp]
-    key = (id(dist.group.WORLD), debug, grid.shape, tuple(grid.flatten().tolist()))
+    key = (id(dist.group.WORLD), debug, grid.shape, ep_size, tuple(grid.flatten().tolist()))
     if key not in _MESHES:
         with checked_collectives(debug):
-            _MESHES[key] = _build(grid)
+            _MESHES[key] = _build(grid, ep_size)
     return _MESHES[key]
 
 
-def _build(grid: torch.Tensor) -> HybridMesh:
+def _build(grid: torch.Tensor, ep_size: int) -> HybridMesh:
     device, tp_size = current_device(), grid.shape[-1]
     # Groups of our own: torch's mesh would make its with a timeout of its own, whatever the job was launched with.
     axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
@@ -98,6 +109,7 @@ def _build(grid: torch.Tensor) -> HybridMesh:
     axis_groups[REPLICAS] = axis_groups["dp"]
     if device_mesh.size(AXES.index("cp")) > 1:
         axis_groups[REPLICAS] = _own_group(grid.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist())
+    axis_groups |= _expert_groups(grid, ep_size, axis_groups)
     _, dp, cp, tp = device_mesh.get_coordinate()
     replicas = [device_mesh.mesh[..., index].flatten().tolist() for index in range(tp_size)]
     return HybridMesh(
@@ -107,6 +119,25 @@ def _build(grid: torch.Tensor) -> HybridMesh:
         replica_group=_own_group(replicas),
         axis_groups=axis_groups,
     )
+
+
+def _expert_groups(
+    grid: torch.Tensor, ep_size: int, axis_groups: Mapping[str, ProcessGroup]
+) -> dict[str, ProcessGroup]:
+    """The groups of expert parallelism; where every rank has all experts, groups that there are already."""
+    if ep_size == 1:
+        alone = next((axis_groups[axis] for axis, size in zip(AXES, grid.shape, strict=True) if size == 1), None)
+        return {
+            EXPERT_RANKS: _own_group([[rank] for rank in grid.flatten().tolist()]) if alone is None else alone,
+            EXPERT_REPLICAS: axis_groups[REPLICAS],
+            EXPERTS: axis_groups[TENSOR],
+        }
+    blocks = grid.flatten(1, 2).unflatten(1, (-1, ep_size))  # [pp, ep_replicas, ep, tp]
+    return {
+        EXPERT_RANKS: _own_group(blocks.movedim(2, -1).flatten(0, 2).tolist()),
+        EXPERT_REPLICAS: _own_group(blocks.movedim(1, -1).flatten(0, 2).tolist()),
+        EXPERTS: _own_group(blocks.flatten(2).flatten(0, 1).tolist()),
+    }
 
 
 def _axis_group(grid: torch.Tensor, axis: str) -> ProcessGroup:

@@ -109,7 +109,8 @@ class HybridParallelPlugin(Plugin):
         config = self.config
         dp_size = config.data_parallel_size(dist.get_world_size())
         check_options(config)
-        return build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size, config.debug, self._placement())
+        sizes = config.pp_size, dp_size, config.cp_size, config.tp_size
+        return build_mesh(*sizes, config.debug, self._placement(), config.ep_size)
 
     def _placement(self) -> list[list[list[int]]] | None:
         """The ranks, [dp][pp][tp]; None where they stand in order."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.attention import log_once, uses_registry
+from shardformer.experts import expert_modules
 from shardformer.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -177,11 +178,16 @@ class PlanPolicy(Policy):
         """(path of the owner, owner, name of its module or parameter) of everything that the plan names."""
         found = []
         heads = {id(module) for _, module in self._vocabulary()}
+        # Whole experts are dealt out: not cut a second time.
+        dealt_out = {id(each) for _, each in expert_modules(self.model)} if self.shard_config.deals_out_experts else ()
         for path, owner in self.model.named_modules():
+            if id(owner) in dealt_out:
+                continue
             names = [*(name for name, _ in owner.named_children()), *owner._parameters]
             for name in names:
                 is_planned = starred(_join(path, name)) in self.plan
-                if is_planned and id(getattr(owner, name)) not in heads and getattr(owner, name) is not None:
+                child = getattr(owner, name)
+                if is_planned and child is not None and id(child) not in heads and id(child) not in dealt_out:
                     found.append((path, owner, name))
         return found
 

@@ -48,6 +48,7 @@ def _directory(path: Path, config_class: str, model_class: str | None, **fields:
         ("BertConfig", "BertForSequenceClassification", {}, ("--tp", "2", "--sp"), "fp64"),
         ("T5Config", "T5ForConditionalGeneration", {}, ("--pp", "2"), "fp64"),
         ("MixtralConfig", "MixtralForCausalLM", {}, ("--tp", "2"), "fp32"),
+        pytest.param("MixtralConfig", "MixtralForCausalLM", {}, ("--ep", "2"), "fp32", marks=pytest.mark.slow),
         pytest.param(
             *("ViTConfig", "ViTForImageClassification", {"num_labels": 5}, ("--dp", "2", "--zero", "0"), "fp64"),
             marks=pytest.mark.slow,

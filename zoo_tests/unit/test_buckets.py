@@ -112,8 +112,12 @@ def test_optimizers_that_cannot_work_are_refused() -> None:
     param = nn.Parameter(torch.ones(2, 2))
     names = {id(param): ["weight"]}
     check_optimizer(torch.optim.Adafactor([param]), names, tp_size=1)
-    with pytest.raises(ConfigurationError, match="Adafactor reads whole matrices, which tp_size=2 cuts; use tp_size=1"):
+    with pytest.raises(ConfigurationError, match="Adafactor reads whole parameters, which tp_size=2 cuts; use tp"):
         check_optimizer(torch.optim.Adafactor([param]), names, tp_size=2)
+    with pytest.raises(
+        ConfigurationError, match="Adafactor reads whole parameters, which ep_size=2 cuts; use ep_size=1"
+    ):
+        check_optimizer(torch.optim.Adafactor([param]), names, tp_size=1, ep_size=2)
     with pytest.raises(ConfigurationError, match="LBFGS needs a closure"):
         check_optimizer(torch.optim.LBFGS([param]), names, tp_size=1)
     with pytest.raises(ConfigurationError, match=r"SGD holds a parameter that is not in the model given to boost\(\)"):

@@ -28,7 +28,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
         r"sequence_parallelism_mode='ring_attn' needs cp_size > 1; use cp_size=2",
     ),
-    ({"ep_size": 2}, r"ep_size=2 is not available"),
+    ({"ep_size": 0}, r"ep_size=0 is not a positive integer"),
+    ({"expert_capacity_factor": 0.0}, r"expert_capacity_factor=0\.0 is not positive"),
+    (
+        {"expert_capacity_factor": 1.0, "cp_size": 2},
+        r"expert_capacity_factor=1\.0 needs whole sequences, which cp_size=2 cuts; use cp_size=1 or .*=None",
+    ),
     (
         {"num_model_chunks": 2},
         r"num_model_chunks=2 does not fit pp_style='1f1b', which has 1 a rank; leave it out, or use pp_style='interl",

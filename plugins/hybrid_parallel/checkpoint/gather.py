@@ -1,4 +1,4 @@
-"""Whole tensors from the pieces of a tensor-parallel group, on its first rank alone."""
+"""Whole tensors from the pieces that the ranks of a group hold, on its first rank alone."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
 from plugins.hybrid_parallel.checkpoint.local_tensors import local_tensors
 from plugins.hybrid_parallel.checkpoint.logical import LogicalTensor
 from plugins.hybrid_parallel.checkpoint.manifest import Manifest
-from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.mesh import HybridMesh, replicas_of
 from plugins.hybrid_parallel.model import HybridParallelModel
-from shardformer.shard_spec import spec_of
+from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 PREFIX = "model/"
 MASTER = "master"  # the fp32 value of a 16-bit parameter, among the optimizer's states
@@ -23,7 +23,10 @@ MASTER = "master"  # the fp32 value of a 16-bit parameter, among the optimizer's
 def model_tensors(model: HybridParallelModel, mesh: HybridMesh) -> dict[str, LogicalTensor]:
     """What this rank writes: of each tensor one copy over all ranks, shared out among the data-parallel replicas."""
     owned = [(names[0], tensor) for names, tensor in local_tensors(model, unique=True) if spec_of(tensor).is_owner]
-    mine = _share(owned, mesh.rank(REPLICAS), mesh.size(REPLICAS))
+    mine: list[tuple[str, Tensor]] = []
+    for axis in (TENSOR, EXPERTS):
+        alike = [(name, tensor) for name, tensor in owned if spec_of(tensor).axis == axis]
+        mine += _share(alike, mesh.rank(replicas_of(axis)), mesh.size(replicas_of(axis)))
     return {f"{PREFIX}{name}": LogicalTensor.piece(spec_of(tensor), tensor) for name, tensor in mine}
 
 

@@ -1,8 +1,8 @@
 """The model as a Hugging Face directory, written tensor by tensor.
 
-The tensors of a pipeline stage are dealt out to files, and the files to the stage's data-parallel replicas. In each of
-these the first tensor-parallel rank writes what the others send it, while the next tensor is on its way: no rank holds
-more than one whole tensor and the pieces of the next.
+The tensors of a pipeline stage are dealt out to files, and the files to the stage's data-parallel replicas,
+or to groups of those that share the experts. In each of these the first rank writes what the others send it, while the
+next tensor is on its way: no rank holds more than one whole tensor and the pieces of the next.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from plugins.hybrid_parallel.checkpoint.gather import Gather
 from plugins.hybrid_parallel.checkpoint.local_tensors import local_tensors
 from plugins.hybrid_parallel.checkpoint.model_directory import free_names, partial_path, publish, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter
-from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.mesh import EXPERT_RANKS, EXPERT_REPLICAS, REPLICAS, HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from shardformer.adapters import model_inside
-from shardformer.shard_spec import spec_of
+from shardformer.shard_spec import EXPERTS, spec_of
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _AGREE_EVERY = 2**30  # bytes after which ranks ask one another for errors
@@ -69,8 +69,9 @@ def save_model_files(
     names = all_gather_json(names)[0]
     first = sum(len(found) for stage, found in stages if stage < mesh.rank("pp"))
     paths = [partial_path(directory, name) for name in names[first : first + len(files)]]
-    share = slice(mesh.rank(REPLICAS), None, mesh.size(REPLICAS))
-    rounds = _rounds([found for _, found in stages], mesh.size(REPLICAS))
+    writers = mesh.size(EXPERT_REPLICAS)
+    share = slice(mesh.rank(EXPERT_REPLICAS), None, writers)
+    rounds = _rounds([found for _, found in stages], writers)
     try:
         _write(model_inside(model.unwrap()), [*zip(paths, files, strict=True)][share], mesh, dtype, rounds)
         weight_map = {name: final for final, file in zip(names, everything, strict=True) for name in file[0]}
@@ -131,7 +132,7 @@ def _write(
     dtype: torch.dtype | None,
     rounds: int,
 ) -> None:
-    """Gather and write the items of `files`; all tensor-parallel ranks take part, the first of them writes.
+    """Gather and write the items of `files`; all ranks that hold a part of them take part, the first of them writes.
 
     Raises:
         ConfigurationError: some rank of the world could not write; all learn of it after at most `_AGREE_EVERY` bytes.
@@ -144,7 +145,7 @@ def _write(
         for index, item in enumerate(items):
             on_its_way += [_begin(each, dtype, mesh) for each in items[index + 1 : index + 2]]
             full = {name: gather.finish() for name, gather in on_its_way.pop(0).items()}
-            if mesh.rank("tp") == 0:
+            if mesh.rank(EXPERTS) == 0:
                 output.put(item, full)
             since += item.size
             if since >= _AGREE_EVERY and asked < rounds - 1:
@@ -160,7 +161,10 @@ def _write(
 
 
 def _begin(item: Item, dtype: torch.dtype | None, mesh: HybridMesh) -> dict[str, Gather]:
-    return {name: Gather.begin(tensor, dtype, mesh.group("tp")) for name, tensor in item.tensors.items()}
+    held = {name: (tensor, spec_of(tensor).axis) for name, tensor in item.tensors.items()}
+    # Of ranks that share the experts, only those beside the writer are asked for anything else.
+    asked = {name: each for name, each in held.items() if each[1] == EXPERTS or mesh.rank(EXPERT_RANKS) == 0}
+    return {name: Gather.begin(tensor, dtype, mesh.group(axis)) for name, (tensor, axis) in asked.items()}
 
 
 class _Output:

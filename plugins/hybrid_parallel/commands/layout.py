@@ -16,8 +16,9 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """The sizes, and how sequence and pipeline are cut."""
+    """The sizes, and how experts, sequence and pipeline are cut."""
     add_sizes(parser)
+    parser.add_argument("--ep", type=count, default=1, help="of the data-parallel ranks, those that share experts (1)")
     parser.add_argument(
         "--sp",
         nargs="?",
@@ -35,7 +36,8 @@ def layout_options(options: argparse.Namespace) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "tp_size": options.tp,
         "pp_size": options.pp,
-        "dp_size": options.dp or 1,
+        "dp_size": options.dp or options.ep,
+        "ep_size": options.ep,
         "pp_style": options.schedule,
         "num_model_chunks": options.chunks,
         "num_microbatches": options.microbatches,

@@ -106,6 +106,7 @@ def _finite(value: float) -> float | None:
 def _layout(options: dict[str, Any]) -> str:
     config = HybridParallelConfig(**options)
     words = [f"tp {config.tp_size} x pp {config.pp_size} x dp {config.dp_size or 1}"]
+    words += [f"ep {config.ep_size}"] if config.ep_size > 1 else []
     words += [config.sequence_parallelism_mode] if config.enable_sequence_parallelism else []
     words += [config.pp_style] if config.pp_size > 1 else []
     return ", ".join(words)

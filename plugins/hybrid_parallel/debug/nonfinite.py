@@ -17,7 +17,7 @@ from booster.errors import NonFiniteError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
 from plugins.hybrid_parallel.debug.trace import StepTrace
-from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.mesh import HybridMesh
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.bucket import Bucket
@@ -145,7 +145,7 @@ def _gradients(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator
             is_tied = int(name in optimizer.aliases)
             order = (is_tied, -mesh.rank("pp"), arrival.get(param, len(arrival)), int(not is_own))
             text = f"the gradient of {name} is the first in the backward pass, with {describe(gradient)}"
-            is_sum = not is_own and mesh.size(REPLICAS) > 1
+            is_sum = not is_own and bucket.options.dp_group.size() > 1
             place = f"stage {mesh.rank('pp')} of the sum over all replicas" if is_sum else mesh.place
             yield Finding(GRADIENT, (*order, mesh.rank("dp"), mesh.rank("tp")), text, place)
 

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from booster.errors import SynchronyError
 from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
 from plugins.hybrid_parallel.checksum import checksum
-from plugins.hybrid_parallel.mesh import REPLICAS
-from shardformer.shard_spec import spec_of
+from plugins.hybrid_parallel.mesh import replicas_of
+from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.model import HybridParallelModel
@@ -121,8 +121,12 @@ class SynchronyCheck:
         ]
         yield _Scope("", None, list(_options(optimizers)))
         yield _Scope("tensor-parallel", self.mesh.group("tp"), [names, *streams, *steps, *copies])
-        whole = [_Shared(_PARAMETERS, name, param.data) for name, param in params.items()]
-        yield _Scope("data-parallel", self.mesh.group(REPLICAS), [names, *steps, *whole])
+        for axis, words in ((TENSOR, "data-parallel"), (EXPERTS, "expert-data-parallel")):
+            alike = [
+                _Shared(_PARAMETERS, name, param.data) for name, param in params.items() if spec_of(param).axis == axis
+            ]
+            common = [names, *steps] if axis == TENSOR else []
+            yield _Scope(words, self.mesh.group(replicas_of(axis)), [*common, *alike])
         first_names = {param: name for name, param in params.items()}
         for param, tie in sorted(self.model.tied.items(), key=lambda item: item[1].order):
             name = first_names[param]

@@ -50,6 +50,24 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
     return parts
 
 
+def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """One sample that an empty share stands for: zeros, and masks that hide nothing."""
+    rows = num_rows(batch)
+
+    def sample(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != rows:
+            return value
+        return value.new_full((1, *value.shape[1:]), int("mask" in name))
+
+    return {name: sample(name, value) for name, value in batch.items()}
+
+
+def nothing_of(outputs: Any) -> Tensor:
+    """Zero (0-d) that depends on all outputs, so that a backward pass from it goes through the whole model."""
+    values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
+    return sum(value.sum() * 0.0 for value in values if isinstance(value, Tensor) and value.is_floating_point())
+
+
 def signature(batch: Mapping[str, Any]) -> tuple:
     """What the shapes of a stage's activations depend on; neighbouring stages see the same."""
     return tuple((key, tuple(value.shape) if isinstance(value, Tensor) else None) for key, value in batch.items())

@@ -16,12 +16,22 @@ from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.debug.batches import check_batch
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
-from plugins.hybrid_parallel.pipeline.microbatch import as_batch, merge_outputs, num_rows, split_batch, to_device
+from plugins.hybrid_parallel.pipeline.microbatch import (
+    as_batch,
+    merge_outputs,
+    nothing_of,
+    num_rows,
+    split_batch,
+    stand_in,
+    to_device,
+)
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.step_loss import StepLoss
 from shardformer.layers.head import parallel_logits
+
+_MANY = 2**62  # more samples than any batch has
 
 
 class PipelineStep:
@@ -55,26 +65,41 @@ class PipelineStep:
         if self.trains and self.config.debug:
             # What came apart between two steps is found before a pass has spread it.
             self.model.synchrony.run_at(self.config.synchrony_interval, self.model.optimizers)
-        microbatches = split_batch(batch, self._num_microbatches(batch))
-        loss = self.model.step_loss(microbatches, self.criterion)
+        count = self._num_microbatches(batch)
+        own = split_batch(batch, count) if num_rows(batch) else []
+        # Others wait for the experts here also where there is nothing of its own to do.
+        microbatches = own or [stand_in(batch)] * count
+        loss = self.model.step_loss(own, self.criterion)
         if self.trains:
             self.model.trace.begin(microbatches, loss.shares)
         outputs: list[Any] = []
-        self._run_schedule(microbatches, loss, outputs if return_outputs else None)
+        self._run_schedule(microbatches, loss, bool(own), outputs if return_outputs else None)
         value, factor = loss.finish(return_loss)
         if self.trains:
             for optimizer in self.model.optimizers:
                 optimizer.reducer.finish(factor)
         if value is not None:
             value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
-        return PipelineResult(value, self._share_outputs(outputs, bool(microbatches)) if return_outputs else None)
+        return PipelineResult(value, self._share_outputs(outputs, bool(own)) if return_outputs else None)
 
     def _num_microbatches(self, batch: Mapping[str, Any]) -> int:
         rows = num_rows(batch)
         if self.trains and not self.model.has_seen_full_batch:
             self._refuse_short_start(rows)
             self.model.has_seen_full_batch = True
+        if self.config.ep_size > 1:
+            return self._agreed_microbatches(rows)
         return self.config.microbatches_of(rows) if rows else 0
+
+    def _agreed_microbatches(self, rows: int) -> int:
+        """The same number on all ranks, which wait for one another at the experts of every layer.
+
+        None but an empty share has fewer samples than that.
+        """
+        extremes = torch.tensor([rows or _MANY, -rows], device=self.mesh.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(REPLICAS))
+        fewest, most = int(extremes[0]), -int(extremes[1])
+        return min(self.config.microbatches_of(most), fewest) if most else 0
 
     def _refuse_short_start(self, rows: int) -> None:
         """A short batch may end an epoch, but one that starts it will never fill the pipeline.
@@ -92,12 +117,17 @@ class PipelineStep:
                 f"use batches of {least} or more, or num_microbatches={max(rows, 1)}"
             )
 
-    def _run_schedule(self, microbatches: list[dict[str, Any]], loss: StepLoss, keep: list[Any] | None) -> None:
+    def _run_schedule(
+        self, microbatches: list[dict[str, Any]], loss: StepLoss, counts: bool, keep: list[Any] | None
+    ) -> None:
+        """Run the passes; those that do not count add nothing to the loss, and no outputs to `keep`."""
         runtime = self.model.runtime
         actions = runtime.actions(len(microbatches), self.trains)
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
+            if not counts:
+                return nothing_of(outputs)
             outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)
             if keep is not None:

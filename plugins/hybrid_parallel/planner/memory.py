@@ -60,9 +60,8 @@ def static_memory(
         ConfigurationError: the model cannot be cut like this.
     """
     with playing(rank, world_size):
-        mesh = build_mesh(
-            config.pp_size, config.data_parallel_size(world_size), config.cp_size, config.tp_size, config.debug
-        )
+        sizes = config.pp_size, config.data_parallel_size(world_size), config.cp_size, config.tp_size
+        mesh = build_mesh(*sizes, config.debug, ep_size=config.ep_size)
         with torch.device("meta"):
             model = build()
         optim = optimizer(model.parameters())

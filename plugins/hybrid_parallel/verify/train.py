@@ -159,10 +159,11 @@ def _share(batch: dict[str, Tensor], rows: int, rank: int, world_size: int) -> d
 def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
     """All ranks of a stage call this alike."""
     from plugins.hybrid_parallel.zero.optimizer import assemble
+    from shardformer.shard_spec import spec_of
 
-    group = plugin.grid.group("tp")
+    mesh = plugin.grid
     named = sorted(model.named_parameters(), key=lambda item: item[0])
-    return _arrays({name: assemble(param, param.detach(), group) for name, param in named})
+    return _arrays({name: assemble(param, param.detach(), mesh.group(spec_of(param).axis)) for name, param in named})
 
 
 def _draws_numbers(twin: Twin, batch: dict[str, Tensor]) -> bool:

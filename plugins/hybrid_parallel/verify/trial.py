@@ -102,7 +102,8 @@ def refuse_what_cannot_be_cut(
     from plugins.hybrid_parallel.mesh import build_mesh
 
     with playing(0, world_size):
-        mesh = build_mesh(layout.pp_size, layout.data_parallel_size(world_size), layout.cp_size, layout.tp_size)
+        sizes = layout.pp_size, layout.data_parallel_size(world_size), layout.cp_size, layout.tp_size
+        mesh = build_mesh(*sizes, ep_size=layout.ep_size)
         try:
             with torch.device("meta"):
                 model = model_class(config)

@@ -29,7 +29,7 @@ class BucketOptions:
     """What the buckets of one optimizer have in common.
 
     Attributes:
-        dp_group: the data-parallel ranks.
+        dp_group: the ranks that hold the same pieces of these parameters, and see other tokens.
         zero_stage: 0 or 1.
         master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
         whole_parameters: whether the optimizer needs parameters uncut (Adafactor, Muon).
@@ -45,6 +45,11 @@ class BucketOptions:
     @property
     def num_shards(self) -> int:
         return dist.get_world_size(self.dp_group) if self.zero_stage else 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts what it has of these parameters, of which it may hold a copy (stage 0)."""
+        return self.zero_stage == 1 or dist.get_rank(self.dp_group) == 0
 
     @property
     def shard_index(self) -> int:

@@ -103,7 +103,10 @@ class HybridParallelOptimizer(OptimizerWrapper):
                     param = bucket.params[index]
                     cut[self.names[param]] = (param, local / self.loss_scale.value)
         # By name: tensor-parallel ranks sort their parameters into other buckets.
-        return {name: assemble(param, local, self.mesh.group("tp")) for name, (param, local) in sorted(cut.items())}
+        return {
+            name: assemble(param, local, self.mesh.group(spec_of(param).axis))
+            for name, (param, local) in sorted(cut.items())
+        }
 
     # ----- the step -----
 
@@ -186,7 +189,7 @@ class HybridParallelOptimizer(OptimizerWrapper):
         return total.sqrt()
 
 
-def assemble(param: nn.Parameter, local: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+def assemble(param: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The full tensor of which `local` is this rank's piece, cut like `param`; on every rank of the axis."""
     spec = spec_of(param)
     if spec.dim is None:
@@ -197,5 +200,5 @@ def assemble(param: nn.Parameter, local: Tensor, tp_group: dist.ProcessGroup) ->
     for rank, shard in enumerate(shards):
         if rank == spec.rank:
             shard.copy_(local)
-        dist.broadcast(shard, group=tp_group, group_src=rank)
+        dist.broadcast(shard, group=group, group_src=rank)
     return spec.assemble(shards)

@@ -50,19 +50,17 @@ def is_elementwise(optim: torch.optim.Optimizer) -> bool:
 
 def build_buckets(
     groups: Sequence[Sequence[nn.Parameter]],
-    options: BucketOptions,
+    options: Mapping[str, BucketOptions],
     tied: Mapping[nn.Parameter, TiedParameter],
     masters: dict[nn.Parameter, Tensor],
-    counts_replicas: bool,
 ) -> list[Bucket]:
     """Sort the parameters of each group into buckets, last parameter first.
 
     Args:
         groups: the local parameters of the optimizer's parameter groups.
-        options: what all buckets share.
+        options: what all buckets share of which the parameters are cut over an axis, or would be; by its name.
         tied: the parameters that other stages hold too.
         masters: full-precision values of parameters that were cast down.
-        counts_replicas: whether this rank counts parameters that every data-parallel rank holds whole (stage 0).
     """
     buckets = []
     for group_index, params in enumerate(groups):
@@ -71,16 +69,16 @@ def build_buckets(
         for param in reversed([param for param in params if param.requires_grad]):
             tie = tied.get(param)
             order = -1 if tie is None else tie.order
-            key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner)
+            key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis)
             kinds.setdefault(key, []).append(param)
         # Tied buckets last and in one order: two stages wait for each other there, never in the middle.
-        for (order, _, grad_group, is_owner), members in sorted(kinds.items(), key=lambda item: item[0][0]):
+        for (order, _, grad_group, is_owner, axis), members in sorted(kinds.items(), key=lambda item: item[0][0]):
             tie = tied[members[0]] if order >= 0 else None
             tied_group = tie.group if tie else None
             sum_groups = [group for group in (grad_group, tied_group) if group is not None]
-            counted = is_owner and counts_replicas and (tie is None or tie.counted)
-            for chunk in chunks_of(members, options.bucket_bytes):
-                buckets.append(Bucket(chunk, options, group_index, sum_groups, counted, masters, tied_group))
+            counted = is_owner and options[axis].counts and (tie is None or tie.counted)
+            for chunk in chunks_of(members, options[axis].bucket_bytes):
+                buckets.append(Bucket(chunk, options[axis], group_index, sum_groups, counted, masters, tied_group))
     return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
 
 
@@ -126,14 +124,16 @@ def carry_state(
             optim.state[piece.parameter] = {key: cut(value) for key, value in state.items()}
 
 
-def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], tp_size: int) -> None:
+def check_optimizer(
+    optim: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], tp_size: int, ep_size: int = 1
+) -> None:
     """Refuse an optimizer that cannot work on this layout.
 
     Args:
         names: id of each of the model's parameters -> its names.
 
     Raises:
-        ConfigurationError: it holds parameters that are not the model's, or needs whole parameters under tp.
+        ConfigurationError: it holds parameters that are not the model's, or needs whole parameters under tp or ep.
     """
     for group in optim.param_groups:
         if any(id(param) not in names for param in group["params"]):
@@ -143,7 +143,8 @@ def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[s
             )
     if type(optim).__name__ == "LBFGS":
         raise ConfigurationError("LBFGS needs a closure that runs the model again; use an optimizer such as AdamW")
-    if tp_size > 1 and type(optim).__name__ in ("Adafactor", "Muon"):
-        raise ConfigurationError(
-            f"{type(optim).__name__} reads whole matrices, which tp_size={tp_size} cuts; use tp_size=1 or AdamW"
-        )
+    for name, size in (("tp_size", tp_size), ("ep_size", ep_size)):
+        if size > 1 and type(optim).__name__ in ("Adafactor", "Muon"):
+            raise ConfigurationError(
+                f"{type(optim).__name__} reads whole parameters, which {name}={size} cuts; use {name}=1 or AdamW"
+            )

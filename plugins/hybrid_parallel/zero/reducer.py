@@ -20,7 +20,7 @@ class GradientReducer:
 
     Args:
         buckets: in the order in which the backward pass completes them.
-        dp_group: the data-parallel ranks.
+        dp_group: the data-parallel ranks. They agree on what was used, also where experts are reduced over some alone.
         overlap: whether to reduce while the backward pass runs.
     """
 

@@ -1,0 +1,111 @@
+"""Experts on several ranks are saved whole, and layouts with and without expert parallelism open each other's files.
+
+What breaks here first: who of the ranks with copies writes a piece. Look at `axis` of `shardformer/shard_spec.py`, and
+at `replicas_of` of `plugins/hybrid_parallel/mesh.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoo_tests.case import Case, Recipe
+from zoo_tests.hybrid.test_resharding import reassembled
+from zoo_tests.ranks import run_on_ranks
+from zoo_tests.sharded import Boosted, boost
+
+# layout, ep_size
+_FAST = [("dp2", 2), ("dp2", 1), ("tp2", 1)]
+_SLOW = [("single", 1), ("tp2dp2", 2), ("dp4", 2), ("dp4", 4), ("pp2dp2", 2)]
+_STEPS, _MORE = 2, 2
+
+
+def _case(layout: str, ep_size: int, precision: str = "fp32", zero_stage: int = 1) -> Case:
+    recipe = Recipe(family="mixtral", head="causal_lm", optimizer="adamw", precision=precision)
+    return Case(recipe=recipe, layout=layout, zero_stage=zero_stage, options=(("ep_size", ep_size),))
+
+
+def _state(boosted: Boosted) -> dict[str, Any]:
+    return {"model": boosted.model, "optimizer": boosted.optimizer, "lr_scheduler": boosted.scheduler}
+
+
+def _steps(boosted: Boosted, case: Case, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(boosted.pipeline_backward(boosted.share(case.recipe.batch(step))).item())
+        boosted.finish_step()
+    return losses
+
+
+def _save(case: Case, directory: Path) -> list[float]:
+    """Train, save, train on; the losses behind the checkpoint."""
+    boosted = boost(case)
+    _steps(boosted, case, range(_STEPS))
+    boosted.booster.save_checkpoint(directory, **_state(boosted))
+    return _steps(boosted, case, range(_STEPS, _STEPS + _MORE))
+
+
+def _open(case: Case, source: Path, target: Path) -> list[float]:
+    """Open a checkpoint, save it again, train on; the losses behind it."""
+    boosted = boost(case)
+    _steps(boosted, case, range(1))  # so that nothing is in its place by chance
+    boosted.booster.load_checkpoint(source, **_state(boosted))
+    boosted.booster.save_checkpoint(target, **_state(boosted))
+    return _steps(boosted, case, range(_STEPS, _STEPS + _MORE))
+
+
+def _check(source: Case, target: Case, folder: Path) -> None:
+    expected = run_on_ranks(source.sizes.world_size, _save, source, folder / "first")[0]
+    found = run_on_ranks(target.sizes.world_size, _open, target, folder / "first", folder / "second")[0]
+    before, after = reassembled(folder / "first"), reassembled(folder / "second")
+    assert before.keys() == after.keys()
+    different = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert not different
+    assert any(".experts." in name and name.endswith("exp_avg") for name in before)
+    assert found == pytest.approx(expected, rel=1e-5 if source.recipe.precision == "fp32" else 2e-2)
+
+
+def _pairs() -> list:
+    fast = [(_FAST[0], _FAST[1]), (_FAST[1], _FAST[0]), (_FAST[2], _FAST[0])]
+    slow = [(source, _FAST[0]) for source in _SLOW] + [(_FAST[0], target) for target in _SLOW]
+    marked = [(pair, ()) for pair in fast] + [(pair, pytest.mark.slow) for pair in slow]
+    return [
+        pytest.param(*pair, id="-".join(f"{layout}ep{ep}" for layout, ep in pair), marks=mark) for pair, mark in marked
+    ]
+
+
+@pytest.mark.parametrize(("source", "target"), _pairs())
+def test_layouts_open_each_others_checkpoints(source: tuple[str, int], target: tuple[str, int], tmp_path: Path) -> None:
+    _check(_case(*source), _case(*target), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_masters_travel_too(zero_stage: int, tmp_path: Path) -> None:
+    source, target = ("tp2dp2", 2), ("dp2", 2)
+    _check(_case(*source, "bf16", zero_stage), _case(*target, "bf16", 1 - zero_stage), tmp_path)
+    assert any(name.endswith("experts.down_proj/master") for name in reassembled(tmp_path / "second"))
+
+
+def _load_files(case: Case, directory: Path) -> None:
+    """What was saved comes back piece by piece, also where other values are in its place."""
+    boosted = boost(case)
+    boosted.booster.save_model(boosted.model, directory)
+    saved = {name: param.detach().clone() for name, param in boosted.model.unwrap().named_parameters()}
+    for param in boosted.model.unwrap().parameters():
+        param.data.zero_()
+    boosted.booster.load_model(boosted.model, directory)
+    for name, param in boosted.model.unwrap().named_parameters():
+        assert torch.equal(param, saved[name]), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep_size"),
+    [("dp2", 2), pytest.param("tp2dp2", 2, marks=pytest.mark.slow), pytest.param("dp4", 2, marks=pytest.mark.slow)],
+)
+def test_model_files_come_back(layout: str, ep_size: int, tmp_path: Path) -> None:
+    case = _case(layout, ep_size)
+    run_on_ranks(case.sizes.world_size, _load_files, case, tmp_path)
