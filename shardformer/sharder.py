@@ -16,6 +16,7 @@ from shardformer.attention.ulysses import SequenceExchange
 from shardformer.context_sharding import context_problems, share_sequences
 from shardformer.experts import check_experts, deal_out_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
+from shardformer.losses import balances_experts
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Policy,
@@ -84,6 +85,8 @@ class ModelSharder:
     def check(self) -> None:
         """Compare the policy with the whole model before anything is changed."""
         problems = [*self.policy.check(), *self._check_towers()]
+        if balances_experts(self.model):
+            problems += self._check_routers()
         if self.config.stage_manager.num_stages > 1:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
@@ -243,6 +246,20 @@ class ModelSharder:
             if missing
             else []
         )
+
+    def _check_routers(self) -> list[str]:
+        """A load-balancing loss reads the scores of all layers and tokens."""
+        spread = {
+            f"pp_size={self.config.stage_manager.num_stages}": self.config.stage_manager.num_stages > 1,
+            "cp_size above 1": self.config.context is not None,
+            "sequence_parallelism_mode='all_to_all'": self.config.exchanges_heads,
+        }
+        return [
+            f"output_router_logits=True adds a loss over the router scores of all layers and tokens, which {what} "
+            "spreads over ranks; use output_router_logits=False, or another layout"
+            for what, is_asked in spread.items()
+            if is_asked
+        ]
 
     def _check_exchange(self) -> list[str]:
         """What `all_to_all` needs: attention that goes through the registry, without biases of single heads."""

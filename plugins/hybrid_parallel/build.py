@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.zero.parameters import (
 )
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
+from shardformer.adapters import model_inside
 from shardformer.attention import recompute_attention, uses_registry
 from shardformer.fp8 import check_fp8, multiply_in_fp8
 from shardformer.lazy import (
@@ -45,6 +46,7 @@ from shardformer.lazy import (
     waits_for_values,
     weight_reader_of,
 )
+from shardformer.losses import balances_experts
 from shardformer.policies.tp_info import TPInfoPolicy
 from shardformer.rng import SharedStream
 from shardformer.shard_model import as_policy
@@ -114,6 +116,12 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         _logger.warning(
             "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
             "differ from those of the whole batch",
+            type(model).__name__,
+        )
+    if cuts_batch and balances_experts(model_inside(model)):
+        _logger.warning(
+            "%s balances its experts over its batch: each micro-batch and replica has a loss of its own for that, and "
+            "their mean differs from that of the whole batch",
             type(model).__name__,
         )
     reader = _reader_of(model, seed)

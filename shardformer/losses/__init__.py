@@ -12,6 +12,7 @@ from shardformer.losses.image import ContrastiveLoss, masked_pixels, masked_visu
 from shardformer.losses.sound import connectionist, mean_of_samples
 from shardformer.losses.terms import HeadLoss, LossTerm
 from shardformer.losses.text import (
+    balances_experts,
     causal_lm,
     conditional_generation,
     language_of_images,
@@ -26,7 +27,7 @@ from shardformer.losses.text import (
 from shardformer.policies.declared import declared_plan_of
 from shardformer.policies.registry import supported_classes
 
-__all__ = ["HeadLoss", "LossTerm", "head_loss_of", "known_head"]
+__all__ = ["HeadLoss", "LossTerm", "balances_experts", "head_loss_of", "known_head"]
 
 
 def head_loss_of(model: nn.Module) -> HeadLoss | None:

@@ -34,7 +34,25 @@ def causal_lm(model: nn.Module) -> HeadLoss:
         # Token t predicts label t + 1. The labels move, not the logits: no copy of [batch, seq, vocabulary].
         return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
-    return HeadLoss(LossTerm("labels", not_ignored, _token_total(model), prepare=of_next, per_token=True))
+    terms = [LossTerm("labels", not_ignored, _token_total(model), prepare=of_next, per_token=True)]
+    if balances_experts(model):
+        terms.append(_load_balance(model, of_next))
+    return HeadLoss(*terms)
+
+
+def balances_experts(model: nn.Module) -> bool:
+    """Whether the head adds the load-balancing loss of its routers (Switch Transformer, arXiv 2101.03961, 2.2)."""
+    is_asked = getattr(getattr(model, "config", None), "output_router_logits", False)
+    return bool(is_asked) and hasattr(model, "router_aux_loss_coef")
+
+
+def _load_balance(model: nn.Module, labels_of: Callable[[Tensor, Batch], Tensor]) -> LossTerm:
+    """The model's own, of the samples that pass together, weighted by their labels: products of means do not add up."""
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        return outputs.aux_loss * (labels != IGNORE_INDEX).sum()
+
+    return LossTerm("labels", not_ignored, total, weight=model.router_aux_loss_coef, prepare=labels_of)
 
 
 def masked_lm(model: nn.Module) -> HeadLoss:
