@@ -63,7 +63,7 @@ def fully_sharded(model: nn.Module) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(_device().type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for layer in model.bert.encoder.layer:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -72,7 +72,7 @@ def fully_sharded(model: nn.Module) -> Step:
 
 def deepspeed_zero(model: nn.Module) -> Step:
     """DeepSpeed's ZeRO stage 1, with torch's AdamW."""
-    os.environ.setdefault("DS_ACCELERATOR", _device().type)
+    os.environ.setdefault("DS_ACCELERATOR", device().type)
     import deepspeed
 
     ranks = dist.get_world_size()
@@ -80,11 +80,11 @@ def deepspeed_zero(model: nn.Module) -> Step:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": ranks,
-        "zero_optimization": {"stage": 1, "overlap_comm": _device().type == "cuda"},
+        "zero_optimization": {"stage": 1, "overlap_comm": device().type == "cuda"},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
-    deepspeed.init_distributed("nccl" if _device().type == "cuda" else "gloo", verbose=False)
+    deepspeed.init_distributed("nccl" if device().type == "cuda" else "gloo", verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
 
     def step(batch: Batch) -> Tensor:
@@ -129,5 +129,6 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def device() -> torch.device:
+    """Where this rank trains."""
+    return torch.device("cuda", torch.cuda.currentdevice()) if torch.cuda.is_available() else torch.device("cpu")
