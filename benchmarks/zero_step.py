@@ -1,7 +1,7 @@
 """A data-parallel training step of BERT-base (110 million parameters): ZeRO-1 of this package against four others.
 
-A global batch of 8 sequences of 128 tokens, AdamW, one thread a rank. Times: ours and one other system at a time live in
-the same ranks and take turns. Peak memory: each system by itself in new processes, the fullest rank's `ru_maxrss`
+A global batch of 8 sequences of 128 tokens, AdamW, one thread a rank. Times: ours and one other system at a time live
+in the same ranks and take turns. Peak memory: each system by itself in new processes, the fullest rank's `ru_maxrss`
 above what it was with everything imported.
 """
 
