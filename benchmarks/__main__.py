@@ -21,16 +21,24 @@ from benchmarks import (
     planner_accuracy,
     published_runs,
     rank_of_larger,
+    schedules,
     single_device,
+    start_up,
+    step_profile,
     tensor_parallel,
+    zero_step,
 )
 
 BENCHMARKS = {
     "tensor_parallel": tensor_parallel,
     "context_parallel": context_parallel,
     "fp8": fp8,
+    "zero_step": zero_step,
     "pipeline": pipeline,
+    "schedules": schedules,
     "host_time": host_time,
+    "step_profile": step_profile,
+    "start_up": start_up,
     "bare_loop": bare_loop,
     "optimizer_memory": optimizer_memory,
     "single_device": single_device,
@@ -50,19 +58,37 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     transformers.logging.set_verbosity_error()
-    sections = [
-        f"# Measured performance\n\nWritten by `{_command(options)}`. "
-        f"Ratios of medians within one run, one thread a rank, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {os.cpu_count()} cores.\n"
-    ]
+    sections: dict[str, str] = {}
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
+        if options.only and options.output.is_file():
+            sections = _sections_of(options.output.read_text())
     for name in options.only or BENCHMARKS:
         section = BENCHMARKS[name].report(options.quick)
         print(section, flush=True)
-        sections.append(section)
+        sections[_title(section)] = section
         if options.output is not None:  # after each: what took minutes is not lost with a later one
-            options.output.write_text("\n".join(sections))
+            options.output.write_text("\n".join([_introduction(options), *sections.values()]))
+
+
+def _introduction(options: argparse.Namespace) -> str:
+    return (
+        f"# Measured performance\n\nWritten by `{_command(options)}`, section by section. Every figure is a ratio of "
+        "medians within one run in which the ways that are compared take turns (A B A B), so that a machine that is "
+        f"slower on another day says the same. One thread a rank, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, {os.cpu_count()} cores. With `--only NAME` a section is measured again and "
+        "replaces the one of its title. What was changed to get here, and what did not pay, is in "
+        "[levers](levers.md).\n"
+    )
+
+
+def _sections_of(page: str) -> dict[str, str]:
+    """Title -> section of a page that was written before."""
+    return {_title(section): section for section in map("## {}".format, page.split("\n## ")[1:])}
+
+
+def _title(section: str) -> str:
+    return section.splitlines()[0]
 
 
 def _command(options: argparse.Namespace) -> str:

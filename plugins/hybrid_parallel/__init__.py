@@ -1,10 +1,17 @@
 """Tensor, sequence, pipeline and data parallelism in one plugin."""
 
-from plugins.hybrid_parallel.auto.accelerate import AccelerateResult, auto_accelerate
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
-from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
-from plugins.hybrid_parallel.three_d.logits import vocab_parallel_cross_entropy, vocab_parallel_logit_helper
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.auto.accelerate import AccelerateResult, auto_accelerate
+    from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
+    from plugins.hybrid_parallel.three_d.logits import vocab_parallel_cross_entropy, vocab_parallel_logit_helper
 
 __all__ = [
     "AccelerateResult",
@@ -15,3 +22,18 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logit_helper",
 ]
+
+# The planner and pydantic take longer to import than the plugin, which needs neither.
+_ON_DEMAND = {
+    "AccelerateResult": "auto.accelerate",
+    "auto_accelerate": "auto.accelerate",
+    "DeepSpeed3DParallelConfig": "three_d.config",
+    "vocab_parallel_cross_entropy": "three_d.logits",
+    "vocab_parallel_logit_helper": "three_d.logits",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,18 @@ from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.build import build_model, build_optimizer, check_options_against_model
 from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.dataloader import shard_dataloader
 from plugins.hybrid_parallel.debug.collectives import checked_collectives, naming_ranks
 from plugins.hybrid_parallel.debug.options import check_options
-from plugins.hybrid_parallel.json_form import is_description, options_of
 from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh, build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.pipeline.step import PipelineStep
 from plugins.hybrid_parallel.placement import in_blocks, ranks_of
-from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.json_text import read_json_object
 from shardformer.sharder import names_of_parameters
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
 
 
 class HybridParallelPlugin(Plugin):
@@ -66,6 +66,9 @@ class HybridParallelPlugin(Plugin):
         Raises:
             ConfigurationError: the file does not exist or is not a JSON object, or what it holds is refused.
         """
+        # Here, because pydantic takes as long to import as this plugin.
+        from plugins.hybrid_parallel.json_form import is_description, options_of
+
         options = path_or_dict
         if not isinstance(options, dict):
             path = Path(options)
@@ -259,6 +262,9 @@ class HybridParallelPlugin(Plugin):
         return built.model, optimizers
 
     def _shard_dataloader(self, dataloader: DataLoader) -> DataLoader:
+        # Here, because of accelerate.
+        from plugins.hybrid_parallel.dataloader import shard_dataloader
+
         return shard_dataloader(dataloader, self.dp_rank, self.dp_size, self.grid.device, self.seed)
 
     def _check_batch_size(self, dataloader: DataLoader) -> None:

@@ -185,7 +185,9 @@ class Predictor:
         alive = most_alive(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
         found = []
         for rank, own in enumerate(placed.ranks):
-            static, _ = self._states(placed, own)
+            static, elements = self._states(placed, own)
+            # Between steps a rank keeps its shard of them alone.
+            unreduced = elements * 4 if layout.zero_stage and layout.dp_size > 1 else 0
             saved = max(
                 sum(count * costs[stage].cost.saved for stage, count in zip(own, counts, strict=True))
                 for counts in alive[rank]
@@ -194,7 +196,7 @@ class Predictor:
             found.append(
                 Memory(
                     static.parameters + static.buffers,
-                    static.gradients,
+                    static.gradients + unreduced,
                     static.masters + static.states,
                     saved,
                     peak,

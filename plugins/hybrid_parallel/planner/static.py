@@ -44,7 +44,7 @@ def count_static(
             updated_itemsize = grad_itemsize if has_masters else itemsize
             parameters += total * itemsize
             masters += shard * grad_itemsize if has_masters else 0
-            gradients += total * grad_itemsize + (shard * grad_itemsize if num_shards > 1 else 0)
+            gradients += shard * grad_itemsize
             gradients += 0 if updated_itemsize == grad_itemsize else sum(pieces) * updated_itemsize
             states += sum(pieces) * _STATES * updated_itemsize + len(pieces) * _STEP_BYTES
     return StaticMemory(parameters + frozen, masters, gradients, states, profile.buffer_bytes)

@@ -8,6 +8,7 @@ pieces of parameters, so that states and skipped updates stay those of single pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import all_gather_flat, reduce_scatter_flat
+from plugins.hybrid_parallel.zero.exchange import GradientMemory, PendingShard, start_all_gather, start_reduce_scatter
+from shardformer.collectives import all_gather_flat
 from shardformer.shard_spec import pad_to_multiple
 
 # Shards start at multiples of this many elements, for vectorised kernels.
@@ -102,6 +104,7 @@ class Bucket:
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
         sizes = [param.numel() for param in params]
         self.offsets, size = places_in_bucket(sizes, options.num_shards, options.whole_parameters)
+        self._gaps = _gaps(self.offsets, sizes, size)
         self.shard_size = size // options.num_shards
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
@@ -116,19 +119,22 @@ class Bucket:
             param.data = view
         self.pieces = self._make_pieces(sources, master_dtype)
 
-        # A bucket reduces in place of being copied: see `reduce`. Allocated on the first gradient.
+        # Allocated on the first gradient. Where gradients are sharded, until they are reduced.
+        self.memory = GradientMemory()
         self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
         self.used: set[int] = set()  # parameters with reduced gradients
         self._work: Any = None
+        self._pending: PendingShard | None = None
         self._result: Tensor | None = None
+        self._own_norms: Sequence[Tensor] | None = None
 
     # ----- accumulation and reduction -----
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         """Add a local gradient."""
-        if self._result is not None:
+        if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
         self._provide_flat_grads()
         view = self._grad_view(index)
@@ -152,12 +158,25 @@ class Bucket:
             self._work = dist.all_reduce(self._result, group=group, async_op=True)
         else:
             free = self.shard_grads is not None and not self.used
-            self._result = self.shard_grads if free else self.flat_grads.new_empty(self.shard_size)
-            self._work = reduce_scatter_flat(self._result, self.flat_grads, group=group, async_op=True)
+            result = self.shard_grads if free else self.flat_grads.new_empty(self.shard_size)
+            self._pending = start_reduce_scatter(self.flat_grads, result, group)
+            self._own_norms = torch._foreach_norm([self._grad_view(index) for index in range(len(self.params))])
 
     @property
     def launched(self) -> bool:
-        return self._result is not None
+        return self._result is not None or self._pending is not None
+
+    def collect(self) -> None:
+        """Wait for the reduction, and give away the memory of the local gradients."""
+        if self._work is not None:
+            self._work.wait()
+        if self._pending is None:
+            return
+        self._result, self._pending = self._pending.wait(), None
+        # Bad gradients are kept on the CPU, to be described; a GPU would have to be waited for.
+        if self.flat.device.type != "cpu" or all(math.isfinite(norm) for norm in self._own_norms):
+            self.memory.give(self.flat_grads)
+            self.flat_grads = None
 
     def finish(self, used: set[int], factor: Tensor | None) -> None:
         """Complete the reduction and add its result to what the shard has.
@@ -166,8 +185,7 @@ class Bucket:
             used: parameters that have a gradient on any data-parallel rank.
             factor: what this step's gradients are multiplied by.
         """
-        if self._work is not None:
-            self._work.wait()
+        self.collect()
         for group in self.sum_groups:
             dist.all_reduce(self._result, group=group)
         if factor is not None:
@@ -184,9 +202,14 @@ class Bucket:
         self._work = self._result = None
 
     def own_grads(self) -> dict[int, Tensor] | None:
-        """What this rank put into the last reduction, by parameter; None where the result has taken its place."""
-        if self.options.num_shards == 1 or self.flat_grads is None:
+        """What this rank put into the last reduction, by parameter, or its norms where that is gone.
+
+        None where the result has taken its place.
+        """
+        if self.options.num_shards == 1 or self._own_norms is None:
             return None
+        if self.flat_grads is None:
+            return dict(enumerate(self._own_norms))
         return {index: self._grad_view(index) for index in range(len(self.params))}
 
     def clear_grads(self) -> None:
@@ -220,7 +243,10 @@ class Bucket:
                 piece.view(own).copy_(piece.parameter.detach().view(-1))
         if self.options.num_shards == 1:
             return None
-        return all_gather_flat(self.flat, own.clone(), group=self.options.dp_group, async_op=async_op)
+        gather = start_all_gather(self.flat, self.options.dp_group)
+        if not async_op:
+            gather.wait()
+        return gather
 
     def refresh_masters(self) -> None:
         """Take the parameters' present values as the optimizer's (after weights were loaded)."""
@@ -275,8 +301,10 @@ class Bucket:
             # Of the last step's gradients, which were cleared, only the memory is left.
             self.flat_grads, self.shard_grads = self.shard_grads, None
         if self.flat_grads is None:
-            # Zeros, padding included: all of it takes part in the norm.
-            self.flat_grads = torch.zeros(self.flat.numel(), dtype=self.grad_dtype, device=self.flat.device)
+            self.flat_grads = self.memory.take(self.flat.numel(), self.grad_dtype, self.flat.device)
+            # What belongs to no parameter takes part in the norm.
+            for start, stop in self._gaps:
+                self.flat_grads[start:stop].zero_()
 
     def _grad_view(self, index: int) -> Tensor:
         param, offset = self.params[index], self.offsets[index]
@@ -296,3 +324,13 @@ def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bo
         loads[shard] += sizes[index]
     shard_size = pad_to_multiple(max(loads), _ALIGNMENT)
     return [shard * shard_size + start for shard, start in places], shard_size * num_shards
+
+
+def _gaps(offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[tuple[int, int]]:
+    """The ranges of a flat buffer that belong to no parameter."""
+    gaps, end = [], 0
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+        if offset > end:
+            gaps.append((end, offset))
+        end = offset + size
+    return gaps if end == total else [*gaps, (end, total)]

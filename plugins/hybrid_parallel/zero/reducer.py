@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.exchange import GradientMemory
+
+# Reductions at a time whose local gradients are kept on a CPU.
+_IN_FLIGHT = 2
 
 
 class GradientReducer:
@@ -31,6 +35,10 @@ class GradientReducer:
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: list[set[int]] = [set() for _ in self.buckets]
         self._next = 0
+        self._memory = GradientMemory(max((bucket.options.bucket_bytes for bucket in self.buckets), default=0))
+        for bucket in self.buckets:
+            if bucket.options.num_shards > 1:
+                bucket.memory = self._memory
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self._hook(number, index))
@@ -59,8 +67,7 @@ class GradientReducer:
         """
         self._final = False
         while self._next < len(self.buckets):
-            self.buckets[self._next].launch()
-            self._next += 1
+            self._launch_next()
         self._next = 0
         self._complete = [set() for _ in self.buckets]
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
@@ -70,6 +77,7 @@ class GradientReducer:
             if bucket.tied_group is not None:
                 indices = self._agree_with_stages(bucket, indices)
             bucket.finish(indices, factor)
+        self._memory.clear()
 
     def _hook(self, number: int, index: int) -> object:
         def take_gradient(param: nn.Parameter) -> None:
@@ -90,8 +98,15 @@ class GradientReducer:
         while self._next < len(self.buckets):
             if len(self._complete[self._next]) < len(self.buckets[self._next].params):
                 return
-            self.buckets[self._next].launch()
-            self._next += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self.buckets[self._next].launch()
+        self._next += 1
+        earlier = self._next - 1 - _IN_FLIGHT
+        # A GPU would have its next kernels wait too.
+        if earlier >= 0 and self.buckets[earlier].flat.device.type == "cpu":
+            self.buckets[earlier].collect()
 
     @staticmethod
     def _agree_with_stages(bucket: Bucket, used: set[int]) -> set[int]:

@@ -1,0 +1,121 @@
+"""Pipeline schedules by themselves: 4 stages, 4 micro-batches, layers that wait instead of computing.
+
+A rank's share of a micro-batch waits F forward and 2 F backward, in halves for the gradients of inputs and of weights.
+What is timed is `execute_pipeline` on 4 ranks, with all that it sends; beside it is what `simulate` says of the table.
+CPU only: a wait takes no device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from benchmarks.harness import ratio, run_ranks, table, turns
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
+from plugins.hybrid_parallel.pipeline.simulate import simulate
+from shardformer import weight_gradients
+
+RANKS, MICROBATCHES, LAYERS = 4, 4, 8
+
+
+class Wait(torch.autograd.Function):
+    """Waits `seconds` forward and twice that backward; the half of the weights may be put off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.weight, ctx.seconds = weight, seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        weight, seconds = ctx.weight, ctx.seconds
+
+        def of_weight() -> Tensor:
+            time.sleep(seconds)
+            return torch.zeros_like(weight)
+
+        time.sleep(seconds)
+        put_off = weight_gradients._State.put_off
+        if put_off is None:
+            return grad, of_weight(), None
+        put_off.append((weight, of_weight))
+        return grad, None, None
+
+
+def measure(seconds: float, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each schedule in each turn."""
+    steps = {name: _step(name, seconds) for name in SCHEDULES}
+    return turns(steps, repeats, warm_up=2)
+
+
+def predicted(name: str) -> float:
+    """What a step takes if messages take no time, in units of F."""
+    schedule = SCHEDULES[name]
+    chunks = _chunks(name)
+    tables = [schedule.actions(rank, RANKS, MICROBATCHES, chunks) for rank in range(RANKS)]
+
+    def duration(action: Action) -> float:
+        return (2.0 if action.kind is Kind.BACKWARD else 1.0) / chunks
+
+    return simulate(tables, duration).length
+
+
+def report(quick: bool) -> str:
+    seconds, repeats = (0.02, 3) if quick else (0.1, 9)
+    times = run_ranks(measure, RANKS, seconds, repeats)
+    lengths = {name: predicted(name) for name in SCHEDULES}
+    rows: list[list[object]] = []
+    for name in SCHEDULES:
+        expected, found = lengths["1f1b"] / lengths[name], ratio(times, name, "1f1b")
+        rows.append([name, _chunks(name), expected, found, f"{(found / expected - 1) * 100:+.1f} %"])
+    return table(
+        f"Pipeline schedules: speed relative to 1F1B ({RANKS} ranks, {MICROBATCHES} micro-batches, layers that wait)",
+        ["schedule", "stages a rank", "predicted", "measured", "difference"],
+        rows,
+        "CPU only.",
+    )
+
+
+def _chunks(name: str) -> int:
+    return SCHEDULES[name].chunks or 2
+
+
+def _step(name: str, seconds: float) -> Callable[[], None]:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 32}
+    whole = LlamaForSequenceClassification(LlamaConfig(num_hidden_layers=LAYERS, num_labels=2, pad_token_id=0, **sizes))
+    chunks = {"num_model_chunks": 2} if SCHEDULES[name].chunks is None else {}
+    plugin = HybridParallelPlugin(pp_size=RANKS, pp_style=name, num_microbatches=MICROBATCHES, **chunks)
+    booster = Booster(plugin=plugin)
+    model, optimizer = booster.boost(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    for layer in model.unwrap().modules():
+        if isinstance(layer, LlamaDecoderLayer):
+            _let_wait(layer, seconds * RANKS / LAYERS)
+    batch = {
+        "input_ids": torch.randint(1, 32, (MICROBATCHES, 4)),
+        "labels": torch.randint(0, 2, (MICROBATCHES,)),
+    }
+
+    def step() -> None:
+        booster.execute_pipeline(iter([batch]), model, optimizer=optimizer, return_loss=False)
+        optimizer.zero_grad()
+
+    return step
+
+
+def _let_wait(layer: nn.Module, seconds: float) -> None:
+    forward, weight = layer.forward, next(layer.parameters())
+
+    def waiting(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(Wait.apply(hidden, weight, seconds), *args, **kwargs)
+
+    layer.forward = waiting

@@ -1,0 +1,134 @@
+"""The ways to train a BERT of 110 million parameters data-parallel that `zero_step` compares: ours and four others.
+
+Each is a function that takes the model and returns one step of training: batch -> loss.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+
+Batch = Mapping[str, Tensor]
+Step = Callable[[Batch], Tensor]
+LEARNING_RATE = 1e-4
+
+
+def bert(layers: int) -> nn.Module:
+    """BERT-base, without dropout so that every way has the same losses."""
+    torch.manual_seed(0)
+    config = BertConfig(num_hidden_layers=layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForSequenceClassification(config)
+
+
+def ours(model: nn.Module) -> Step:
+    """ZeRO-1 of this package."""
+    booster = Booster(plugin=HybridParallelPlugin(zero_stage=1))
+    model, optimizer = booster.boost(model, _adamw(model))
+
+    def step(batch: Batch) -> Tensor:
+        loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def data_parallel(model: nn.Module) -> Step:
+    """torch's DistributedDataParallel, AdamW on every rank."""
+    return _data_parallel(model, _adamw(model))
+
+
+def zero_redundancy(model: nn.Module) -> Step:
+    """DistributedDataParallel with torch's ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE, fused=True
+    )
+    return _data_parallel(model, optimizer)
+
+
+def fully_sharded(model: nn.Module) -> Step:
+    """FSDP2 that keeps whole parameters from forward to backward, as ZeRO-1 does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    for layer in model.bert.encoder.layer:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return _loop(model, _adamw(model))
+
+
+def deepspeed_zero(model: nn.Module) -> Step:
+    """DeepSpeed's ZeRO stage 1, with torch's AdamW."""
+    os.environ.setdefault("DS_ACCELERATOR", device().type)
+    import deepspeed
+
+    ranks = dist.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": ranks,
+        "zero_optimization": {"stage": 1, "overlap_comm": device().type == "cuda"},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    deepspeed.init_distributed("nccl" if device().type == "cuda" else "gloo", verbose=False)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+
+    def step(batch: Batch) -> Tensor:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
+    "ours": ours,
+    "DDP + fused AdamW": data_parallel,
+    "DDP + ZeroRedundancyOptimizer": zero_redundancy,
+    "FSDP2, reshard_after_forward=False": fully_sharded,
+    "DeepSpeed ZeRO-1": deepspeed_zero,
+}
+
+
+def is_installed(name: str) -> bool:
+    """Whether this system can run here."""
+    return name != "DeepSpeed ZeRO-1" or importlib.util.find_spec("deepspeed") is not None
+
+
+def _data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    return _loop(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: Batch) -> Tensor:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def device() -> torch.device:
+    """Where this rank trains."""
+    return torch.device("cuda", torch.cuda.currentdevice()) if torch.cuda.is_available() else torch.device("cpu")

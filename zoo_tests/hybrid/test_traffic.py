@@ -1,0 +1,110 @@
+"""What ZeRO-1 sends in a step, and that its result does not depend on how parameters lie in buckets.
+
+What breaks here first: a buffer that is sent twice, or sums in the order of who owns a shard. Look in
+`plugins/hybrid_parallel/zero/exchange.py` and `bucket.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.zero.exchange import GradientMemory
+from zoo_tests.ranks import run_on_ranks
+
+_SIZES = (37, 53, 29, 5)
+_STEPS = 2
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(_SIZES, _SIZES[1:], strict=False)]
+    return nn.Sequential(*layers)
+
+
+def _train(bucket_size: float, **options: Any) -> tuple[nn.Module, Any]:
+    model = _model()
+    plugin = HybridParallelPlugin(zero_bucket_size_in_mb=bucket_size, **options)
+    booster = Booster(plugin=plugin)
+    model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for step in range(_STEPS):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        booster.backward(model(torch.randn(7, _SIZES[0], generator=generator)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _bytes_of_a_step(bucket_size: float) -> tuple[int, int]:
+    """Bytes that this rank sent from buffers, and those of a reduce-scatter and an all-gather."""
+    sent: list[int] = []
+    send = dist.isend
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return send(tensor, *args, **kwargs)
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a buffer goes through one exchange, not through gloo's own collectives")
+
+    with (
+        mock.patch.object(dist, "isend", counted),
+        mock.patch("plugins.hybrid_parallel.zero.exchange.reduce_scatter_flat", refused),
+        mock.patch("plugins.hybrid_parallel.zero.exchange.all_gather_flat", refused),
+    ):
+        _, optimizer = _train(bucket_size)
+    padded = sum(bucket.flat.numel() for bucket in optimizer.buckets)
+    ranks = dist.get_world_size()
+    assert sum(bucket.shard_size for bucket in optimizer.buckets) * ranks == padded
+    one_way = padded * 4 * (ranks - 1) // ranks
+    return sum(sent), _STEPS * 2 * one_way
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bucket_size", [0.002, 1.0])
+def test_a_step_is_one_reduce_scatter_and_one_all_gather(ranks: int, bucket_size: float) -> None:
+    for sent, expected in run_on_ranks(ranks, _bytes_of_a_step, bucket_size):
+        assert sent == expected
+
+
+def _parameters(bucket_size: float) -> tuple[int, list[list[float]]]:
+    model, optimizer = _train(bucket_size)
+    return len(optimizer.buckets), [param.flatten().tolist() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_size_of_buckets_changes_no_bit(ranks: int) -> None:
+    counts, results = set(), []
+    for bucket_size in (1e-5, 0.0005, 0.006, 0.0075, 1.0):
+        count, values = run_on_ranks(ranks, _parameters, bucket_size)[0]
+        counts.add(count)
+        results.append(values)
+    assert len(counts) >= 4, "these sizes are to make different buckets"
+    assert all(values == results[0] for values in results)
+
+
+def _own_gradients_are_gone() -> bool:
+    _, optimizer = _train(0.002)
+    return all(bucket.flat_grads is None for bucket in optimizer.buckets)
+
+
+def test_local_gradients_are_given_up_when_they_are_reduced() -> None:
+    assert all(run_on_ranks(2, _own_gradients_are_gone))
+
+
+def test_memory_of_reduced_gradients_is_taken_again() -> None:
+    memory, cpu = GradientMemory(unit=400), torch.device("cpu")
+    first = memory.take(70, torch.float32, cpu)
+    memory.give(first)
+    second = memory.take(100, torch.float32, cpu)
+    assert second.data_ptr() == first.data_ptr() and second.shape == (100,)
+    assert memory.take(100, torch.float32, cpu).data_ptr() != second.data_ptr(), "what is in use is not given twice"
+    memory.give(second)
+    assert memory.take(100, torch.float64, cpu).dtype == torch.float64
