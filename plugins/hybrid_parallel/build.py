@@ -259,7 +259,8 @@ def build_optimizer(
     }
     buckets = build_buckets(local, options, built.tied, built.masters)
     carry_state(optim, old, buckets)
-    reducer = GradientReducer(buckets, mesh.group(REPLICAS), config.overlap_communication)
+    stands_alone = config.pp_size == config.cp_size == config.ep_size == 1
+    reducer = GradientReducer(buckets, mesh.group(REPLICAS), config.overlap_communication, waits=stands_alone)
     scale: LossScale = LossScale()
     if config.precision == "fp16":
         scale = DynamicLossScale(config.initial_scale, config.growth_interval)

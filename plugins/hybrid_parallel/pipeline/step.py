@@ -74,6 +74,8 @@ class PipelineStep:
             self.model.trace.begin(microbatches, loss.shares)
         outputs: list[Any] = []
         self._run_schedule(microbatches, loss, bool(own), outputs if return_outputs else None)
+        for optimizer in self.model.optimizers if self.trains else ():
+            optimizer.reducer.launch_rest()
         value, factor = loss.finish(return_loss)
         if self.trains:
             for optimizer in self.model.optimizers:

@@ -26,10 +26,12 @@ class GradientReducer:
         buckets: in the order in which the backward pass completes them.
         dp_group: the data-parallel ranks. They agree on what was used, also where experts are reduced over some alone.
         overlap: whether to reduce while the backward pass runs.
+        waits: whether a rank may wait for others in the middle of that: not where these wait for it there, for
+            activations, keys or tokens.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], dp_group: ProcessGroup, overlap: bool) -> None:
-        self.buckets, self.dp_group, self.overlap = list(buckets), dp_group, overlap
+    def __init__(self, buckets: Sequence[Bucket], dp_group: ProcessGroup, overlap: bool, waits: bool = True) -> None:
+        self.buckets, self.dp_group, self.overlap, self.waits = list(buckets), dp_group, overlap, waits
         self.accepting = False  # inside a backward pass that the library runs
         self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
@@ -59,15 +61,19 @@ class GradientReducer:
         if self.overlap:
             self._launch_complete()
 
+    def launch_rest(self) -> None:
+        """Reduce what is left; a rank without samples is waited for by those that have some."""
+        self._final = False
+        while self._next < len(self.buckets):
+            self._launch_next(waits=True)
+
     def finish(self, factor: Tensor | None = None) -> None:
         """Reduce what is left and wait for everything.
 
         Args:
             factor: what the gradients since the last `finish` are multiplied by, 0-d; None for nothing.
         """
-        self._final = False
-        while self._next < len(self.buckets):
-            self._launch_next()
+        self.launch_rest()
         self._next = 0
         self._complete = [set() for _ in self.buckets]
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
@@ -98,14 +104,14 @@ class GradientReducer:
         while self._next < len(self.buckets):
             if len(self._complete[self._next]) < len(self.buckets[self._next].params):
                 return
-            self._launch_next()
+            self._launch_next(self.waits)
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, waits: bool) -> None:
         self.buckets[self._next].launch()
         self._next += 1
         earlier = self._next - 1 - _IN_FLIGHT
         # A GPU would have its next kernels wait too.
-        if earlier >= 0 and self.buckets[earlier].flat.device.type == "cpu":
+        if waits and earlier >= 0 and self.buckets[earlier].flat.device.type == "cpu":
             self.buckets[earlier].collect()
 
     @staticmethod
