@@ -97,5 +97,6 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
 
 def _defer(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     if isinstance(head, VocabParallelLMHead):
-        return defer(HeadCall(hidden, head.matrix, head.bias, forward, head.vocab_range, head.group))
+        # This rank's logits, whenever they are read.
+        return defer(HeadCall(hidden, head.matrix, head.bias, head.project, head.vocab_range, head.group))
     return defer(HeadCall(hidden, head.weight, head.bias, forward))
