@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
-from shardformer.head_cross_entropy import chunk_bytes, head_cross_entropy_sum
+from shardformer.head_cross_entropy import head_cross_entropy_sum
+from shardformer.loss_chunks import chunk_bytes, decided
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def saves_memory(call: HeadCall) -> bool:
     weight, which the loss keeps in their place."""
     tokens, columns = call.hidden.shape[:-1].numel(), len(call.weight)
     kept = call.weight.numel() if torch.is_grad_enabled() and call.weight.requires_grad else 0
-    return 4 * tokens * columns > max(chunk_bytes(call.hidden.device), 4 * kept)
+    return decided(call.weight.shape, 4 * tokens * columns > max(chunk_bytes(call.hidden.device), 4 * kept))
 
 
 def logits_of(deferred: DeferredLogits) -> Tensor:

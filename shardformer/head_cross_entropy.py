@@ -15,19 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardformer import loss_chunks
 from shardformer.collectives import all_gather_flat
 from shardformer.weight_gradients import matrix
-
-# Of a chunk's logits in fp32. Every chunk reads the weight and its gradient once, so that it needs the more rows the
-# faster products are beside memory. The number for CPUs is measured; the other is worked out from data sheets.
-CHUNK_BYTES = {"cpu": 64 * 2**20}
-_CHUNK_BYTES_OF_ACCELERATORS = 512 * 2**20
-_FEWEST_ROWS = 128
-
-
-def chunk_bytes(device: torch.device) -> int:
-    """How much memory the logits of one chunk may take on `device`, counted in fp32."""
-    return CHUNK_BYTES.get(device.type, _CHUNK_BYTES_OF_ACCELERATORS)
 
 
 def head_cross_entropy_sum(
@@ -52,15 +42,13 @@ def head_cross_entropy_sum(
         labels: [...], the same on every rank of `group`.
         vocab_range: first and end row of the vocabulary that `weight` has here; None for all.
         group: the axis over which the vocabulary is cut.
-        chunk_rows: tokens in a chunk; None for as many as `chunk_bytes` allows.
+        chunk_rows: tokens in a chunk; None for as many as `loss_chunks` allows.
 
     The result is at least fp32, whatever the precision of the head.
     """
     start, stop = (0, len(weight)) if vocab_range is None else vocab_range
-    if chunk_rows is None:
-        fitting = chunk_bytes(hidden.device) // max(4 * len(weight), 1)
-        chunk_rows = max(_FEWEST_ROWS, fitting // _FEWEST_ROWS * _FEWEST_ROWS)
-    cut = _Cut(start, stop, group, ignore_index, chunk_rows, torch.is_grad_enabled())
+    rows = loss_chunks.chunk_rows(len(weight), hidden.device) if chunk_rows is None else chunk_rows
+    cut = _Cut(start, stop, group, ignore_index, rows, torch.is_grad_enabled())
     return _HeadCrossEntropy.apply(matrix(hidden), weight, bias, labels.reshape(-1), cut)
 
 
@@ -124,7 +112,8 @@ class _Chunks:
             if len(self.weight):
                 at_label = exponentials.gather(1, local) * share - (here & counted).unsqueeze(-1).to(self.dtype)
                 torch.mul(exponentials, share, out=logits).scatter_(1, local, at_label.to(logits.dtype))
-            self._add_gradients(hidden, logits, first)
+            with loss_chunks.finding_gradients():
+                self._add_gradients(hidden, logits, first)
 
     def _peak(self, logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
         """[chunk] each: the maximum of the logits here, and the logit of the label, 0 where it is elsewhere."""

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import shardformer.deferred_logits as module
 from shardformer.deferred_logits import DeferredLogits, HeadCall, defer, loss_of, saves_memory
-from shardformer.head_cross_entropy import chunk_bytes
 from shardformer.layers import VocabParallelLMHead
 from shardformer.layers.head import deferred_logits
+from shardformer.loss_chunks import chunk_bytes, planned_for
 from shardformer.weight_gradients import split_native_layers, splitting_backward
 from zoo_tests.layers.native import EXACT, check_gradients, fill, known
 from zoo_tests.ranks import distributed
@@ -157,6 +157,23 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not defers(1024) and defers(1025), "more than the gradient of the weight"
     head.weight.requires_grad_(False)
     assert defers(fitting + 1), "which nobody needs"
+
+
+def test_in_a_plan_all_passes_do_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    cpu, head = torch.device("cpu"), nn.Linear(64, 2**16, device="meta")
+
+    def defers(tokens: int) -> bool:
+        return saves_memory(HeadCall(torch.empty(tokens, 64), head.weight, None, head))
+
+    few, many = chunk_bytes(cpu) // (4 * 2**16), chunk_bytes(cpu) // (4 * 2**16) + 1
+    with planned_for("cpu"):
+        assert not defers(few) and not defers(many)
+    with planned_for("cpu"):
+        assert defers(many) and defers(few)
+    with planned_for("cuda"):
+        assert chunk_bytes(cpu) > 4 * many * 2**16 and not defers(many), "chunks as large as there"
+    assert defers(many) and not defers(few)
 
 
 def test_a_head_in_another_precision_is_left_alone() -> None:

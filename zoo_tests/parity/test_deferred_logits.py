@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 import shardformer.deferred_logits as deferred_logits
-import shardformer.head_cross_entropy as head_cross_entropy
+import shardformer.loss_chunks as loss_chunks
 import shardformer.losses.text as text
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
@@ -25,7 +25,7 @@ from zoo_tests.sharded import RankReport, train_sharded
 @contextmanager
 def _always_deferring(taken: list[bool]) -> Iterator[None]:
     """All heads defer, to chunks of five tokens; `taken` gets whether each loss found its logits unread."""
-    before = deferred_logits.saves_memory, deferred_logits.chunk_bytes, head_cross_entropy._FEWEST_ROWS, text.loss_of
+    before = deferred_logits.saves_memory, loss_chunks.chunk_rows, text.loss_of
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor | None:
         loss = before[-1](logits, labels)
@@ -33,12 +33,11 @@ def _always_deferring(taken: list[bool]) -> Iterator[None]:
         return loss
 
     deferred_logits.saves_memory, text.loss_of = lambda call: True, loss_of
-    head_cross_entropy.chunk_bytes, head_cross_entropy._FEWEST_ROWS = lambda device: 1, 5
+    loss_chunks.chunk_rows = lambda columns, device: 5
     try:
         yield
     finally:
-        deferred_logits.saves_memory, head_cross_entropy.chunk_bytes = before[:2]
-        head_cross_entropy._FEWEST_ROWS, text.loss_of = before[2:]
+        deferred_logits.saves_memory, loss_chunks.chunk_rows, text.loss_of = before
 
 
 def train_deferring(case: Case, directory: Path) -> RankReport:
