@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from benchmarks import (
+    activation_memory,
     bare_loop,
     checkpoint_bandwidth,
     checkpoint_state,
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "single_device": single_device,
     "rank_of_larger": rank_of_larger,
     "loss_memory": loss_memory,
+    "activation_memory": activation_memory,
     "planner_accuracy": planner_accuracy,
     "published_runs": published_runs,
     "checkpoint_bandwidth": checkpoint_bandwidth,

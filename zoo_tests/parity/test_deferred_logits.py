@@ -86,6 +86,7 @@ SLOW = [
     _case("llama", "causal_lm", "tp2", adapters=("q_proj", "v_proj")),
     _case("t5", "generation", "tp2pp2"),
     _case("opt", "causal_lm", "tp2"),
+    _case("llama", "causal_lm", "cp2tp2"),
 ]
 READING = [
     _case("gemma2", "causal_lm", "tp2", precision="fp32"),
