@@ -25,7 +25,7 @@ from shardformer.layers.head import VocabParallelLMHead, deferred_logits, parall
 from shardformer.losses.text import token_sum
 
 REPEATS = 3  # one less at full size, where a step takes a minute
-FULL, QUICK = (128_256, 4096, 512), (32_000, 2048, 256)  # vocabulary, sequence, hidden size
+FULL, QUICK = (128_256, 4096, 512), (32_000, 4096, 256)  # vocabulary, sequence, hidden size
 
 
 class _Model(nn.Module):

@@ -92,7 +92,8 @@ class _Chunks:
 
     def add(self, hidden: Tensor, labels: Tensor, first: int) -> None:
         """One chunk: `hidden` [chunk, hidden] and `labels` [chunk], of which the first is token number `first`."""
-        logits, numbers = self._logits[: len(hidden)], self._numbers[: len(hidden)]
+        logits = self._logits[: len(hidden)]
+        numbers = logits if self._numbers is self._logits else self._numbers[: len(hidden)]
         if self.bias is None:
             torch.mm(hidden, self.weight.t(), out=logits)
         else:
@@ -103,7 +104,9 @@ class _Chunks:
         local = (labels - self.cut.start).masked_fill(~here, 0).unsqueeze(-1)
         counted = labels != self.cut.ignore_index
         peak, picked = self._peak(logits, local, here)
-        exponentials = torch.sub(logits, peak.unsqueeze(-1), out=numbers).exp_()
+        if numbers is not logits:  # operators of two dtypes make copies of their own on CPUs
+            numbers.copy_(logits)
+        exponentials = numbers.sub_(peak.unsqueeze(-1)).exp_()
         log_sum, label_logit = self._over_ranks(peak, exponentials.sum(dim=-1), picked)
         self.losses[first : first + len(hidden)] = (log_sum - label_logit).masked_fill(~counted, 0.0)
         if any(self.needs):
@@ -111,7 +114,9 @@ class _Chunks:
             share = (peak - log_sum).exp_().masked_fill_(~counted, 0.0).unsqueeze(-1)
             if len(self.weight):
                 at_label = exponentials.gather(1, local) * share - (here & counted).unsqueeze(-1).to(self.dtype)
-                torch.mul(exponentials, share, out=logits).scatter_(1, local, at_label.to(logits.dtype))
+                exponentials.mul_(share).scatter_(1, local, at_label)
+                if logits is not numbers:
+                    logits.copy_(exponentials)
             with loss_chunks.finding_gradients():
                 self._add_gradients(hidden, logits, first)
 

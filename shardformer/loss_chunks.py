@@ -9,7 +9,7 @@ import torch
 
 # Of logits in fp32. Every chunk reads the weight and its gradient once, so that it needs the more rows the faster
 # products are beside memory. The number for CPUs is measured; the other is worked out from data sheets.
-CPU_CHUNK_BYTES = 64 * 2**20
+CPU_CHUNK_BYTES = 128 * 2**20
 ACCELERATOR_CHUNK_BYTES = 512 * 2**20
 FEWEST_ROWS = 128
 
