@@ -10,12 +10,14 @@ import torch
 import transformers
 
 from benchmarks import (
+    activation_memory,
     bare_loop,
     checkpoint_bandwidth,
     checkpoint_state,
     context_parallel,
     fp8,
     host_time,
+    loss_memory,
     optimizer_memory,
     pipeline,
     planner_accuracy,
@@ -43,6 +45,8 @@ BENCHMARKS = {
     "optimizer_memory": optimizer_memory,
     "single_device": single_device,
     "rank_of_larger": rank_of_larger,
+    "loss_memory": loss_memory,
+    "activation_memory": activation_memory,
     "planner_accuracy": planner_accuracy,
     "published_runs": published_runs,
     "checkpoint_bandwidth": checkpoint_bandwidth,

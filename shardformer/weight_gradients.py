@@ -103,6 +103,12 @@ def _transposed(weight: Tensor) -> Tensor | None:
     return base if same else None
 
 
+def is_native_linear(module: nn.Module) -> bool:
+    """Whether `module` computes x W^T + b as `nn.Linear` does, and nobody but us has given it a forward of its own."""
+    own = vars(module).get("forward")
+    return type(module).forward is nn.Linear.forward and (own is None or getattr(own, "__module__", "") == __name__)
+
+
 def _forward_of(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tensor]:
     return lambda x: linear(x, module.weight.t() if transposed else module.weight, module.bias)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,18 +55,21 @@ TOLERANCES = {
 }
 
 
-def check_case(case: Case, directory: Path, weights: bool = True) -> None:
+def check_case(
+    case: Case, directory: Path, weights: bool = True, train: Callable[[Case, Path], RankReport] = train_sharded
+) -> None:
     """Train both ways and compare everything.
 
     Args:
         directory: an empty directory for the files of this case.
+        train: runs on every rank.
         weights: False where weights cannot be compared: Adam blows up the rounding of gradients that are zero in
             exact arithmetic (key biases) to whole steps.
 
     Raises:
         AssertionError: they differ; the message names the first tensors that do.
     """
-    reports = run_on_ranks(case.sizes.world_size, train_sharded, case, directory)
+    reports = run_on_ranks(case.sizes.world_size, train, case, directory)
     plain = train_plainly(case.recipe)
     tolerance = TOLERANCES[case.recipe.precision]
     _check_ranks_agree(reports, exact=case.recipe.precision == "fp64")

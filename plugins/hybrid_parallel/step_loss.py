@@ -8,17 +8,19 @@ count. `HeadStepLoss` knows the counts before the step (they depend on labels al
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.microbatch import num_rows
 from shardformer.context import ContextAxis
+from shardformer.layers.head import deferred_logits, parallel_logits
 from shardformer.losses import HeadLoss
 from shardformer.losses.terms import IGNORE_INDEX
 
@@ -48,6 +50,10 @@ class StepLoss:
         self.copies = mesh.size("cp")
         self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.shares: list[tuple[int, Tensor]] = []  # micro-batch -> what it added
+
+    def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
+        """How the heads of `model` leave their logits in a pass for this loss, whose outputs may be kept besides."""
+        return parallel_logits(model) if self.reads_parallel_logits else nullcontext()
 
     def share(self, outputs: Any, index: int) -> Tensor | None:
         """What micro-batch `index` adds to the global loss (0-d, differentiable), on the last stage."""
@@ -115,6 +121,9 @@ class HeadStepLoss(StepLoss):
         for microbatch in microbatches:
             counts += head_loss.counts(microbatch)
         self.global_counts = self._sum_over_data(counts)
+
+    def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
+        return parallel_logits(model) if keeps_outputs else deferred_logits(model)
 
     def _share(self, outputs: Any, index: int) -> Tensor:
         part = None if self.axis is None else partial(self.axis.take, fill=IGNORE_INDEX)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.deferred_logits import HeadCall, defer
 from shardformer.layers.linear import ColumnParallelLinear
+from shardformer.weight_gradients import is_native_linear
 
 
 class VocabParallelLMHead(ColumnParallelLinear):
@@ -51,3 +54,49 @@ def parallel_logits(model: nn.Module) -> Iterator[None]:
     finally:
         for head in heads:
             head.gather_output = True
+
+
+@contextmanager
+def deferred_logits(model: nn.Module) -> Iterator[None]:
+    """`parallel_logits`, and heads leave logits to the loss, where nothing else reads them and that saves memory."""
+    forwards = {head: vars(head).get("forward") for head in _deferring_heads(model)}
+    for head in forwards:
+        head.forward = partial(_defer, head, head.forward)
+    try:
+        with parallel_logits(model):
+            yield
+    finally:
+        for head, forward in forwards.items():
+            if forward is None:
+                del head.forward
+            else:
+                head.forward = forward
+
+
+def _deferring_heads(model: nn.Module) -> list[nn.Module]:
+    """The heads of `model` that compute x W^T + b and nothing else."""
+    heads = {}
+    for module in model.modules():
+        if isinstance(module, VocabParallelLMHead):
+            shares = module._shared_input is not None or module.input_is_gathered or not module.adds_bias
+            if type(module).forward is ColumnParallelLinear.forward and "forward" not in vars(module) and not shares:
+                heads[module] = None
+        elif callable(getattr(module, "get_output_embeddings", None)):
+            head = _output_embeddings(module)
+            if head is not None and is_native_linear(head):
+                heads[head] = None
+    return list(heads)
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # one of transformers' base models, which has none
+        return None
+
+
+def _defer(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    if isinstance(head, VocabParallelLMHead):
+        # This rank's logits, whenever they are read.
+        return defer(HeadCall(hidden, head.matrix, head.bias, head.project, head.vocab_range, head.group))
+    return defer(HeadCall(hidden, head.weight, head.bias, forward))

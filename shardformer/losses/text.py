@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.cross_entropy import cross_entropy_sum
+from shardformer.deferred_logits import loss_of
 from shardformer.layers.head import VocabParallelLMHead
 from shardformer.losses.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
 
@@ -21,7 +22,10 @@ def not_ignored(labels: Tensor, _: Batch) -> Tensor:
 
 
 def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of [..., classes] logits, cut over the vocabulary where the head left them so."""
+    """Cross-entropy of [..., classes] logits, cut over the vocabulary where the head left them so, or left to do."""
+    loss = loss_of(logits, labels)
+    if loss is not None:
+        return loss
     flat = logits.reshape(-1, logits.shape[-1])
     head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
     if head is None or head.gather_output:

@@ -27,6 +27,7 @@ from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.search import search
 from plugins.hybrid_parallel.planner.stages import ModelMap
 from plugins.hybrid_parallel.planner.table import draw, to_json, to_text, utilization
+from shardformer import deferred_logits, loss_chunks
 
 _LENGTH = 64
 
@@ -145,6 +146,18 @@ def test_a_step_adds_up() -> None:
     matrices = 8 * (hidden * hidden * (1 + 0.5 + 0.5 + 1) + 3 * 3 * hidden * hidden) + 1000 * hidden
     attention = 8 * 2 * _LENGTH * hidden  # causal: half of 4 s h a token
     assert many.predict(layout).model_flops == pytest.approx(3 * tokens * (2 * matrices + attention), rel=1e-3)
+
+
+def test_a_loss_without_logits_is_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are found in the forward pass, and none of them is put off."""
+    layout = Layout(1, 1, 1, rows=2)
+    with_logits, before = _predictor(4).parts(layout)["gap", 1], _predictor(4).predict(layout)
+    monkeypatch.setattr(deferred_logits, "saves_memory", lambda call: True)
+    monkeypatch.setattr(loss_chunks, "chunk_rows", lambda columns, device: 48)
+    without, after = _predictor(4).parts(layout)["gap", 1], _predictor(4).predict(layout)
+    assert after.model_flops == pytest.approx(before.model_flops)
+    assert without.forward_peak + without.backward_peak < with_logits.forward_peak + with_logits.backward_peak
+    assert without.weights == pytest.approx(0.0, abs=1e-3 * with_logits.weights) and with_logits.weights > 0
 
 
 def test_recomputation_trades_memory_for_time() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from plugins.hybrid_parallel.pipeline.microbatch import (
 )
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.step_loss import StepLoss
-from shardformer.layers.head import parallel_logits
 
 _MANY = 2**62  # more samples than any batch has
 
@@ -139,7 +138,7 @@ class PipelineStep:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
             stack.enter_context(self.model.running())
-            stack.enter_context(parallel_logits(self.model) if loss.reads_parallel_logits else nullcontext())
+            stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
             for optimizer in self.model.optimizers if self.trains else ():
                 stack.enter_context(optimizer.accepting_gradients())
             scale = self.model.optimizers[0].loss_scale.value if self.trains else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,6 @@ from plugins.hybrid_parallel.mesh import build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.planner.recording import Part
 from plugins.hybrid_parallel.planner.skeleton import LayerList, layer_lists, thin_out
-from shardformer.layers.head import parallel_logits
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import names_of_parameters
 
@@ -103,7 +102,7 @@ def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Ten
     """The loss of a step, as `execute_pipeline` computes it."""
     loss = wrapped.step_loss([batch], None)
     inputs = wrapped.inputs_of(batch, loss)
-    with parallel_logits(wrapped.unwrap()) if loss.reads_parallel_logits else nullcontext():
+    with loss.reading(wrapped.unwrap()):
         return loss.share(wrapped.unwrap()(**inputs), 0)
 
 

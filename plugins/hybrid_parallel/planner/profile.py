@@ -21,6 +21,7 @@ from plugins.hybrid_parallel.planner.measure import Case, MeasuredParts, PartTim
 from plugins.hybrid_parallel.planner.played import give_memory, quiet, skeleton, training_loss, watch_layers
 from plugins.hybrid_parallel.planner.recording import Operator, Part, PartRecord, PassRecord, Recorder
 from plugins.hybrid_parallel.planner.skeleton import LayerList
+from shardformer.loss_chunks import planned_for
 from shardformer.shard_spec import grad_group_of, spec_of
 
 
@@ -164,11 +165,12 @@ class Profiler:
         return PartCost(
             forward=self._seconds(forward.operators),
             backward=self._seconds(backward.operators),
-            # A matrix's gradient is a product of the size of the one in the forward pass.
-            weights=sum(self._operator(each) for each in matmuls),
+            # A matrix's gradient is a product of the size of the one in the forward pass; a head that found its own
+            # there has two products more, for one that is not put off.
+            weights=max(0.0, sum(self._operator(each) * (-0.5 if each.early else 1.0) for each in matmuls)),
             forward_talk=_talk(forward, link, tp_size),
             backward_talk=_talk(backward, link, tp_size),
-            flops=sum(each.flops for each in forward.operators),
+            flops=sum(each.flops for each in forward.operators if not each.early),
             saved=record.saved,
             output=record.output,
             forward_peak=forward.peak,
@@ -200,7 +202,7 @@ def record(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # One mode for all: tensors of another are copied.
-    with FakeTensorMode(allow_non_fake_inputs=True), quiet(), _kernels_of(device), _one_text_a_row():
+    with FakeTensorMode(allow_non_fake_inputs=True), quiet(), _device_like(device), _one_text_a_row():
         give_memory(wrapped.unwrap())
         return [_record(wrapped, lists, batch_of(wrapped.unwrap(), count, length)) for count in rows]
 
@@ -269,10 +271,11 @@ def _one_text_a_row() -> Iterator[None]:
 
 
 @contextmanager
-def _kernels_of(device: str) -> Iterator[None]:
-    """Attention as on `device`: on a GPU dropout takes no kernel that keeps all scores."""
+def _device_like(device: str) -> Iterator[None]:
+    """Chunks of a loss and attention as on `device`: on a GPU dropout takes no kernel that keeps all scores."""
     if device == "this-machine" and not torch.cuda.is_available():
-        yield
+        with planned_for("cpu"):
+            yield
         return
     native = F.scaled_dot_product_attention
 
@@ -281,6 +284,7 @@ def _kernels_of(device: str) -> Iterator[None]:
 
     F.scaled_dot_product_attention = without_dropout
     try:
-        yield
+        with planned_for("cuda"):
+            yield
     finally:
         F.scaled_dot_product_attention = native

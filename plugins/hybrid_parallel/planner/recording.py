@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from shardformer.loss_chunks import finds_gradients
+
 # Part of a model: ("layer", list, kind), or ("gap", list) for what runs in front of a list; the last gap is the head.
 Part = tuple
 
@@ -31,11 +33,13 @@ class Operator:
         kind: "matmul", "attention" or "memory".
         flops: multiplications and additions, 0 where only memory counts.
         bytes: read and written.
+        early: whether a forward pass finds gradients by it.
     """
 
     kind: str
     flops: float
     bytes: float
+    early: bool = False
 
 
 @dataclass
@@ -203,7 +207,7 @@ def _operator(
         return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size)
     if name.rstrip("_") in _MATMULS:
         count = flop_registry.get(func._overloadpacket) or flop_registry[_functional(name)]
-        return Operator("matmul", float(count(*args, **kwargs, out_val=result)), size)
+        return Operator("matmul", float(count(*args, **kwargs, out_val=result)), size, finds_gradients())
     if name == "embedding":  # reads as many rows as it writes
         size = 2.0 * _bytes(outputs[0])
     return Operator("memory", 0.0, size)

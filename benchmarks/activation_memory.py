@@ -1,0 +1,118 @@
+"""Bytes that a layer keeps for its backward pass, against the formula of arXiv 2205.05198, sections 4 and 5.
+
+A layer of GPT-2 in bf16, with dropout and eager attention, which keeps its scores: the layer of the paper, which has
+s b h (34 + 5 a s / h) bytes. Tensor parallelism cuts all but 10 of the 34, sequence parallelism those too; selective
+recomputation leaves out 5 a s / h. The paper takes one byte for each element that dropout looks at, as torch does on
+GPUs; on CPUs torch keeps the factors, two bytes in bf16. The formula is taken with the m bytes of where it runs,
+s b h (32 + 2 m + (4 + m) a s / h). Fused attention keeps no scores, as under selective recomputation.
+
+Counted by a dispatch mode are all storages that are alive when the loss is there; what models of four layers have more
+than those of two are two layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2ForSequenceClassification
+
+from benchmarks.harness import run_ranks, table
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+
+BATCH, HIDDEN, HEADS = 2, 512, 8
+_MASK_BYTES = 1 if torch.cuda.is_available() else 2
+
+# name -> options of the plugin
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2": {"tp_size": 2},
+    "tp2, sequence parallel": {"tp_size": 2, "enable_sequence_parallelism": True},
+    "tp2, sequence parallel, selective": {
+        "tp_size": 2,
+        "enable_sequence_parallelism": True,
+        "gradient_checkpointing": "selective",
+    },
+}
+
+
+class _Alive(TorchDispatchMode):
+    """Bytes of what operators have made and is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given | self._known:
+                self._watch(leaf.untyped_storage())
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.bytes += size
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.bytes -= size
+
+
+def formula(options: dict[str, Any], length: int) -> float:
+    """Bytes a layer and rank, after the paper."""
+    ranks, sequence = options.get("tp_size", 1), options.get("enable_sequence_parallelism", False)
+    everywhere = 8 + 2 * _MASK_BYTES  # inputs of norms and products, what dropouts behind them keep
+    scores = 0.0 if options.get("gradient_checkpointing") else (4 + _MASK_BYTES) * HEADS * length / HIDDEN
+    each = (everywhere / ranks if sequence else everywhere) + (24 + scores) / ranks
+    return BATCH * length * HIDDEN * each
+
+
+def measure(options: dict[str, Any], length: int) -> float:
+    """Bytes a layer that are alive behind the forward pass, on rank 0."""
+    few, many = (_alive(layers, options, length) for layers in (2, 4))
+    return (many - few) / 2
+
+
+def _alive(layers: int, options: dict[str, Any], length: int) -> int:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=HIDDEN, n_layer=layers, n_head=HEADS, n_positions=length, vocab_size=512, num_labels=2, pad_token_id=0
+    )
+    config.activation_function, config._attn_implementation = "gelu_pytorch_tanh", "eager"  # one kernel
+    model = GPT2ForSequenceClassification(config).train()
+    booster = Booster(plugin=HybridParallelPlugin(precision="bf16", **options))
+    model = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    device = next(model.parameters()).device
+    batch = {"input_ids": torch.randint(1, 512, (BATCH, length), device=device)}
+    batch["labels"] = torch.zeros(BATCH, dtype=torch.long, device=device)
+    with _Alive() as alive:
+        loss = model(**batch, use_cache=False).loss  # as in execute_pipeline
+    kept = alive.bytes
+    del loss  # held until here: behind it is everything that was kept
+    return kept
+
+
+def report(quick: bool) -> str:
+    length = 256 if quick else 1024
+    rows: list[list[object]] = []
+    for name, options in LAYOUTS.items():
+        found = run_ranks(measure, options.get("tp_size", 1), options, length)
+        unit = BATCH * length * HIDDEN
+        rows.append([name, found / unit, formula(options, length) / unit, found / formula(options, length)])
+    columns = ["layout", "bytes kept / sbh", "formula / sbh", "kept, of the formula"]
+    title = f"Activations of a layer of GPT-2 (batch {BATCH}, sequence {length}, hidden size {HIDDEN}, {HEADS} heads)"
+    note = (
+        f"m = {_MASK_BYTES} bytes for each element that dropout looks at. Sequence parallel, we keep the gathered "
+        "inputs of two products, 4 sbh; the paper keeps a rank's part of them and gathers again in the backward pass."
+    )
+    return table(title, columns, rows, note)
