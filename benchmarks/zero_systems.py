@@ -131,4 +131,4 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def device() -> torch.device:
     """Where this rank trains."""
-    return torch.device("cuda", torch.cuda.currentdevice()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -44,14 +44,22 @@ def test_whole_parameters_lie_in_one_shard(sizes: list[int], num_shards: int) ->
     for offset, size in zip(offsets, sizes, strict=True):
         assert offset // shard_size == (offset + size - 1) // shard_size
     # Greedy, largest first: no shard is fuller than an even share plus the largest parameter.
-    assert shard_size <= sum(sizes) / num_shards + max(sizes) + 16
+    assert shard_size <= (sum(sizes) + 16 * len(sizes)) / num_shards + max(sizes) + 16
 
 
 @settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(1, 5))
-def test_cut_parameters_waste_less_than_a_cache_line_a_shard(sizes: list[int], num_shards: int) -> None:
+def test_cut_parameters_waste_less_than_a_cache_line_each_and_a_shard(sizes: list[int], num_shards: int) -> None:
     _, total = places_in_bucket(sizes, num_shards, False)
-    assert sum(sizes) <= total < sum(sizes) + 16 * num_shards
+    assert sum(sizes) <= total < sum(sizes) + 16 * (num_shards + len(sizes))
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 5), st.booleans())
+def test_parameters_start_at_cache_lines(sizes: list[int], num_shards: int, whole: bool) -> None:
+    """A matrix that does not is read more slowly by every product."""
+    offsets, total = places_in_bucket(sizes, num_shards, whole)
+    assert all(offset % 16 == 0 for offset in offsets) and total % (16 * num_shards) == 0
 
 
 @settings(max_examples=50, deadline=None)

@@ -22,7 +22,8 @@ from plugins.hybrid_parallel.zero.exchange import GradientMemory, PendingShard, 
 from shardformer.collectives import all_gather_flat
 from shardformer.shard_spec import pad_to_multiple
 
-# Shards start at multiples of this many elements, for vectorised kernels.
+# Parameters and shards start at multiples of this many elements: kernels read what begins in the middle of a cache line
+# more slowly (docs/levers.md).
 _ALIGNMENT = 16
 
 
@@ -314,14 +315,15 @@ class Bucket:
 def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bool) -> tuple[list[int], int]:
     """Where each parameter starts in the flat buffer, and the buffer's size, divisible by the number of shards."""
     if not whole_parameters or num_shards == 1:
-        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        return offsets, pad_to_multiple(sum(sizes), num_shards * _ALIGNMENT)
+        padded = [pad_to_multiple(size, _ALIGNMENT) for size in sizes]
+        offsets = [sum(padded[:index]) for index in range(len(sizes))]
+        return offsets, pad_to_multiple(sum(padded), num_shards * _ALIGNMENT)
     # Whole parameters are dealt out, the largest first to the emptiest shard; shards are padded to the fullest.
     loads, places = [0] * num_shards, [(0, 0)] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         shard = loads.index(min(loads))
         places[index] = (shard, loads[shard])
-        loads[shard] += sizes[index]
+        loads[shard] += pad_to_multiple(sizes[index], _ALIGNMENT)
     shard_size = pad_to_multiple(max(loads), _ALIGNMENT)
     return [shard * shard_size + start for shard, start in places], shard_size * num_shards
 
