@@ -46,11 +46,13 @@ def apply(name: str) -> None:
 
 def _no_data_parallel_reduction() -> None:
     from plugins.hybrid_parallel.zero import bucket
+    from plugins.hybrid_parallel.zero.exchange import PendingShard
 
-    def keep_own(out: Tensor, full: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-        out.copy_(full.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+    def keep_own(flat: Tensor, shard: Tensor, group: dist.ProcessGroup) -> PendingShard:
+        shard.copy_(flat.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+        return PendingShard(shard, [], [])
 
-    bucket.reduce_scatter_flat = keep_own
+    bucket.start_reduce_scatter = keep_own
 
 
 def _mean_of_means() -> None:
