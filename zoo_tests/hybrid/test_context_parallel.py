@@ -92,6 +92,7 @@ def test_a_criterion_sees_whole_sequences() -> None:
         _close_gradients(optimizer, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_loss_of_ones_own_sees_whole_sequences() -> None:
     batch = {"input_ids": _ids()}
@@ -102,6 +103,7 @@ def test_a_loss_of_ones_own_sees_whole_sequences() -> None:
     _close_gradients(optimizer, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_embeddings_in_the_place_of_tokens() -> None:
     embeds = torch.randn(3, 11, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -179,6 +181,7 @@ def _open(folder: Path, options: dict[str, Any]) -> float:
     return _step(booster, model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_opens_under_any_other_layout(tmp_path: Path) -> None:
     run_on_ranks(4, _save, tmp_path)
     plain = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)

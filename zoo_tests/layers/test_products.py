@@ -80,7 +80,12 @@ def _losses(options: dict[str, Any], family: str) -> list[float]:
     [
         (1, "llama", {}),
         (2, "gpt2", {"tp_size": 2}),
-        (2, "llama", {"tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True}),
+        pytest.param(
+            2,
+            "llama",
+            {"tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, "llama", {"pp_size": 2, "pp_style": "zero_bubble"}, marks=pytest.mark.slow),
         pytest.param(2, "llama", {"cp_size": 2, "gradient_checkpointing": "full"}, marks=pytest.mark.slow),
     ],

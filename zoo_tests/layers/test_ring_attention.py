@@ -71,12 +71,14 @@ def test_two_ranks() -> None:
         _check(allowed)
 
 
+@pytest.mark.slow
 @distributed(3)
 def test_three_ranks() -> None:
     for allowed in _masks():
         _check(allowed)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_sixteen_bits() -> None:
     for allowed in _masks():

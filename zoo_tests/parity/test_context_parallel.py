@@ -43,11 +43,11 @@ def _case(
 FAST = [
     _case("llama", "cp2"),
     _case("llama", "cp2tp2", enable_sequence_parallelism=True),
-    _case("bert", "cp2", head="sequence"),
     _case("gpt2", "cp2pp2"),
-    _case("bert", "cp2dp2", **_EXCHANGE),
 ]
 SLOW = [
+    _case("bert", "cp2", head="sequence"),
+    _case("bert", "cp2dp2", **_EXCHANGE),
     _case("llama", "cp4"),
     _case("llama", "cp3"),
     _case("llama", "cp2", ordinary_loop=True),
@@ -101,11 +101,11 @@ def test_shared_sequences_train_like_plain_training(case: Case, tmp_path: Path) 
     ("family", "reason"),
     [
         ("t5", "has other layers than one list of them"),
-        ("vit", "takes no position_ids"),
+        pytest.param("vit", "takes no position_ids", marks=pytest.mark.slow),
         ("bloom", "attention does not go through transformers' registry alone"),
-        ("gemma2", "attention scores are soft-capped"),
-        ("clip_text", "tokens meet outside of attention"),
-        ("layoutlm", "does not make its masks by transformers' functions"),
+        pytest.param("gemma2", "attention scores are soft-capped", marks=pytest.mark.slow),
+        pytest.param("clip_text", "tokens meet outside of attention", marks=pytest.mark.slow),
+        pytest.param("layoutlm", "does not make its masks by transformers' functions", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_share_sequences_is_refused(family: str, reason: str, tmp_path: Path) -> None:
