@@ -22,8 +22,8 @@ class Products:
     """The three products of y = x W^T + b; weights are [out, in]."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return F.linear(x, weight, bias)
+        """[..., in] -> [..., out], for autograd nodes of our own."""
+        return no_view(F.linear(x, weight, bias))
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """The gradient of the output, [tokens, out] -> of the input, [tokens, in]."""
@@ -37,6 +37,11 @@ class Products:
         """Gradient [tokens, out] and input [tokens, in] -> the gradient of W, [out, in], or of its transpose."""
         return x.t() @ grad if transposed else grad.t() @ x
 
+    def write_of_weight(self, place: Tensor, adds: bool, grad: Tensor, x: Tensor, transposed: bool = False) -> None:
+        """The same, written to `place` or added to what is there."""
+        first, second = (x.t(), grad) if transposed else (grad.t(), x)
+        place.addmm_(first, second, beta=int(adds))
+
 
 class Fp8Products(Products):
     """In 8 bit where the sizes are multiples of 16, else as torch does them."""
@@ -47,8 +52,7 @@ class Fp8Products(Products):
             return super().forward(x, weight, bias)
         out = _multiply(_Rounded(flat), _Rounded(weight), x.dtype)
         out = out if bias is None else out.add_(bias)
-        # No view: what follows may work in place on what an autograd node returns.
-        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
+        return no_view(out.view(*x.shape[:-1], out.shape[-1]))
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         if not _fits(grad, *weight.shape):
@@ -65,6 +69,11 @@ class Fp8Products(Products):
         factors = [_Rounded(F.pad(grad, (0, 0, 0, missing)), is_gradient=True), _Rounded(F.pad(x, (0, 0, 0, missing)))]
         first, second = reversed(factors) if transposed else factors
         return _multiply(first.transposed(), second.transposed(), grad.dtype)
+
+
+def no_view(x: Tensor) -> Tensor:
+    """The same values in the same memory: what follows may work in place on what an autograd node returns."""
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
 NATIVE, FP8 = Products(), Fp8Products()

@@ -1,24 +1,29 @@
-"""The second half of a backward pass: gradients of the matrices of linear layers, put off until they are asked for.
+"""Gradients of matrices: put off until they are asked for, or written to their place at once.
 
-Nobody waits for them, so that zero-bubble pipelines (Qi et al., arXiv 2401.10241) send the gradients of activations on
-their way first and fill their pauses with these.
+Nobody in the backward pass waits for those of linear layers, so that zero-bubble pipelines (Qi et al., arXiv
+2401.10241) send the gradients of activations on their way first and fill their pauses with these. And where gradients
+are gathered in one buffer, a product or a lookup can write, or add, there what would be copied after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from shardformer.products import NATIVE, Products, current_products
+from shardformer.products import NATIVE, Products, current_products, no_view
 
 # (the parameter, what computes its gradient)
 PutOff = list[tuple[nn.Parameter, Callable[[], Tensor]]]
+# Asked at the moment of the product, with its precision: memory in the parameter's shape, and whether to add to what is
+# there; or None. Whoever gave it finds that memory in `parameter.grad`, unless autograd had to add to it what the
+# parameter got in other places of the model.
+GradientPlace = Callable[[torch.dtype], tuple[Tensor, bool] | None]
 
 
 class _State:
@@ -45,7 +50,9 @@ def splitting_backward(put_off: PutOff | None = None) -> Iterator[None]:
 def finish_backward(put_off: PutOff) -> None:
     """The second half: compute what was put off and add it to the gradients of the parameters, hooks included."""
     for parameter, compute in put_off:
-        torch.autograd.backward(parameter, compute())
+        with torch.no_grad():
+            gradient = compute()
+        torch.autograd.backward(parameter, gradient)
     put_off.clear()
 
 
@@ -59,27 +66,62 @@ def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products:
         products: of the layer.
     """
     parameter = weight if weight.is_leaf else _transposed(weight)
-    if _State.put_off is None or parameter is None:
+    if parameter is None:
         return products.of_weight(flat_grad, flat_x)
     is_transposed = parameter is not weight
-    _State.put_off.append((parameter, lambda: products.of_weight(flat_grad, flat_x, is_transposed)))
-    return None
+    compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, products)
+    if _State.put_off is not None:
+        _State.put_off.append((parameter, compute))
+        return None
+    return compute().t() if is_transposed else compute()
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """The rows of `weight`, [rows, hidden], that `ids` names, of which one may have no gradient: [..., hidden]."""
+    has_own = has_place(weight) and weight.is_leaf
+    return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
+
+
+def has_place(parameter: Tensor) -> bool:
+    """Whether somebody offers a place for its gradient."""
+    return hasattr(parameter, "gradient_place")
+
+
+def offer_place(parameter: nn.Parameter, place: GradientPlace) -> None:
+    """Have the product that computes this parameter's gradient ask where to write it."""
+    parameter.gradient_place = place
+
+
+def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, products: Products) -> Tensor:
+    """The gradient of a parameter, in its shape."""
+    fits = products is NATIVE and has_place(parameter) and flat_grad.dtype == flat_x.dtype
+    place = parameter.gradient_place(flat_grad.dtype) if fits else None
+    if place is None:
+        return products.of_weight(flat_grad, flat_x, is_transposed)
+    memory, adds = place
+    products.write_of_weight(memory, adds, flat_grad, flat_x, is_transposed)
+    return memory
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in] -> [..., out]."""
-    is_native = not _State.splits and current_products() is NATIVE
+    is_native = not (_State.splits or has_place(weight if weight.is_leaf else weight._base))
+    is_native = is_native and current_products() is NATIVE
     return F.linear(x, weight, bias) if is_native else _SplitLinear.apply(x, weight, bias)
 
 
-def split_native_layers(model: nn.Module) -> None:
-    """Let the layers of `model` that are torch's and transformers' own put off the gradients of their matrices too."""
+def own_native_products(model: nn.Module) -> None:
+    """Let the layers of `model` that are torch's and transformers' own do all this with their gradients too."""
     for module in model.modules():
         own_products(module)
+        if type(module).forward is nn.Embedding.forward and "forward" not in vars(module) and _is_plain(module):
+            module.forward = _lookup_of(module)
 
 
 def own_products(module: nn.Module) -> bool:
-    """Let a linear layer of torch or transformers multiply by `linear`; whether it is one."""
+    """Let a linear layer of torch or transformers multiply by `linear`; whether it does."""
+    if "forward" in vars(module):
+        return getattr(module.forward, "__module__", "") == __name__
     if type(module).forward is nn.Linear.forward:
         module.forward = _forward_of(module, transposed=False)
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
@@ -109,6 +151,14 @@ def is_native_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and (own is None or getattr(own, "__module__", "") == __name__)
 
 
+def _is_plain(table: nn.Embedding) -> bool:
+    return not (table.max_norm or table.scale_grad_by_freq or table.sparse)
+
+
+def _lookup_of(module: nn.Embedding) -> Callable[[Tensor], Tensor]:
+    return lambda ids: embedding(ids, module.weight, module.padding_idx)
+
+
 def _forward_of(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tensor]:
     return lambda x: linear(x, module.weight.t() if transposed else module.weight, module.bias)
 
@@ -122,10 +172,39 @@ class _SplitLinear(torch.autograd.Function):
         return ctx.products.forward(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad)
         grad_x = ctx.products.of_input(flat, weight).view_as(x) if needs[0] else None
-        grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.products) if needs[1] else None
+        # With gradients enabled a gradient of this gradient is wanted: plain products have one.
+        compute = (
+            ctx.products.of_weight
+            if torch.is_grad_enabled()
+            else partial(weight_gradient, ctx.weight, products=ctx.products)
+        )
+        grad_weight = compute(flat, matrix(x)) if needs[1] else None
         return grad_x, grad_weight, flat.sum(0) if needs[2] else None
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx = weight, padding_idx
+        return no_view(F.embedding(ids, weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        place = None if torch.is_grad_enabled() else weight.gradient_place(grad.dtype)
+        if place is None:
+            no_row = -1 if ctx.padding_idx is None else ctx.padding_idx
+            return None, torch.ops.aten.embedding_dense_backward(grad, ids, len(weight), no_row, False), None
+        memory, adds = place
+        if not adds:
+            memory.zero_()
+        rows, flat = ids.reshape(-1), matrix(grad)  # [tokens], [tokens, hidden]
+        if ctx.padding_idx is not None:
+            flat = flat.masked_fill((rows == ctx.padding_idx).unsqueeze(-1), 0.0)
+        memory.index_add_(0, rows, flat)
+        return None, memory, None

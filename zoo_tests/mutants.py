@@ -45,14 +45,13 @@ def apply(name: str) -> None:
 
 
 def _no_data_parallel_reduction() -> None:
-    from plugins.hybrid_parallel.zero import bucket
-    from plugins.hybrid_parallel.zero.exchange import PendingShard
+    from plugins.hybrid_parallel.zero.exchange import Exchange, PendingShard, SharedExchange
 
-    def keep_own(flat: Tensor, shard: Tensor, group: dist.ProcessGroup) -> PendingShard:
-        shard.copy_(flat.chunk(dist.get_world_size(group))[dist.get_rank(group)])
-        return PendingShard(shard, [], [])
+    def keep_own(self: Exchange, flat: Tensor, shard: Tensor) -> PendingShard:
+        shard.copy_(flat.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
+        return PendingShard(shard)
 
-    bucket.start_reduce_scatter = keep_own
+    SharedExchange.reduce_scatter = keep_own
 
 
 def _mean_of_means() -> None:
@@ -125,7 +124,7 @@ def _no_unscaling() -> None:
 def _no_gathering_after_the_step() -> None:
     from plugins.hybrid_parallel.zero import bucket
 
-    bucket.Bucket.publish = lambda self, async_op: None
+    bucket.Bucket.publish = lambda self: None
 
 
 def _bad_copies_do_not_count() -> None:

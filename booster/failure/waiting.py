@@ -8,9 +8,11 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import TypeVar
 
 _TORCH = f"{os.sep}torch{os.sep}"
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -27,6 +29,14 @@ _IDLE_SHARE_OF_A_GROUP = 0.005
 _LEAST_CPU_S = 0.02
 _LONGEST_GAP_S = 2.0  # between two looks, else this process was suspended
 _GLOO_WORKERS, _GLOO_NETWORK = "pt_gloo_runloop", "gloo_tcp_loop"
+_WAITING_CODE: set[CodeType] = set()
+Function = TypeVar("Function", bound=Callable)
+
+
+def waits_for_ranks(function: Function) -> Function:
+    """Decorates functions that block until another rank does something, by other means than torch's."""
+    _WAITING_CODE.add(function.__code__)
+    return function
 
 
 @dataclass(frozen=True)
@@ -53,10 +63,10 @@ def wait_of(frame: FrameType | None) -> Wait | None:
         _SITE_PACKAGES
     ):  # a lock, a queue, another process: not for other ranks
         return None
-    if _DISTRIBUTED not in inside and not any(word in _line(frame) for word in _WAITING_WORDS):
+    if not (_DISTRIBUTED in inside or _is_marked(frame) or any(word in _line(frame) for word in _WAITING_WORDS)):
         return None
     call = "wait"
-    while frame is not None and _TORCH in frame.f_code.co_filename:
+    while frame is not None and (_TORCH in frame.f_code.co_filename or _is_marked(frame)):
         if frame.f_code.co_name not in _WRAPPERS:
             call = frame.f_code.co_name
         frame = frame.f_back
@@ -174,6 +184,10 @@ def _instruction() -> tuple[int, int] | None:
     """Of the main thread: changes as soon as it goes on."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _is_marked(frame: FrameType) -> bool:
+    return frame.f_code in _WAITING_CODE
 
 
 def _line(frame: FrameType) -> str:

@@ -25,6 +25,7 @@ from plugins.hybrid_parallel.mesh import EXPERT_RANKS, REPLICAS, HybridMesh, rep
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
 from plugins.hybrid_parallel.zero.bucket import BucketOptions
+from plugins.hybrid_parallel.zero.exchange import Exchange, exchange_of
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.parameters import (
     TiedParameter,
@@ -51,7 +52,7 @@ from shardformer.policies.tp_info import TPInfoPolicy
 from shardformer.rng import SharedStream
 from shardformer.shard_model import as_policy
 from shardformer.shard_spec import EXPERTS, TENSOR
-from shardformer.weight_gradients import split_native_layers
+from shardformer.weight_gradients import own_native_products
 
 _logger = get_logger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -167,7 +168,7 @@ def wrap_model(
             tied[stages[here]] = TiedParameter(order, group, counted=mesh.rank("pp") == holders[0])
     elsewhere = [param for param, tie in tied.items() if not tie.counted]
     if config.schedule.splits_backward:
-        split_native_layers(model)
+        own_native_products(model)
     if config.precision == "fp8":
         multiply_in_fp8(model)
     wrapped = HybridParallelModel(
@@ -247,16 +248,7 @@ def build_optimizer(
         held = [(parameters[name], param) for param in group if (name := _held_name(names[id(param)], parameters))]
         old.update(held)
         local.append([param for param, _ in held])
-    options = {
-        axis: BucketOptions(
-            dp_group=mesh.group(replicas_of(axis)),
-            zero_stage=config.zero_stage,
-            master_weights=config.master_weights,
-            whole_parameters=not is_elementwise(optim),
-            bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
-        )
-        for axis in (TENSOR, EXPERTS)
-    }
+    options = _bucket_options(optim, config, mesh)
     buckets = build_buckets(local, options, built.tied, built.masters)
     carry_state(optim, old, buckets)
     stands_alone = config.pp_size == config.cp_size == config.ep_size == 1
@@ -264,6 +256,8 @@ def build_optimizer(
     scale: LossScale = LossScale()
     if config.precision == "fp16":
         scale = DynamicLossScale(config.initial_scale, config.growth_interval)
+    if reducer.offers_places:
+        own_native_products(built.model.unwrap())
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wrapped = HybridParallelOptimizer(
         optim,
@@ -281,6 +275,27 @@ def build_optimizer(
     if config.debug:
         wrapped.after_step = partial(built.model.synchrony.run_at, config.synchrony_interval, [wrapped])
     return wrapped
+
+
+def _bucket_options(
+    optim: torch.optim.Optimizer, config: HybridParallelConfig, mesh: HybridMesh
+) -> dict[str, BucketOptions]:
+    """What buckets have in common of which the parameters are cut over an axis, by its name."""
+    groups_of = {axis: mesh.group(replicas_of(axis)) for axis in (TENSOR, EXPERTS)}
+    # Where there are no experts both axes have the same replicas.
+    make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else Exchange
+    exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
+    return {
+        axis: BucketOptions(
+            dp_group=group,
+            zero_stage=config.zero_stage,
+            master_weights=config.master_weights,
+            whole_parameters=not is_elementwise(optim),
+            bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
+            exchange=exchanges[group],
+        )
+        for axis, group in groups_of.items()
+    }
 
 
 def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str | None:

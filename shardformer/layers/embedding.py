@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.collectives import reduce_from_axis
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple, shard_parameter
+from shardformer.weight_gradients import embedding
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -59,7 +59,7 @@ class VocabParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         elsewhere = (ids < self.first_row) | (ids >= self.end_row)
         local_ids = (ids - self.first_row).masked_fill(elsewhere, 0)
-        out = F.embedding(local_ids, self.weight, self._local_padding_idx())
+        out = embedding(local_ids, self.weight, self._local_padding_idx())
         return reduce_from_axis(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def _local_padding_idx(self) -> int | None:
@@ -93,7 +93,7 @@ class HeadParallelEmbedding(ParallelModule):
         return HeadParallelEmbedding(shard_parameter(module.weight, spec))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        return embedding(ids, self.weight)
 
 
 class _LocalLookup(nn.Embedding):

@@ -6,6 +6,8 @@ What breaks here first: a buffer that is sent twice, or sums in the order of who
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.exchange import GradientMemory
+from plugins.hybrid_parallel.zero.exchange import Exchange
+from plugins.hybrid_parallel.zero.gradient_memory import GradientMemory
+from plugins.hybrid_parallel.zero.host_memory import NeighbourMemory
 from zoo_tests.ranks import run_on_ranks
 
 _SIZES = (37, 53, 29, 5)
@@ -42,20 +46,35 @@ def _train(bucket_size: float, **options: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def _bytes_of_a_step(bucket_size: float) -> tuple[int, int]:
-    """Bytes that this rank sent from buffers, and those of a reduce-scatter and an all-gather."""
-    sent: list[int] = []
-    send = dist.isend
+def _apart() -> Any:
+    """As if every rank were on a machine of its own."""
+    return mock.patch("plugins.hybrid_parallel.zero.exchange.meet_neighbours", lambda group: None)
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel() * tensor.element_size())
-        return send(tensor, *args, **kwargs)
+
+def _together() -> Any:
+    return contextlib.nullcontext()
+
+
+def _bytes_of_a_step(bucket_size: float, place: Callable[[], Any]) -> tuple[int, int, int]:
+    """Bytes that this rank got from others, in shards and in words, and those of a reduce-scatter and an all-gather."""
+    got: list[int] = []
+    receive, window = dist.irecv, NeighbourMemory.window
+
+    def received(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        got.append(tensor.numel() * tensor.element_size())
+        return receive(tensor, *args, **kwargs)
+
+    def read(self: NeighbourMemory, place: int, count: int, dtype: torch.dtype, is_kept: bool = False) -> Tensor:
+        got.append(count * dtype.itemsize)
+        return window(self, place, count, dtype, is_kept)
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a buffer goes through one exchange, not through gloo's own collectives")
 
     with (
-        mock.patch.object(dist, "isend", counted),
+        place(),
+        mock.patch.object(dist, "irecv", received),
+        mock.patch.object(NeighbourMemory, "window", read),
         mock.patch("plugins.hybrid_parallel.zero.exchange.reduce_scatter_flat", refused),
         mock.patch("plugins.hybrid_parallel.zero.exchange.all_gather_flat", refused),
     ):
@@ -63,29 +82,36 @@ def _bytes_of_a_step(bucket_size: float) -> tuple[int, int]:
     padded = sum(bucket.flat.numel() for bucket in optimizer.buckets)
     ranks = dist.get_world_size()
     assert sum(bucket.shard_size for bucket in optimizer.buckets) * ranks == padded
-    one_way = padded * 4 * (ranks - 1) // ranks
-    return sum(sent), _STEPS * 2 * one_way
+    words = sum(size for size in got if size == 8)
+    return sum(got) - words, words, _STEPS * 2 * padded * 4 * (ranks - 1) // ranks
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bucket_size", [0.002, 1.0])
-def test_a_step_is_one_reduce_scatter_and_one_all_gather(ranks: int, bucket_size: float) -> None:
-    for sent, expected in run_on_ranks(ranks, _bytes_of_a_step, bucket_size):
-        assert sent == expected
+@pytest.mark.parametrize("place", [_together, _apart])
+def test_a_step_is_one_reduce_scatter_and_one_all_gather(
+    ranks: int, bucket_size: float, place: Callable[[], Any]
+) -> None:
+    for got, words, expected in run_on_ranks(ranks, _bytes_of_a_step, bucket_size, place):
+        assert got == expected
+        # Whether a shard is finite (and, on one machine, the first word of each memory): 8 bytes a bucket and rank.
+        assert words <= 0.2 * expected
 
 
-def _parameters(bucket_size: float) -> tuple[int, list[list[float]]]:
-    model, optimizer = _train(bucket_size)
+def _parameters(bucket_size: float, place: Callable[[], Any]) -> tuple[int, list[list[float]]]:
+    with place():
+        model, optimizer = _train(bucket_size)
     return len(optimizer.buckets), [param.flatten().tolist() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_size_of_buckets_changes_no_bit(ranks: int) -> None:
+def test_neither_the_size_of_buckets_nor_the_way_of_shards_changes_a_bit(ranks: int) -> None:
     counts, results = set(), []
     for bucket_size in (1e-5, 0.0005, 0.006, 0.0075, 1.0):
-        count, values = run_on_ranks(ranks, _parameters, bucket_size)[0]
-        counts.add(count)
-        results.append(values)
+        for place in (_together, _apart):
+            count, values = run_on_ranks(ranks, _parameters, bucket_size, place)[0]
+            counts.add(count)
+            results.append(values)
     assert len(counts) >= 4, "these sizes are to make different buckets"
     assert all(values == results[0] for values in results)
 
@@ -100,7 +126,7 @@ def test_local_gradients_are_given_up_when_they_are_reduced() -> None:
 
 
 def test_memory_of_reduced_gradients_is_taken_again() -> None:
-    memory, cpu = GradientMemory(unit=400), torch.device("cpu")
+    memory, cpu = GradientMemory(Exchange(None), unit=400), torch.device("cpu")
     first = memory.take(70, torch.float32, cpu)
     memory.give(first)
     second = memory.take(100, torch.float32, cpu)

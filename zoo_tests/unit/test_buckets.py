@@ -16,6 +16,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket, BucketOptions, places_in_bucket
+from plugins.hybrid_parallel.zero.exchange import Exchange
 from plugins.hybrid_parallel.zero.parameters import check_optimizer, is_elementwise
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -23,7 +24,12 @@ SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 
 def _options(num_shards: int = 1, shard_index: int = 0, whole: bool = False) -> BucketOptions:
     return SimpleNamespace(
-        num_shards=num_shards, shard_index=shard_index, whole_parameters=whole, master_weights=True, zero_stage=1
+        num_shards=num_shards,
+        shard_index=shard_index,
+        whole_parameters=whole,
+        master_weights=True,
+        zero_stage=1,
+        exchange=Exchange(None),
     )
 
 
@@ -93,7 +99,7 @@ def test_masters_keep_the_values_before_the_cast() -> None:
     bucket = Bucket([param], _options(), 0, [], True, {param: precise})
     assert torch.equal(bucket.pieces[0].parameter, precise)
     bucket.pieces[0].parameter.data.fill_(3.0)
-    bucket.publish(async_op=False)
+    bucket.publish()
     assert torch.equal(param, torch.full((5,), 3.0, dtype=torch.bfloat16))
 
 

@@ -34,7 +34,7 @@ from booster.failure.link import Link
 from booster.failure.operations import Operations, Page
 from booster.failure.peers import Address, Peer, StoppedPeers
 from booster.failure.report import Failure, ending, is_about_communication, ranks_text
-from booster.failure.waiting import Wait, wait_of
+from booster.failure.waiting import Wait, wait_of, waits_for_ranks
 
 STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"
 
@@ -257,6 +257,19 @@ def test_a_wait_for_ranks_is_read_off_the_stack(file: str, call: str | None) -> 
 
 def test_a_wait_for_a_thread_is_none_for_ranks() -> None:
     assert wait_while_inside(lambda lock: threading.Thread(target=lock.acquire).start() or lock.acquire()) is None
+
+
+def test_a_wait_that_says_so_is_one() -> None:
+    """By other means than torch's; the innermost of the marked functions need not be the one to name."""
+    wait = waits_for_ranks(lambda lock: lock.acquire())
+
+    @waits_for_ranks
+    def receive(lock: threading.Lock) -> None:
+        wait(lock)
+
+    found = wait_while_inside(receive)
+    assert found is not None and found.call == "receive"
+    assert "unit/test_failure.py:" in found.place
 
 
 def wait_while_inside(function: Callable[[threading.Lock], object]) -> Wait | None:

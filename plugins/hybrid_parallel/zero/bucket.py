@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.exchange import GradientMemory, PendingShard, start_all_gather, start_reduce_scatter
+from plugins.hybrid_parallel.zero.exchange import Exchange, PendingGather, PendingShard
+from plugins.hybrid_parallel.zero.gradient_memory import GradientMemory
 from shardformer.collectives import all_gather_flat
 from shardformer.shard_spec import pad_to_multiple
 
@@ -37,6 +38,7 @@ class BucketOptions:
         master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
         whole_parameters: whether the optimizer needs parameters uncut (Adafactor, Muon).
         bucket_bytes: upper limit of a bucket's gradients.
+        exchange: how shards of gradients and parameters get from rank to rank.
     """
 
     dp_group: ProcessGroup
@@ -44,6 +46,7 @@ class BucketOptions:
     master_weights: bool
     whole_parameters: bool
     bucket_bytes: int
+    exchange: Exchange
 
     @property
     def num_shards(self) -> int:
@@ -110,7 +113,7 @@ class Bucket:
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
 
-        self.flat = torch.zeros(size, dtype=dtype, device=device)
+        self.flat = options.exchange.empty(size, dtype, device).zero_()
         self.has_masters = options.master_weights and self.grad_dtype != dtype
         master_dtype = self.grad_dtype if self.has_masters else dtype
         sources = [masters.get(param, param.data) for param in params]
@@ -121,14 +124,17 @@ class Bucket:
         self.pieces = self._make_pieces(sources, master_dtype)
 
         # Allocated on the first gradient. Where gradients are sharded, until they are reduced.
-        self.memory = GradientMemory()
+        self.memory = GradientMemory(options.exchange)
         self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
+        self.adds = False  # whether some gradient of this step is a sum over passes
+        self._lent: set[int] = set()  # parameters whose gradients a product was given the place of
         self.used: set[int] = set()  # parameters with reduced gradients
         self._work: Any = None
         self._pending: PendingShard | None = None
         self._result: Tensor | None = None
+        self._norm: Tensor | None = None  # of the result
         self._own_norms: Sequence[Tensor] | None = None
 
     # ----- accumulation and reduction -----
@@ -139,11 +145,26 @@ class Bucket:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
         self._provide_flat_grads()
         view = self._grad_view(index)
-        if index in self.written:
+        if index in self._lent:
+            self._lent.discard(index)
+            self.written.add(index)
+            if grad.data_ptr() != view.data_ptr():  # what was written there, and more
+                view.copy_(grad)
+        elif index in self.written:
+            self.adds = True
             view.add_(grad)
         else:
             view.copy_(grad)
             self.written.add(index)
+
+    def lend(self, index: int) -> tuple[Tensor, bool] | None:
+        """Where to write a gradient that `accumulate` gets next, and whether to add it; None to have it copied."""
+        if self.launched or index in self._lent:
+            return None
+        self._provide_flat_grads()
+        self._lent.add(index)
+        self.adds = self.adds or index in self.written
+        return self._grad_view(index), index in self.written
 
     def launch(self) -> None:
         """Start the reduction over the data-parallel ranks."""
@@ -158,24 +179,34 @@ class Bucket:
             self._result = self.flat_grads
             self._work = dist.all_reduce(self._result, group=group, async_op=True)
         else:
-            free = self.shard_grads is not None and not self.used
-            result = self.shard_grads if free else self.flat_grads.new_empty(self.shard_size)
-            self._pending = start_reduce_scatter(self.flat_grads, result, group)
-            self._own_norms = torch._foreach_norm([self._grad_view(index) for index in range(len(self.params))])
+            result = self.flat_grads.new_empty(self.shard_size)
+            self._pending = self.options.exchange.reduce_scatter(self.flat_grads, result)
 
     @property
     def launched(self) -> bool:
         return self._result is not None or self._pending is not None
 
     def collect(self) -> None:
-        """Wait for the reduction, and give away the memory of the local gradients."""
+        """Wait for the result of the reduction."""
         if self._work is not None:
             self._work.wait()
+        if self._pending is None or self._result is not None:
+            return
+        self._result = self._pending.wait()
+        self._norm = torch.linalg.vector_norm(self._result)
+        # A GPU would have to be waited for.
+        self._pending.settle(math.isfinite(self._norm) if self.flat.device.type == "cpu" else None)
+
+    def give_up_gradients(self) -> None:
+        """Give away the memory of the local gradients once nobody reads them, unless they are to be described."""
         if self._pending is None:
             return
-        self._result, self._pending = self._pending.wait(), None
-        # Bad gradients are kept on the CPU, to be described; a GPU would have to be waited for.
-        if self.flat.device.type != "cpu" or all(math.isfinite(norm) for norm in self._own_norms):
+        self.collect()
+        is_finite = self._pending.settled()
+        self._pending = None
+        if is_finite is None:
+            self._own_norms = torch._foreach_norm([self._grad_view(index) for index in range(len(self.params))])
+        if is_finite is not False:
             self.memory.give(self.flat_grads)
             self.flat_grads = None
 
@@ -187,10 +218,13 @@ class Bucket:
             factor: what this step's gradients are multiplied by.
         """
         self.collect()
+        self.give_up_gradients()
         for group in self.sum_groups:
             dist.all_reduce(self._result, group=group)
         if factor is not None:
             self._result.mul_(factor.to(self._result.dtype))
+        if self.sum_groups or factor is not None or self.used:
+            self._norm = None
         if self.used:
             self.shard_grads.add_(self._result)
         elif self._result is self.flat_grads:
@@ -199,23 +233,27 @@ class Bucket:
         else:
             self.shard_grads = self._result
         self.used |= used
+        self.adds = False
         self.written.clear()
         self._work = self._result = None
 
     def own_grads(self) -> dict[int, Tensor] | None:
         """What this rank put into the last reduction, by parameter, or its norms where that is gone.
 
-        None where the result has taken its place.
+        None where the result has taken its place, or is finite.
         """
-        if self.options.num_shards == 1 or self._own_norms is None:
+        if self.options.num_shards == 1:
             return None
-        if self.flat_grads is None:
-            return dict(enumerate(self._own_norms))
-        return {index: self._grad_view(index) for index in range(len(self.params))}
+        if self.flat_grads is not None:
+            return {index: self._grad_view(index) for index in range(len(self.params))}
+        return None if self._own_norms is None else dict(enumerate(self._own_norms))
 
     def clear_grads(self) -> None:
         """Forget all gradients."""
+        if self.options.num_shards > 1:
+            self.shard_grads = None  # the activations of the next forward pass take the memory
         self.written.clear()
+        self._lent.clear()
         self.used.clear()
         for piece in self.pieces:
             piece.parameter.grad = None
@@ -226,28 +264,27 @@ class Bucket:
         """Sum of squares of this rank's reduced gradients (0-d, float64)."""
         if not self.used:
             return torch.zeros((), dtype=torch.float64, device=self.flat.device)
-        return torch.linalg.vector_norm(self.shard_grads).double().square()
+        norm = torch.linalg.vector_norm(self.shard_grads) if self._norm is None else self._norm
+        return norm.double().square()
 
     def assign_grads(self, factor: Tensor | float | None) -> None:
         """Give each piece its gradient, times `factor`; pieces of unused parameters get none."""
         if factor is not None and self.used:
+            self._norm = None
             self.shard_grads.mul_(factor if isinstance(factor, float) else factor.to(self.shard_grads.dtype))
         for piece in self.pieces:
             grad = piece.view(self.shard_grads).view_as(piece.parameter) if piece.index in self.used else None
             piece.parameter.grad = grad if grad is None else grad.to(piece.parameter.dtype)
 
-    def publish(self, async_op: bool) -> Any:
-        """Write updated values to the parameters of all ranks; a handle to wait for, or None."""
+    def publish(self) -> PendingGather | None:
+        """Write updated values to the parameters of all ranks; what to wait for, None where there is nobody else."""
         own = self.own_shard(self.flat)
         if self.has_masters:
             for piece in self.pieces:
                 piece.view(own).copy_(piece.parameter.detach().view(-1))
         if self.options.num_shards == 1:
             return None
-        gather = start_all_gather(self.flat, self.options.dp_group)
-        if not async_op:
-            gather.wait()
-        return gather
+        return self.options.exchange.all_gather(self.flat)
 
     def refresh_masters(self) -> None:
         """Take the parameters' present values as the optimizer's (after weights were loaded)."""

@@ -17,6 +17,7 @@ from plugins.hybrid_parallel.debug.trace import StepTrace
 from plugins.hybrid_parallel.loss_scale import LossScale
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.exchange import PendingGather
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.shard_spec import spec_of
 
@@ -64,7 +65,7 @@ class HybridParallelOptimizer(OptimizerWrapper):
         self.after_step: Callable[[], None] | None = None  # in debug mode
         self._norm: Tensor | None = None
         self.step_was_skipped = False
-        self._gathers: list[Any] = []
+        self._gathers: list[PendingGather] = []
         for index, group in enumerate(optim.param_groups):
             mine = (bucket for bucket in self.buckets if bucket.group_index == index)
             group["params"] = [piece.parameter for bucket in mine for piece in bucket.pieces]
@@ -130,10 +131,12 @@ class HybridParallelOptimizer(OptimizerWrapper):
             return
         for bucket in self.buckets:
             bucket.assign_grads(factor)
+        self._close_gathers()
         self.optim.step()
-        self._gathers = [gather for gather in self._publish() if gather is not None]
+        self._gathers = [gather for bucket in self.buckets if (gather := bucket.publish()) is not None]
         if not self.overlap_allgather:
             self.wait_for_parameters()
+            self._close_gathers()
         if self.after_step is not None:
             self.after_step()
 
@@ -141,15 +144,17 @@ class HybridParallelOptimizer(OptimizerWrapper):
         """Wait until the parameters of the last step are here."""
         for gather in self._gathers:
             gather.wait()
+
+    def _close_gathers(self) -> None:
+        """Wait until the others have what this rank is about to change."""
+        for gather in self._gathers:
+            gather.close()
         self._gathers = []
 
     def refresh_masters(self) -> None:
         """Take the parameters' present values as the optimizer's (after weights were loaded)."""
         for bucket in self.buckets:
             bucket.refresh_masters()
-
-    def _publish(self) -> list[Any]:
-        return [bucket.publish(async_op=True) for bucket in self.buckets]
 
     def _gradient_factor(self) -> Tensor | float | None:
         """What gradients are multiplied by before the update: unscaling and clipping in one. Decides on skipping."""

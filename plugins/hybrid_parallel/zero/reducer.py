@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,10 +11,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.exchange import GradientMemory
+from plugins.hybrid_parallel.zero.exchange import Exchange
+from plugins.hybrid_parallel.zero.gradient_memory import GradientMemory
+from shardformer.weight_gradients import GradientPlace, offer_place
 
 # Reductions at a time whose local gradients are kept on a CPU.
 _IN_FLIGHT = 2
+# Buffers that stay from step to step: those in flight, the one that is written and the one that is given up. Those that
+# gradients were accumulated in, over several passes, all stay: fresh pages for them would cost more than the reduction.
+_KEPT = _IN_FLIGHT + 2
 
 
 class GradientReducer:
@@ -37,13 +43,18 @@ class GradientReducer:
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: list[set[int]] = [set() for _ in self.buckets]
         self._next = 0
-        self._memory = GradientMemory(max((bucket.options.bucket_bytes for bucket in self.buckets), default=0))
+        self._memories: dict[Exchange, GradientMemory] = {}
         for bucket in self.buckets:
             if bucket.options.num_shards > 1:
-                bucket.memory = self._memory
+                exchange, unit = bucket.options.exchange, bucket.options.bucket_bytes
+                bucket.memory = self._memories.setdefault(exchange, GradientMemory(exchange, unit))
+        self.offers_places = False  # for products to write gradients to
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self._hook(number, index))
+                if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
+                    offer_place(param, self._place(number, index))
+                    self.offers_places = True
 
     @property
     def pending(self) -> bool:
@@ -65,7 +76,7 @@ class GradientReducer:
         """Reduce what is left; a rank without samples is waited for by those that have some."""
         self._final = False
         while self._next < len(self.buckets):
-            self._launch_next(waits=True)
+            self._launch_next()
 
     def finish(self, factor: Tensor | None = None) -> None:
         """Reduce what is left and wait for everything.
@@ -78,41 +89,69 @@ class GradientReducer:
         self._complete = [set() for _ in self.buckets]
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
         # collectives of a group have to come in one order on all of its ranks.
-        used = self._agree_on_used()
+        used, accumulated = self._agree_on_used(), any(bucket.adds for bucket in self.buckets)
         for bucket, indices in zip(self.buckets, used, strict=True):
             if bucket.tied_group is not None:
                 indices = self._agree_with_stages(bucket, indices)
             bucket.finish(indices, factor)
-        self._memory.clear()
+        for memory in self._memories.values() if not accumulated else ():
+            memory.trim(_KEPT)
 
-    def _hook(self, number: int, index: int) -> object:
+    # What parameters hold is weak: nobody would collect a parameter that leads to itself by way of its hooks.
+
+    def _place(self, number: int, index: int) -> GradientPlace:
+        reference = weakref.ref(self)
+
+        def place(dtype: torch.dtype) -> tuple[Tensor, bool] | None:
+            reducer = reference()
+            if reducer is None or not reducer.accepting:
+                return None
+            bucket = reducer.buckets[number]
+            # A hook of the user's is to see the gradient of this pass, not the sum over passes.
+            is_watched = bool(bucket.params[index]._backward_hooks)
+            return None if is_watched or dtype != bucket.grad_dtype else bucket.lend(index)
+
+        return place
+
+    def _hook(self, number: int, index: int) -> Callable[[nn.Parameter], None]:
+        reference = weakref.ref(self)
+
         def take_gradient(param: nn.Parameter) -> None:
-            if not self.accepting:
-                raise RuntimeError("call booster.backward(loss, optimizer) in the place of loss.backward()")
-            if param.grad is None:  # the first half of a backward pass puts it off
-                return
-            self.buckets[number].accumulate(index, param.grad)
-            param.grad = None
-            self.arrival.setdefault(param, len(self.arrival))
-            if self._final and self.overlap:
-                self._complete[number].add(index)
-                self._launch_complete()
+            reducer = reference()
+            if reducer is not None:
+                reducer._take_gradient(param, number, index)
 
         return take_gradient
+
+    def _take_gradient(self, param: nn.Parameter, number: int, index: int) -> None:
+        if not self.accepting:
+            raise RuntimeError("call booster.backward(loss, optimizer) in the place of loss.backward()")
+        if param.grad is None:  # the first half of a backward pass puts it off
+            return
+        self.buckets[number].accumulate(index, param.grad)
+        param.grad = None
+        self.arrival.setdefault(param, len(self.arrival))
+        if self._final and self.overlap:
+            self._complete[number].add(index)
+            self._launch_complete()
 
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets):
             if len(self._complete[self._next]) < len(self.buckets[self._next].params):
                 return
-            self._launch_next(self.waits)
+            self._launch_next()
 
-    def _launch_next(self, waits: bool) -> None:
+    def _launch_next(self) -> None:
         self.buckets[self._next].launch()
         self._next += 1
         earlier = self._next - 1 - _IN_FLIGHT
         # A GPU would have its next kernels wait too.
-        if waits and earlier >= 0 and self.buckets[earlier].flat.device.type == "cpu":
-            self.buckets[earlier].collect()
+        if not self.waits or earlier < 0 or self.buckets[earlier].flat.device.type != "cpu":
+            return
+        self.buckets[earlier].collect()
+        # The others may still be reading this one's gradients, but hardly those of the one before.
+        if earlier > 0:
+            self.buckets[earlier - 1].give_up_gradients()
 
     @staticmethod
     def _agree_with_stages(bucket: Bucket, used: set[int]) -> set[int]:
