@@ -28,6 +28,7 @@ from benchmarks import (
     start_up,
     step_profile,
     tensor_parallel,
+    zero_memory,
     zero_step,
 )
 
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "context_parallel": context_parallel,
     "fp8": fp8,
     "zero_step": zero_step,
+    "zero_memory": zero_memory,
     "pipeline": pipeline,
     "schedules": schedules,
     "host_time": host_time,
@@ -96,8 +98,7 @@ def _title(section: str) -> str:
 
 
 def _command(options: argparse.Namespace) -> str:
-    words = ["python -m benchmarks", *(f"--only {name}" for name in options.only or ())]
-    return " ".join([*words, *(["--quick"] if options.quick else []), f"--output {options.output}"])
+    return " ".join(["python -m benchmarks", *(["--quick"] if options.quick else []), f"--output {options.output}"])
 
 
 if __name__ == "__main__":
