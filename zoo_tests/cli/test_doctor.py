@@ -100,6 +100,7 @@ def test_a_mistake_is_one_sentence(options: list[str], sentence: str, capsys: py
 _DELAY_S = 0.01
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_slow_link_is_measured_as_one() -> None:
     group, device = dist.group.WORLD, torch.device("cpu")
@@ -125,6 +126,7 @@ def test_a_slow_link_is_measured_as_one() -> None:
     assert found.bandwidth_bytes_per_s > reduced.bus_bandwidth
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_messages_between_neighbours() -> None:
     found = measure_axis(dist.group.WORLD, torch.device("cpu"), point_to_point=True, sizes=(2**16,), repeats=3)

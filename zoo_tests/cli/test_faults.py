@@ -53,6 +53,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Callable[..., WatchedJob]]:
         one.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trial",
     [

@@ -29,6 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 _SIZES = ("--devices", "4", "--global-batch", "8", "--sequence-length", "32")
 
 
+@pytest.mark.slow
 def test_the_chosen_row_is_what_booster_runs(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen, table = tmp_path / "plan.json", tmp_path / "table.json"
     files = ("--output", str(chosen), "--table", str(table), "--choose", "2")

@@ -112,6 +112,7 @@ def test_half_set_environment_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("happening", "failing"), [("in_guard", 1), ("uncaught", 0)])
 def test_ranks_without_a_launcher_end_too(happening: str, failing: int) -> None:
     """Rank 0 holds the store itself here, and nothing but the store tells the other rank."""

@@ -81,6 +81,7 @@ def _with_fault(fault: Callable[[], None], config: Any, model_class: str, **layo
     return verify(config, getattr(transformers, model_class), options, timeout_s=60.0, prepare=fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "config", "model_class", "layout", "what", "name"),
     [

@@ -103,6 +103,7 @@ def test_a_malformed_line_ends_all_ranks_with_one_sentence_and_loses_nothing(
     assert kept.read_bytes() == b"earlier work"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

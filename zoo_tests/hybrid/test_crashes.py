@@ -38,6 +38,7 @@ def test_ranks_are_killed_inside_of_saves(nursery: Nursery, tmp_path: Path) -> N
     assert 0 < published < KILLS, "some before and some after the moment"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_save_may_end_before_any_of_its_calls(kind: str, tmp_path: Path) -> None:
     calls, problems, published = run_on_ranks(1, stop_at_every_call, kind, tmp_path)[0]

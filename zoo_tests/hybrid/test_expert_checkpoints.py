@@ -77,6 +77,7 @@ def _pairs() -> list:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), _pairs())
 def test_layouts_open_each_others_checkpoints(source: tuple[str, int], target: tuple[str, int], tmp_path: Path) -> None:
     _check(_case(*source), _case(*target), tmp_path)

@@ -212,6 +212,7 @@ def _lazy_losses(case: Case, directory: Path) -> list[float]:
     return [*losses, booster.execute_pipeline(iter([batch]), model).loss.item()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), [("gpt2", "tp2pp2"), ("mixtral", "tp2"), ("bert", "pp2dp2")])
 @pytest.mark.parametrize("size", ["5GB", "60KB"])
 def test_trains_on_from_a_directory(family: str, layout: str, size: str, tmp_path: Path) -> None:

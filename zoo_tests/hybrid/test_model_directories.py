@@ -93,6 +93,7 @@ def _check(family: str, layout: str, directory: Path) -> None:
         assert [text.exists() and text.read_text() for text in texts][0] == (texts[1].exists() and texts[1].read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), QUICK)
 def test_like_save_pretrained(family: str, layout: str, tmp_path: Path) -> None:
     _check(family, layout, tmp_path)

@@ -65,6 +65,7 @@ def test_counted_states_are_the_built_ones(family: str, layout: str) -> None:
     _check_states(_case(family, layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "options"),
     [

@@ -25,6 +25,7 @@ _INTERRUPTED = [(layout, "fp32") for layout in TRIED] + [("dp2", "fp16"), ("tp2p
 _FAST = (("dp2", "fp16"),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [pytest.param(*case, marks=() if case in _FAST else pytest.mark.slow) for case in _INTERRUPTED],

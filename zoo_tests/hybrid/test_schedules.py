@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.pipeline.record import read_timelines
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer, record_module_init
 from shardformer.stand_ins import StandIn
-from shardformer.weight_gradients import finish_backward, linear, split_native_layers, splitting_backward
+from shardformer.weight_gradients import finish_backward, linear, own_native_products, splitting_backward
 from zoo_tests.case import Case, Recipe
 from zoo_tests.oracle import inputs_of, train_plainly
 from zoo_tests.ranks import distributed, run_on_ranks
@@ -125,7 +125,7 @@ def test_native_layers_put_off_theirs_and_nothing_else_changes() -> None:
     model = nn.Sequential(nn.Linear(3, 4), Conv1D(5, 4), nn.LayerNorm(5), nn.Linear(5, 2, bias=False))
     x = torch.randn(2, 3)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    split_native_layers(model)
+    own_native_products(model)
     put_off: list = []
     with splitting_backward():
         out = model(x).sum()
@@ -176,6 +176,7 @@ def _trained(boosted: Boosted, case: Case, step: int) -> float:
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_a_checkpoint_of_one_schedule_opens_under_the_others(family: str, tmp_path: Path) -> None:
     styles = ["1f1b", *SEVERAL_STAGES, "gpipe"]
@@ -202,6 +203,7 @@ def test_a_model_without_values_gets_the_pieces_of_all_its_stages(style: str) ->
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", SEVERAL_STAGES)
 @distributed(2)
 def test_debug_mode_names_the_module_that_went_bad(style: str) -> None:

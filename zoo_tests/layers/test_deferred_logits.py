@@ -21,7 +21,7 @@ from shardformer.deferred_logits import DeferredLogits, HeadCall, defer, loss_of
 from shardformer.layers import VocabParallelLMHead
 from shardformer.layers.head import deferred_logits
 from shardformer.loss_chunks import chunk_bytes, planned_for
-from shardformer.weight_gradients import split_native_layers, splitting_backward
+from shardformer.weight_gradients import own_native_products, splitting_backward
 from zoo_tests.layers.native import EXACT, check_gradients, fill, known
 from zoo_tests.ranks import distributed
 
@@ -197,7 +197,7 @@ def test_heads_defer_inside_and_are_as_they_were_afterwards() -> None:
 
 def test_heads_of_split_passes_get_their_forward_back() -> None:
     model = fill(_Model())
-    split_native_layers(model)
+    own_native_products(model)
     forward = model.lm_head.forward
     with deferred_logits(model), splitting_backward():
         logits = model(known(3, 6))

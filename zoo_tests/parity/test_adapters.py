@@ -46,6 +46,7 @@ def test_adapters_train_like_plain_ones(family: str, layout: str, tmp_path: Path
     check_case(_case(family, layout), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["split_gather", "all_to_all"])
 @pytest.mark.parametrize("family", ["llama", *_slow("gpt2", "chatglm2", "bert")])
 def test_adapters_on_cut_sequences(family: str, mode: str, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_the_loss_is_that_of_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path, train=train_deferring)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", READING, ids=str)
 def test_logits_that_are_read_are_those_of_plain_training(case: Case, tmp_path: Path) -> None:
     """Gemma2 caps its logits, and debug mode looks at what each module returns."""

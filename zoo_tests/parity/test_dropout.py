@@ -50,6 +50,7 @@ def _train(case: Case, directory: Path, name: str) -> list[RankReport]:
     return run_on_ranks(LAYOUTS[case.layout].world_size, train_sharded, case, directory / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "sp"),
     [

@@ -31,6 +31,7 @@ def _heads() -> list:
     return [pytest.param(case, id=str(case), marks=[] if case in fast else [pytest.mark.slow]) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _heads())
 def test_head_trains_like_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)

@@ -21,6 +21,7 @@ def test_every_mutant_is_noticed() -> None:
     assert f"{len(MUTANTS)} of {len(MUTANTS)} mutants noticed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_mutant_is_refused() -> None:
     command = [sys.executable, "-m", "zoo_tests.mutations", "nothing"]
     done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=120)

@@ -54,6 +54,7 @@ def _hang_on_rank_0() -> None:
         dist.all_reduce(torch.ones(2))
 
 
+@pytest.mark.slow
 def test_hanging_rank_is_reported_with_its_stack() -> None:
     with pytest.raises(RankError, match=r"(?s)unresponsive ranks \[0\].*_hang_on_rank_0"):
         run_on_ranks(2, _hang_on_rank_0, timeout_s=2.0)

@@ -92,6 +92,7 @@ def test_simulated_bubbles_equal_the_closed_formulas(p: int) -> None:
         assert bubble("zbv", m, 2) == bubble("dualpipev", m, 2) == pytest.approx((p - 1) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "chunks", "m"), [("1f1b", 1, 40), ("interleaved", 2, 36), ("zbv", 2, 41), ("zero_bubble", 2, 50)]
 )
@@ -148,6 +149,7 @@ def test_a_step_adds_up() -> None:
     assert many.predict(layout).model_flops == pytest.approx(3 * tokens * (2 * matrices + attention), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_loss_without_logits_is_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are found in the forward pass, and none of them is put off."""
     layout = Layout(1, 1, 1, rows=2)
@@ -192,6 +194,7 @@ def test_measured_parts_take_the_place_of_worked_out_ones() -> None:
     assert predictor.predict(Layout(1, 1, 1, rows=3)).seconds.compute == pytest.approx(3 * (1 + 2) * (8 + 2))
 
 
+@pytest.mark.slow
 def test_the_plan_is_ranked_and_everything_else_has_a_reason() -> None:
     build = _build(6)
     device = preset("A100", memory=24e6)
