@@ -107,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in] -> [..., out]."""
     is_native = not (_State.splits or has_place(weight if weight.is_leaf else weight._base))
     is_native = is_native and current_products() is NATIVE
-    return F.linear(x, weight, bias) if is_native else _SplitLinear.apply(x, weight, bias)
+    return F.linear(x, weight, bias) if is_native else _Linear.apply(x, weight, bias)
 
 
 def own_native_products(model: nn.Module) -> None:
@@ -163,7 +163,7 @@ def _forward_of(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tenso
     return lambda x: linear(x, module.weight.t() if transposed else module.weight, module.bias)
 
 
-class _SplitLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -176,13 +176,11 @@ class _SplitLinear(torch.autograd.Function):
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad)
         grad_x = ctx.products.of_input(flat, weight).view_as(x) if needs[0] else None
-        # With gradients enabled a gradient of this gradient is wanted: plain products have one.
-        compute = (
-            ctx.products.of_weight
-            if torch.is_grad_enabled()
-            else partial(weight_gradient, ctx.weight, products=ctx.products)
-        )
-        grad_weight = compute(flat, matrix(x)) if needs[1] else None
+        grad_weight = None
+        if needs[1] and torch.is_grad_enabled():  # a gradient of this gradient is wanted: plain products have one
+            grad_weight = ctx.products.of_weight(flat, matrix(x))
+        elif needs[1]:
+            grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.products)
         return grad_x, grad_weight, flat.sum(0) if needs[2] else None
 
 

@@ -148,31 +148,19 @@ def test_a_rank_on_another_machine_that_is_gone_is_named(job: Callable[..., Watc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pause", "where"),
-    [
-        pytest.param("sleeping", "1", id="one rank sleeps"),
-        pytest.param("holding", "-1", id="all hold the lock"),
-        pytest.param("computing", "1", id="one rank computes"),
-    ],
-)
-def test_slow_ranks_are_no_fault(job: Callable[..., WatchedJob], pause: str, where: str) -> None:
-    outcome = job(pause, "execute_pipeline", where, FLAT_JSON, STEP_S="0.2").outcome_of_good_end()
-    assert (outcome.code, outcome.lines) == (0, ()), outcome.err
-    assert outcome.out.count("ends well") == 4
-
-
-@pytest.mark.slow
-def test_a_job_that_is_suspended_and_resumed_goes_on(job: Callable[..., WatchedJob]) -> None:
-    """All processes are stopped for 30 s."""
-    running = job("nothing", "step", "0", FLAT_JSON, STEP_S="0.2")
-    assert running.wait_for(lambda: running.struck > 0, 300)
-    running.signal_all(signal.SIGSTOP)
+def test_slow_ranks_are_no_fault(job: Callable[..., WatchedJob]) -> None:
+    """For 30 s one rank sleeps, all hold the interpreter's lock, one computes, and all processes are stopped."""
+    pauses = [("sleeping", "1"), ("holding", "-1"), ("computing", "1")]
+    jobs = {fault: job(fault, "execute_pipeline", rank, FLAT_JSON, STEP_S="0.2") for fault, rank in pauses}
+    suspended = jobs["suspended"] = job("nothing", "step", "0", FLAT_JSON, STEP_S="0.2")
+    assert suspended.wait_for(lambda: suspended.struck > 0, 300)
+    suspended.signal_all(signal.SIGSTOP)
     time.sleep(30)
-    running.signal_all(signal.SIGCONT)
-    outcome = running.outcome_of_good_end()
-    assert (outcome.code, outcome.lines) == (0, ()), outcome.err
-    assert outcome.out.count("ends well") == 4
+    suspended.signal_all(signal.SIGCONT)
+    for pause, running in jobs.items():
+        outcome = running.outcome_of_good_end()
+        assert (pause, outcome.code, outcome.lines) == (pause, 0, ()), outcome.err
+        assert outcome.out.count("ends well") == 4, pause
 
 
 def test_the_machine_can_tell() -> None:
