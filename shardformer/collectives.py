@@ -65,21 +65,6 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Reduce(torch.autograd.Function):
-    """`g`: partial results are summed; every rank then uses the same sum, whose gradient each already has."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        # In place: `x` is the fresh result of a partial matrix product that nothing else reads.
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 class _Gather(torch.autograd.Function):
     """Shards of `dim` become the whole on every rank; what follows is the same on every rank."""
 
@@ -116,8 +101,13 @@ def copy_to_axis(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_from_axis(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`g`: all-reduce forward (in place, `x` must be a fresh tensor), identity backward."""
-    return _Reduce.apply(x, group)
+    """`g`: all-reduce forward, identity backward: every rank uses the same sum, whose gradient each already has.
+
+    In place: `x` must be a fresh result, of which nobody needs the value, as a matrix product's.
+    """
+    # Without a node of autograd, which would pass the gradient on and cost as much as the collective.
+    dist.all_reduce(x.detach(), group=group)
+    return x
 
 
 def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

@@ -69,11 +69,12 @@ def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products:
     if parameter is None:
         return products.of_weight(flat_grad, flat_x)
     is_transposed = parameter is not weight
-    compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, products)
     if _State.put_off is not None:
+        compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, products)
         _State.put_off.append((parameter, compute))
         return None
-    return compute().t() if is_transposed else compute()
+    gradient = _compute(parameter, flat_grad, flat_x, is_transposed, products)
+    return gradient.t() if is_transposed else gradient
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -94,8 +95,9 @@ def offer_place(parameter: nn.Parameter, place: GradientPlace) -> None:
 
 def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, products: Products) -> Tensor:
     """The gradient of a parameter, in its shape."""
-    fits = products is NATIVE and has_place(parameter) and flat_grad.dtype == flat_x.dtype
-    place = parameter.gradient_place(flat_grad.dtype) if fits else None
+    offered = getattr(parameter, "gradient_place", None)
+    fits = offered is not None and products is NATIVE and flat_grad.dtype == flat_x.dtype
+    place = offered(flat_grad.dtype) if fits else None
     if place is None:
         return products.of_weight(flat_grad, flat_x, is_transposed)
     memory, adds = place
@@ -133,7 +135,7 @@ def own_products(module: nn.Module) -> bool:
 
 def matrix(x: Tensor) -> Tensor:
     """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _transposed(weight: Tensor) -> Tensor | None:
