@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zoo_tests.ranks import stop_pools
 from zoo_tests.support import SupportMatrix
 
+_SAMPLED = ("cli", "hybrid", "parity")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-support", action="store_true", help="write docs/results/support.md from what passes")
@@ -19,6 +22,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SupportMatrix(config.getoption("--write-support")), "support-matrix")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every other variant of tests that start ranks is slow: the daily run is a sample of them."""
+    variants: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.path.parent.name in _SAMPLED and item.get_closest_marker("slow") is None:
+            variants[item.nodeid.partition("[")[0]].append(item)
+    for those in variants.values():
+        for item in those[1::2] if len(those) > 2 else ():
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

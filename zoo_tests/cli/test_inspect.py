@@ -40,6 +40,7 @@ def test_a_long_schedule_is_only_counted(capsys: pytest.CaptureFixture[str]) -> 
     assert "F0" not in out and "rank 7: idle" in out
 
 
+@pytest.mark.slow
 def test_a_picture_and_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, trace = tmp_path / "zbv.png", tmp_path / "zbv.json"

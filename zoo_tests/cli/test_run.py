@@ -35,6 +35,7 @@ def test_all_ranks_join_alike() -> None:
     assert said[0][2] == said[1][2], "the ranks are not seeded alike"
 
 
+@pytest.mark.slow
 def test_uncaught_error_ends_all_ranks() -> None:
     result = start_job("uncaught", "1", num_ranks=4).ended()
     assert result.code == 1

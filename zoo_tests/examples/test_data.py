@@ -59,6 +59,7 @@ def test_missing_and_broken_files_are_named(mrpc_directory: Path) -> None:
         mrpc_pairs(mrpc_directory)
 
 
+@pytest.mark.slow
 def test_the_hub_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
