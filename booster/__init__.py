@@ -2,7 +2,7 @@
 
 from booster.auto import auto_accelerate
 from booster.booster import Booster
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, VerificationError
 from booster.launch import launch, launch_from_torch
 from booster.plugin import (
     CheckpointIO,
@@ -12,10 +12,13 @@ from booster.plugin import (
     available_plugins,
     load_plugin,
 )
+from booster.shadows import warn_of_hidden_plugins
+from booster.verification import verify
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardformer.lazy import LazyInitContext, record_module_init
 
 __version__ = "0.1.0"
+warn_of_hidden_plugins()
 
 __all__ = [
     "Booster",
@@ -27,10 +30,12 @@ __all__ = [
     "PipelineResult",
     "Plugin",
     "TrainingObjects",
+    "VerificationError",
     "auto_accelerate",
     "available_plugins",
     "launch",
     "launch_from_torch",
     "load_plugin",
     "record_module_init",
+    "verify",
 ]

@@ -72,7 +72,7 @@ class Booster:
         """Take one batch and run it forward, and backward where an optimizer is given, under any layout.
 
         Args:
-            data_iter: an iterator over batches (mappings of tensors, samples along dim 0).
+            data_iter: an iterator over batches (mappings of tensors, samples along dim 0), or one batch.
             model: the boosted model.
             criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the criterion given to
                 `boost`, else the model's own loss (`labels` in the batch).

@@ -26,5 +26,9 @@ class SynchronyError(RuntimeError):
     """Ranks hold different values of what they share. Raised on all ranks alike."""
 
 
+class VerificationError(AssertionError):
+    """A model does not train under a layout as it does unsharded: where it differs first, and by how much."""
+
+
 class NonFiniteError(FloatingPointError):
     """Gradients became nan or inf: where it was seen first. Raised on all ranks alike, before any weight is changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -81,6 +81,14 @@ class Plugin(ABC):
             SynchronyError: they differ.
         """
         raise ConfigurationError(f"{type(self).__name__} cannot compare ranks; use a plugin that has check_synchrony")
+
+    def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
+        """Compare a training under this plugin's layout with a plain one; not every plugin can.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        raise ConfigurationError(f"{type(self).__name__} cannot verify a model; use a plugin that has verify")
 
     @abstractmethod
     def prepare_dataloader(self, dataset: Dataset, batch_size: int, **kwargs: Any) -> DataLoader:

@@ -7,6 +7,8 @@ sequence forward and reduce-scatters it backward, `g-bar*` the other way round. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from shardformer.shard_spec import ShardSpec
 
 # torch 2.13 renames both; earlier releases have the old names only.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,6 +99,64 @@ class _Split(torch.autograd.Function):
         return whole, None, None, None
 
 
+class _GatherRows(torch.autograd.Function):
+    """Rows of all ranks, of which each may have another number; every rank answers for its part of what follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        counts = torch.empty(size, dtype=torch.long, device=x.device)
+        all_gather_flat(counts, torch.tensor([len(x)], device=x.device), group=group)
+        counts = counts.tolist()
+        padded = x.new_zeros((max(counts), *x.shape[1:]))
+        padded[: len(x)] = x
+        ctx.size, ctx.start, ctx.stop = size, sum(counts[:rank]), sum(counts[: rank + 1])
+        parts = all_gather_dim(padded, 0, group).chunk(size)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.start : ctx.stop] * ctx.size, None
+
+
+class _CutFeatures(torch.autograd.Function):
+    """Each rank reads its own features of what all have, as a `ShardSpec` of the last dim says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+        ctx.spec, ctx.group = _of_last_dim(spec, x.shape), group
+        return ctx.spec.shard(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Summed: pieces may differ in size, and several ranks may have read the same one.
+        return _put_together(grad, ctx.spec, ctx.group), None, None
+
+
+class _JoinFeatures(torch.autograd.Function):
+    """The pieces that `_CutFeatures` leaves become the whole on every rank; what follows is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+        ctx.spec = _of_last_dim(spec, (*x.shape[:-1], *spec.full_shape))
+        return _put_together(x, ctx.spec, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.spec.shard(grad), None, None
+
+
+def _of_last_dim(spec: ShardSpec, shape: Sequence[int]) -> ShardSpec:
+    return replace(spec, full_shape=tuple(shape), dim=len(shape) - 1)
+
+
+def _put_together(piece: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+    whole = piece.new_zeros(spec.full_shape)
+    spec.fill(whole, piece)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
 def copy_to_axis(x: Tensor, group: ProcessGroup) -> Tensor:
     """`f`: identity forward, all-reduce backward."""
     return _Copy.apply(x, group)
@@ -115,6 +177,21 @@ def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return _Gather.apply(x, dim, group)
 
 
+def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The rows of all ranks, [sum of rows, ...]. Each rank computes the same of them and counts it by 1 / ranks."""
+    return _GatherRows.apply(x, group)
+
+
 def split_to_axis(x: Tensor, start: int, stop: int, group: ProcessGroup) -> Tensor:
     """Features `start:stop` of the last dim forward; all ranks' pieces of the gradient together backward."""
     return _Split.apply(x, start, stop, group)
+
+
+def cut_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+    """[..., features] -> this rank's piece of the last dim, which `spec`, of one dim, cuts."""
+    return _CutFeatures.apply(x, spec, group)
+
+
+def join_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+    """The pieces of the last dim, of which no two ranks have the same -> [..., features] on every rank."""
+    return _JoinFeatures.apply(x, spec, group)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.collectives import all_gather_dim, reduce_scatter_dim
+from shardformer.packed_documents import may_be_packed, start_again
 from shardformer.sequence import first_output
 
 # What the base model gets whole: masks are about the tokens of all ranks.
@@ -156,7 +157,8 @@ def cut_batch(inputs: Mapping[str, Any], axis: ContextAxis, positions: Positions
     whole = given if given is not None else positions(inputs)
     if whole is None:
         whole = torch.arange(length, device=tokens.device)[None]
-    _current[:] = [ContextPass(axis, length, _real(mask), _packed(whole, mask, given))]
+    packed = whole if may_be_packed(inputs) and start_again(whole) else None
+    _current[:] = [ContextPass(axis, length, _real(mask), packed)]
     parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
     # A mask that is always there keeps transformers from taking a jump between two chunks for a new document.
     ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask
@@ -168,13 +170,6 @@ def _real(mask: Tensor | None) -> Tensor | None:
         return None
     real = mask.bool()
     return None if bool(real.all()) else real
-
-
-def _packed(positions: Tensor, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """Positions that start again within a row, where transformers would look for them: beside no mask."""
-    if given is None or mask is not None or positions.dim() != 2 or bool((positions.diff(dim=-1) == 1).all()):
-        return None
-    return positions
 
 
 def _part(value: Any, name: str, length: int, axis: ContextAxis) -> Any:

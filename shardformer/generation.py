@@ -39,8 +39,20 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
                 "sequence_parallelism_mode='all_to_all' leaves no key/value cache to generate with; "
                 "use 'split_gather', or generate(use_cache=False)"
             )
+        if config.sequence is not None and _asks_for_hidden_states(self, kwargs):
+            raise RuntimeError(
+                "generate(output_hidden_states=True) finds parts of sequences under enable_sequence_parallelism=True; "
+                "leave that out, or use output_hidden_states=False"
+            )
         if config.tensor_parallel_size > 1:
             adopt_first_generator(config.group, next(self.parameters()).device)
         return type(self).generate(self, *args, **kwargs)
 
     model.generate = generate.__get__(model)
+
+
+def _asks_for_hidden_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """By the call, or else by the configuration of the generation."""
+    given = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    asked = kwargs.get("output_hidden_states")
+    return bool(getattr(given, "output_hidden_states", False) if asked is None else asked)

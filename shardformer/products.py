@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -97,13 +98,12 @@ def using(products: Products) -> Iterator[None]:
 
 def use_products(module: nn.Module, products: Products) -> None:
     """Let a layer run by `products`."""
-    native: Callable[..., Tensor] = module.forward
+    module.forward = partial(_by, products, module.forward)  # no closure: a copy of the layer calls its own
 
-    def forward(x: Tensor) -> Tensor:
-        with using(products):
-            return native(x)
 
-    module.forward = forward
+def _by(products: Products, native: Callable[..., Tensor], x: Tensor) -> Tensor:
+    with using(products):
+        return native(x)
 
 
 class _Rounded:

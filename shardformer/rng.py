@@ -9,8 +9,9 @@ checkpoint) therefore restores the sharded regions too; there is no second state
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,10 +113,9 @@ def _set_default_states(states: dict[str, torch.Tensor]) -> None:
 
 def draw_per_rank(module: nn.Module, rank: int) -> None:
     """Let all that `module` draws, also inside of kernels, come from a stream of this rank's own."""
-    native = module.forward
+    module.forward = partial(_in_region, rank, module.forward)  # no closure: a copy of the module calls its own
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with parallel_region(rank):
-            return native(*args, **kwargs)
 
-    module.forward = forward
+def _in_region(rank: int, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with parallel_region(rank):
+        return native(*args, **kwargs)

@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 # Mesh axes over which tensors are cut. The second one is all ranks between which the experts are dealt out: those of a
 # tensor-parallel line hold copies, and tensor-parallel ranks vary fastest.
 TENSOR, EXPERTS = "tp", "ep_tp"
+# What this package keeps on parameters, each of which has its own.
+_OWN_ATTRIBUTES = frozenset({"shard_spec", "grad_group", "partial_sum", "gradient_place", "bucket_place"})
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,16 @@ def grad_group_of(parameter: Tensor) -> ProcessGroup | None:
 
 def shard_parameter(parameter: nn.Parameter, spec: ShardSpec, grad_group: ProcessGroup | None = None) -> nn.Parameter:
     """A new parameter that holds this rank's piece of `parameter`."""
-    local = nn.Parameter(spec.shard(parameter.data), requires_grad=parameter.requires_grad)
-    return annotate(local, spec, grad_group)
+    return annotate(parameter_like(parameter, spec.shard(parameter.data)), spec, grad_group)
+
+
+def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A new parameter in the place of `parameter`, with the attributes that a user gave it."""
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if name not in _OWN_ATTRIBUTES:
+            setattr(made, name, value)
+    return made
 
 
 def pad_to_multiple(size: int, multiple: int) -> int:

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 
 from shardformer.attention import log_once, use_backend, use_sharded_attention, uses_registry
 from shardformer.attention.context import use_context_attention
+from shardformer.attention.scores import return_whole_scores
 from shardformer.attention.ulysses import SequenceExchange
 from shardformer.context_sharding import context_problems, share_sequences
 from shardformer.experts import check_experts, deal_out_experts
+from shardformer.kept_layers import KeptLayers, Replacement
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
-from shardformer.losses import balances_experts
+from shardformer.layers.parallel_module import ParallelModule
+from shardformer.losses import routers_are_asked
+from shardformer.module_names import told
+from shardformer.parameter_names import alias_groups, retie
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Policy,
@@ -28,6 +33,7 @@ from shardformer.sequence import gather_on_entry, slice_positions, wrap_layers
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
 from shardformer.stage import StageCut, StandIn, has_module, replace_module
+from shardformer.user_code import carry_over
 
 SharedParameters = list[dict[int, Tensor]]
 
@@ -85,12 +91,14 @@ class ModelSharder:
     def check(self) -> None:
         """Compare the policy with the whole model before anything is changed."""
         problems = [*self.policy.check(), *self._check_towers()]
-        if balances_experts(self.model):
+        if routers_are_asked(self.model, {}):
             problems += self._check_routers()
         if self.config.stage_manager.num_stages > 1:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
             problems += self._check_table()
+        if not problems:
+            problems += self._kept.problems(self.model)
         if self.config.exchanges_heads:
             problems += self._check_exchange()
         if self.config.context is not None:
@@ -118,13 +126,14 @@ class ModelSharder:
     def replace_module(self) -> None:
         """Replace sub-modules and attributes as the policy's table says."""
         fusions = 0
+        self._kept.tell(type(self.model).__name__)
         for _, module, description in self._described():
             self._apply(module, description)
             fusions += len(description.fusions)
         self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
-            self.model.sequence_is_cut = True
+            self.model.sequence_is_cut, self.model.heads_are_exchanged = True, self.config.exchanges_heads
             for layers in filter(None, self._held_layers()):
                 wrap_layers(layers, self.config.sequence)
                 for layer in layers if self.config.exchanges_heads else ():
@@ -151,6 +160,7 @@ class ModelSharder:
         if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
             exchange = SequenceExchange(self.config.sequence) if self.config.exchanges_heads else None
             use_sharded_attention(self.model, dist.get_rank(self.config.group), exchange)
+            return_whole_scores(self.model, self.policy.head_counts().values(), self.config.group)
         elif self.config.enable_flash_attention:
             use_sharded_attention(self.model, 0)
 
@@ -206,13 +216,13 @@ class ModelSharder:
 
     def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
         native = module.get_submodule(replacement.suffix)
-        target, new = replacement.target_module, None
-        stays_whole = target is not None and target.cuts_layer and self.config.exchanges_heads
-        if stays_whole:
-            target = None
-        if target is not None and (self.config.tensor_parallel_size > 1 or not target.needs_axis):
+        target, new = self._target_of(replacement), None
+        stays_whole = target is None and self.config.exchanges_heads and _cuts_layer(replacement)
+        if target is not None and native in self._kept:
+            target.keep_whole(native, self.config.group, **(replacement.kwargs or {}))
+        elif target is not None:
             new = target.from_native_module(native, self.config.group, **(replacement.kwargs or {}))
-            new.train(native.training)
+            carry_over(native, new)
             replace_module(module, replacement.suffix, new)
         if replacement.gathers_sequence:
             self._gather_on_entry(new or native)
@@ -220,6 +230,31 @@ class ModelSharder:
             for parameter in (new or native).parameters():
                 annotate(parameter, self._replicated_spec(parameter), self.config.group)
         return new
+
+    def _target_of(self, replacement: SubModuleReplacementDescription) -> type[ParallelModule] | None:
+        """What takes the place of a sub-module on this layout; None where it stays."""
+        target = replacement.target_module
+        if target is None or (self.config.exchanges_heads and target.cuts_layer):
+            return None
+        return target if self.config.tensor_parallel_size > 1 or not target.needs_axis else None
+
+    @cached_property
+    def _kept(self) -> KeptLayers:
+        """The layers that a user has changed; asked for before the model is."""
+        found = [
+            Replacement(path, native, target, replacement.kwargs or {})
+            for path, native, replacement in self._sub_modules()
+            if (target := self._target_of(replacement)) is not None
+        ]
+        return KeptLayers(found, self.config)
+
+    def _sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
+        """The sub-modules that the table names and the model has: path, module, description."""
+        for path, module, description in self._described():
+            for replacement in description.sub_module_replacement:
+                if has_module(module, replacement.suffix):
+                    native = module.get_submodule(replacement.suffix)
+                    yield f"{path}.{replacement.suffix}".lstrip("."), native, replacement
 
     def _replicated_spec(self, parameter: Tensor) -> ShardSpec:
         size = self.config.tensor_parallel_size
@@ -290,10 +325,17 @@ class ModelSharder:
                     )
         if self.policy.rest_is_replicated:
             return problems
-        unclaimed = [path for path in self._layer_modules_with_parameters() if path not in claimed]
+        kept = self._kept.paths
+        unclaimed = [
+            path
+            for path in self._layer_modules_with_parameters()
+            if path not in claimed and not any(path.startswith(f"{each}.") for each in kept)
+        ]
         if unclaimed:
             problems.append(
-                f"{type(self.policy).__name__} says nothing about {unclaimed}; claim each or declare it replicated"
+                f"{type(self.policy).__name__} says nothing about {told(self.model, unclaimed)}, so that tensor "
+                "parallelism cannot tell what they see; use tp_size=1 (dp or pp), sharding_dim=-1, which cuts each "
+                "linear layer by itself, or name them in a TPInfo or a custom_policy"
             )
         return problems
 
@@ -345,38 +387,10 @@ def _policy_of(model: nn.Module, config: ShardConfig) -> Policy:
     return policy_for(model) if config.sharding_dim is None else WholeActivationsPolicy(config.sharding_dim)
 
 
+def _cuts_layer(replacement: SubModuleReplacementDescription) -> bool:
+    return replacement.target_module is not None and replacement.target_module.cuts_layer
+
+
 def _is_elsewhere(module: nn.Module, path: str) -> bool:
     """Whether the sub-module at `path` lives on another stage."""
     return isinstance(module.get_submodule(path), StandIn)
-
-
-def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Id of each parameter -> its names, several where it is tied, in the model's order."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
-def alias_groups(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, in the model's order."""
-    return list(names_of_parameters(model).values())
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one parameter, in the model's order."""
-    return [names for names in alias_groups(model) if len(names) > 1]
-
-
-def retie(model: nn.Module, tied: list[list[str]]) -> None:
-    """Make the names of each group one parameter again after replacements: the sharded one, where one was sharded."""
-    for names in tied:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        held = [name for name in names if name in parameters]
-        if not held:
-            continue
-        sharded = [name for name in held if getattr(parameters[name], "shard_spec", None) is not None]
-        keep = parameters[(sharded or held)[0]]
-        for name in held:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, keep)

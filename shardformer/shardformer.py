@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardformer.adapters import adapters_aside, model_inside
+from shardformer.adapters import adapters_aside, keep_whole, model_inside
 from shardformer.generation import generate_alike
+from shardformer.partial_gradients import sum_in_backward
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.sharder import ModelSharder, SharedParameters
@@ -41,8 +42,10 @@ class ShardFormer:
         sharder = ModelSharder(inside, self.shard_config, policy)
         with adapters_aside(inside, sharder.config, sharder.policy):
             shared_params = sharder.shard()
+        keep_whole(model.parameters(), sharder.config)
         if hasattr(inside, "generate"):
             generate_alike(inside, sharder.config)
         if self.shard_config.inference_only:
             model.eval().requires_grad_(False)
+        sum_in_backward(model)
         return model, shared_params

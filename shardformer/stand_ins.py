@@ -8,11 +8,13 @@ fit in shape.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from shardformer.outer_call import call_through
 
 Message = tuple[Tensor | None, ...]
 
@@ -196,18 +198,18 @@ class Elsewhere(StandIn):
 def enter_at(layer: nn.Module, arrival: Arrival, carries: Sequence[str]) -> None:
     """Let `layer`, the first that a stage runs, read what arrived: the hidden state and the carried inputs.
 
-    Its class is derived from, because hooks run inside of activation checkpointing, where a recomputation would read
-    what arrived for another micro-batch.
+    Outside of its hooks, which run inside of activation checkpointing, where a recomputation would read what arrived
+    for another micro-batch.
     """
-    inputs, native = LayerInputs(layer), type(layer)
+    inputs = LayerInputs(layer)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def read(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         values = {inputs.names[0]: arrival.hidden, **{name: arrival.carried[name] for name in carries}}
         for name, value in values.items():
             args, kwargs = inputs.put(name, value, args, kwargs)
-        return native.__call__(self, *args, **kwargs)
+        return call(*args, **kwargs)
 
-    layer.__class__ = type(native.__name__, (native,), {"__call__": call, "__module__": native.__module__})
+    call_through(layer, read)
 
 
 def keep_output(module: nn.Module, path: str, fields: Sequence[str], arrival: Arrival) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.autocast import autocast
 from shardformer.products import NATIVE, Products, current_products, no_view
 
 # (the parameter, what computes its gradient)
@@ -107,6 +109,7 @@ def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in] -> [..., out]."""
+    x, weight, bias = autocast(x, weight, bias)
     is_native = not (_State.splits or has_place(weight if weight.is_leaf else weight._base))
     is_native = is_native and current_products() is NATIVE
     return F.linear(x, weight, bias) if is_native else _Linear.apply(x, weight, bias)
@@ -117,7 +120,7 @@ def own_native_products(model: nn.Module) -> None:
     for module in model.modules():
         own_products(module)
         if type(module).forward is nn.Embedding.forward and "forward" not in vars(module) and _is_plain(module):
-            module.forward = _lookup_of(module)
+            module.forward = MethodType(_forward_of_embedding, module)
 
 
 def own_products(module: nn.Module) -> bool:
@@ -125,9 +128,9 @@ def own_products(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return getattr(module.forward, "__module__", "") == __name__
     if type(module).forward is nn.Linear.forward:
-        module.forward = _forward_of(module, transposed=False)
+        module.forward = MethodType(_forward_of_linear, module)
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        module.forward = _forward_of(module, transposed=True)
+        module.forward = MethodType(_forward_of_conv1d, module)
     else:
         return False
     return True
@@ -157,12 +160,19 @@ def _is_plain(table: nn.Embedding) -> bool:
     return not (table.max_norm or table.scale_grad_by_freq or table.sparse)
 
 
-def _lookup_of(module: nn.Embedding) -> Callable[[Tensor], Tensor]:
-    return lambda ids: embedding(ids, module.weight, module.padding_idx)
+# Methods, not closures: a copy of a module calls its own.
 
 
-def _forward_of(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tensor]:
-    return lambda x: linear(x, module.weight.t() if transposed else module.weight, module.bias)
+def _forward_of_linear(module: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias)
+
+
+def _forward_of_conv1d(module: nn.Module, x: Tensor) -> Tensor:
+    return linear(x, module.weight.t(), module.bias)
+
+
+def _forward_of_embedding(module: nn.Embedding, input: Tensor) -> Tensor:
+    return embedding(input, module.weight, module.padding_idx)
 
 
 class _Linear(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from zoo_tests.peft_like import with_adapters
+from zoo_tests.adapters import with_adapters
 from zoo_tests.zoo import FAMILIES, Batch, Family, Head
 from zoo_tests.zoo.base import num_rows
 
@@ -40,7 +40,8 @@ class Recipe:
         rows: samples of the global batch.
         config: (name, value) pairs over the family's configuration.
         frozen: prefixes of names of parameters that are not trained.
-        adapters: ends of the paths of modules that get a LoRA adapter; then only adapters are trained.
+        adapters: ends of the paths of modules that get an adapter of peft; then only adapters are trained.
+        adapter_options: (name, value) pairs of their configuration; "kind" for another kind than LoRA.
     """
 
     family: str
@@ -53,6 +54,7 @@ class Recipe:
     config: tuple[tuple[str, Any], ...] = ()
     frozen: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    adapter_options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,11 +71,20 @@ class Recipe:
 
     def model(self) -> nn.Module:
         """The whole model, always the same."""
+        model = self.base_model()
+        return with_adapters(model, self.adapters, self.adapter_options) if self.has_adapters else model
+
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self.adapters or self.adapter_options)
+
+    def base_model(self) -> nn.Module:
+        """The whole model without adapters."""
         model = self.zoo_family.build(self.head, self.dtype, **dict(self.config))
         for name, param in model.named_parameters():
             if name.startswith(self.frozen):
                 param.requires_grad_(False)
-        return with_adapters(model, self.adapters) if self.adapters else model
+        return model
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step."""
@@ -151,6 +162,7 @@ class Case:
         parts += [] if self.recipe.precision == "fp64" else [self.recipe.precision]
         parts += [] if self.recipe.max_norm is None else ["clip"]
         parts += [f"{name}={value}" for name, value in (*self.recipe.config, *self.options)]
+        parts += [f"{name}={value}" for name, value in self.recipe.adapter_options]
         return "-".join([*parts, *self.recipe.frozen, *self.recipe.adapters])
 
     @property
@@ -191,4 +203,6 @@ def share_of(batch: Batch, rank: int, world_size: int) -> dict[str, Tensor]:
     """A data-parallel rank's contiguous share of a global batch."""
     rows = num_rows(batch)
     first, last = rows * rank // world_size, rows * (rank + 1) // world_size
-    return {key: value[first:last] if isinstance(value, Tensor) else value for key, value in batch.items()}
+    return {
+        key: value[first:last] if isinstance(value, Tensor) and value.dim() else value for key, value in batch.items()
+    }

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from zoo_tests.adapters import load_adapters
 from zoo_tests.case import Case
 from zoo_tests.oracle import Trace, train_plainly
-from zoo_tests.peft_like import load_adapters
 from zoo_tests.ranks import run_on_ranks
 from zoo_tests.sharded import RankReport, train_sharded
 
@@ -150,10 +150,8 @@ def _load_gradients(case: Case, directory: Path) -> dict[str, Tensor]:
 
 def _load_weights(case: Case, directory: Path) -> dict[str, Tensor]:
     """What plain `from_pretrained` finds; of a model with adapters, the model with the adapters that were saved."""
-    if case.recipe.adapters:
-        model = case.recipe.model()
-        load_adapters(model, directory)
-        return model.state_dict()
+    if case.recipe.has_adapters:
+        return load_adapters(case.recipe.base_model(), directory).state_dict()
     model_class = getattr(importlib.import_module(case.recipe.zoo_family.module), case.recipe.zoo_head.model_class)
     model, info = model_class.from_pretrained(directory, dtype=_saved_dtype(case), output_loading_info=True)
     assert not any(info.values()), f"from_pretrained is not content: {info}"

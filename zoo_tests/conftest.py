@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zoo_tests.poison import poison_fresh_memory
 from zoo_tests.ranks import stop_pools
 from zoo_tests.support import SupportMatrix
 
@@ -21,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    poison_fresh_memory()
     config.pluginmanager.register(SupportMatrix(config.getoption("--write-support")), "support-matrix")
 
 

@@ -203,7 +203,7 @@ def _forget_sums(bucket: Any, chosen: Callable[[nn.Parameter], bool]) -> None:
 
 def _patch_buckets(change: Callable[[Any, Any], None]) -> None:
     """Change every bucket after it was made; `change` gets the bucket and the tied parameters."""
-    from plugins.hybrid_parallel import build
+    from plugins.hybrid_parallel import build_optimizer as build
 
     build_buckets = build.build_buckets
 

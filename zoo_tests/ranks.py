@@ -236,11 +236,14 @@ def _serve(rank: int, world_size: int, directory: str, port: int, tasks: Any, re
     import torch._dynamo
     import torch.distributed as dist
 
+    from zoo_tests.poison import poison_fresh_memory
+
     # Dumped by the C library's signal handler: it works while Python is blocked in a collective.
     with _stack_file(directory, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_GROUP_TIMEOUT)
+        poison_fresh_memory()
         torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_GROUP_TIMEOUT)
         if mutant is not None:

@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LIBRARY = ("shardformer", "booster", "plugins/hybrid_parallel")
+LIBRARY = ("shardformer", "booster", "plugins/hybrid_parallel", "hybrid_booster")
 ALL = (*LIBRARY, "examples", "benchmarks", "zoo_tests")
 # Package -> first names that it may import of what is ours.
 MAY_IMPORT = {
     "shardformer": {"shardformer"},
     "booster": {"booster", "shardformer"},
     "plugins/hybrid_parallel": {"plugins", "booster", "shardformer"},
+    "hybrid_booster": {"hybrid_booster", "plugins", "booster", "shardformer"},
     "examples": {"plugins", "booster", "shardformer"},
     "benchmarks": {"benchmarks", "plugins", "booster", "shardformer"},
 }
-OURS = {"shardformer", "booster", "plugins", "examples", "benchmarks", "zoo_tests"}
+OURS = {"shardformer", "booster", "plugins", "hybrid_booster", "examples", "benchmarks", "zoo_tests"}
 MAX_FILE = 400
 MAX_FUNCTION = 60
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from booster.errors import ConfigurationError
 from booster.failure.report import REPORT_VARIABLE
+from booster.shadows import hidden_beside
 
 _PROG = "booster run"
 _EXAMPLE = "`booster run --nproc-per-node 4 script.py`"
@@ -43,6 +44,9 @@ def main(arguments: list[str]) -> int:
     """
     options = _parse(arguments)
     _check(options)
+    hidden = None if options.module or options.no_python else hidden_beside(Path(options.training_script).resolve())
+    if hidden is not None:
+        sys.stderr.write(f"note: {hidden}\n")
     _prepare(options)
     with tempfile.NamedTemporaryFile("r", prefix="booster-run-") as report:
         os.environ[REPORT_VARIABLE] = report.name
@@ -153,7 +157,10 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
 
 
 def _code_of(failures: dict[int, Any], was_reported: bool) -> int:
-    """The code of the rank at fault: one ended by a signal that is not the agent's own, else the first to fail."""
+    """The code of the rank at fault: one ended by a signal that is not the agent's own, else the first to fail.
+
+    Says which it was where no rank did.
+    """
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     for rank, failure in by_time:
         number = -failure.exitcode
@@ -162,8 +169,10 @@ def _code_of(failures: dict[int, Any], was_reported: bool) -> int:
                 why = "; if nobody sent it, the system ran out of memory" if number == signal.SIGKILL else ""
                 sys.stderr.write(f"error: rank {rank} was ended by {signal.Signals(number).name}{why}\n")
             return _SIGNAL_CODE + number
-    codes = [failure.exitcode for _, failure in by_time]
-    return next((code for code in codes if code > 0), _SIGNAL_CODE + signal.SIGTERM)
+    rank, code = next(((rank, each.exitcode) for rank, each in by_time if each.exitcode > 0), (0, 0))
+    if code and not was_reported:  # by sys.exit: Python says nothing, and the others were closed before they could
+        sys.stderr.write(f"error: rank {rank} ended with exit code {code}, and with it the job\n")
+    return code or _SIGNAL_CODE + signal.SIGTERM
 
 
 def _ended(error: Any) -> int:

@@ -99,7 +99,7 @@ class FailureMonitor(threading.Thread):
 
     def publish(self, failure: Failure) -> Failure:
         """Make it known unless another was; returns the job's first."""
-        return self.link.publish(failure)
+        return self.link.publish(self._with_exit_code(failure))
 
     def cause_of(self, error: BaseException, failure: Failure) -> Failure:
         """An error of communication mostly follows from what happened to another rank: look for that first."""
@@ -152,10 +152,14 @@ class FailureMonitor(threading.Thread):
         self._exit_code = exit_code
         self._leave_at = time.monotonic() + _CLEANUP_S
 
-    def say_ended(self) -> None:
-        """The script is over: from now on the end of this process is none that others should worry about."""
+    def say_ended(self, exit_code: int = 0) -> None:
+        """The script is over: from now on the end of this process is none that others should worry about.
+
+        Args:
+            exit_code: what the script gave to `sys.exit`; that of the job, if somebody waits for this rank.
+        """
         if self.operations.page is not None:
-            self.operations.page.set_ended()
+            self.operations.page.set_ended(exit_code)
         self.link.ask(self.inquiries.say_ended, None)
 
     def stop(self) -> None:
@@ -283,10 +287,19 @@ class FailureMonitor(threading.Thread):
 
     def _conclude(self, failure: Failure) -> None:
         """A failure was found; the first of the job is what counts."""
+        failure = self._with_exit_code(failure)
         if threading.current_thread() is self.link:
             self.link.publish_here(failure)
         else:
             self.link.publish(failure)
+
+    def _with_exit_code(self, failure: Failure) -> Failure:
+        """What was found out about a rank of this machine that ended by `sys.exit`, with what it gave to that."""
+        pages = (peer.page for peer in self.peers if peer.rank == failure.rank and peer.ended_well)
+        code = next((page.exit_code for page in pages), 0)
+        if not code or failure.kind:
+            return failure
+        return replace(failure, message=f"called sys.exit({code}): it {failure.message}", exit_code=code)
 
     def _end_as_told(self) -> None:
         """SIGTERM: the launcher knows that a rank has ended, but not why. Say it, if anything is known by now."""

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-_ENDED, _SPOKEN = 0, 1  # flags: bytes of the page
+_ENDED, _SPOKEN, _CODE = 0, 1, 2  # bytes of the page: two flags, and what the script gave to sys.exit
 _PHRASE, _PLACE = slice(64, 512), slice(512, 1024)
 _SIZE = mmap.PAGESIZE
 _KEPT_POINTS = 4096
@@ -36,7 +36,13 @@ class Page:
         """Whether the rank's script came to its end."""
         return self._map[_ENDED] == 1
 
-    def set_ended(self) -> None:
+    @property
+    def exit_code(self) -> int:
+        """What the rank's script gave to `sys.exit` at its end, else 0."""
+        return self._map[_CODE]
+
+    def set_ended(self, exit_code: int = 0) -> None:
+        self._map[_CODE] = exit_code & 0xFF
         self._map[_ENDED] = 1
 
     def take_word(self) -> bool:

@@ -34,6 +34,8 @@ class _Process:
     monitor: FailureMonitor | None = None
     operations: Operations | None = None
     previous_hook: Callable | None = None
+    previous_exit: Callable | None = None
+    exit_code = 0  # what the script gave to sys.exit, unless it went on with other operations
     failed_with: int | None = None
 
 
@@ -47,6 +49,7 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
         self.operation = operation
 
     def __enter__(self) -> None:
+        _Process.exit_code = 0
         if _Process.operations is not None:
             _Process.operations.enter(self.operation)
 
@@ -73,6 +76,7 @@ def report_uncaught() -> None:
     if _Process.previous_hook is None:
         _Process.previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
+        _Process.previous_exit, sys.exit = sys.exit, _exit  # of which no other hook is told
         atexit.register(_at_exit)
 
 
@@ -170,13 +174,19 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
         monitor.leave_soon(first.exit_code)
 
 
+def _exit(status: object = None) -> None:
+    """The process's `sys.exit`, which remembers the code."""
+    _Process.exit_code = status if isinstance(status, int) else int(status is not None)
+    _Process.previous_exit(status)
+
+
 def _at_exit() -> None:
     """Leave the process group after a success; after a failure leave at once: destroying it may wait for lost ranks."""
     if _Process.failed_with is not None:
         exit_now(_Process.failed_with)
     monitor = _Process.monitor
     if monitor is not None:
-        monitor.say_ended()
+        monitor.say_ended(_Process.exit_code)
     if dist.is_initialized():
         dist.destroy_process_group()
     if monitor is not None:

@@ -1,12 +1,10 @@
-"""The steps of `configure`: from a user's model and optimizers to sharded ones."""
+"""The steps of `configure` up to a sharded model; `build_optimizer.py` has those of its optimizers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,23 +19,21 @@ from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.debug.watch import ModuleWatch
 from plugins.hybrid_parallel.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.loss_scale import DynamicLossScale, LossScale
-from plugins.hybrid_parallel.mesh import EXPERT_RANKS, REPLICAS, HybridMesh, replicas_of, tied_group
+from plugins.hybrid_parallel.mesh import EXPERT_RANKS, HybridMesh, tied_group
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.model_contents import check_contents
 from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
-from plugins.hybrid_parallel.zero.bucket import BucketOptions
-from plugins.hybrid_parallel.zero.exchange import Exchange, exchange_of
-from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.recomputation import check_recomputation, recompute, recompute_share
+from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
+from plugins.hybrid_parallel.zero.granularity import check_granularity
 from plugins.hybrid_parallel.zero.parameters import (
     TiedParameter,
-    build_buckets,
-    carry_state,
+    check_gradients,
     check_optimizer,
-    is_elementwise,
+    check_shared_parameters,
+    warn_of_untrained,
 )
-from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
-from shardformer.adapters import model_inside
-from shardformer.attention import recompute_attention, uses_registry
 from shardformer.fp8 import check_fp8, multiply_in_fp8
 from shardformer.lazy import (
     RecordedValues,
@@ -47,11 +43,10 @@ from shardformer.lazy import (
     waits_for_values,
     weight_reader_of,
 )
-from shardformer.losses import balances_experts
+from shardformer.partial_gradients import leave_sums
 from shardformer.policies.tp_info import TPInfoPolicy
 from shardformer.rng import SharedStream
 from shardformer.shard_model import as_policy
-from shardformer.shard_spec import EXPERTS, TENSOR
 from shardformer.weight_gradients import own_native_products
 
 _logger = get_logger(__name__)
@@ -65,11 +60,13 @@ class BuiltModel:
     Attributes:
         tied: the parameters that other stages hold too.
         masters: full-precision values of the parameters that were cast down.
+        loss_scale: of all its optimizers.
     """
 
     model: HybridParallelModel
     tied: dict[nn.Parameter, TiedParameter]
     masters: dict[nn.Parameter, Tensor]
+    loss_scale: LossScale
 
 
 def check_options_against_model(
@@ -77,29 +74,55 @@ def check_options_against_model(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     names: Mapping[int, Sequence[str]],
+    num_shards: int,
 ) -> None:
     """Refuse what does not fit this model, before anything is changed.
+
+    Args:
+        names: id of each parameter -> its names.
+        num_shards: ranks over which ZeRO deals out the states of optimizers.
 
     Raises:
         ConfigurationError: see the message.
     """
+    check_hooks(model)
+    _check_embeddings(config, model)
+    check_gradients(model)
+    with _mistakes():
+        check_contents(model, config)
     for optim in optimizers:
-        check_optimizer(optim, names, config.tp_size, config.ep_size)
-    if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
-        raise ConfigurationError(
-            f"gradient_checkpointing={config.gradient_checkpointing!r} needs a transformers model, not a "
-            f"{type(model).__name__}; use gradient_checkpointing=None"
-        )
+        check_optimizer(optim, names)
+        check_granularity(optim, config.tp_size, config.ep_size, config.pp_size, num_shards)
+    check_shared_parameters(optimizers, names)
+    warn_of_untrained(optimizers, model.named_parameters())
+    check_recomputation(config.gradient_checkpointing, model)
     if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):
         raise ConfigurationError(
             f"{names[0]} of the {type(model).__name__} is on the meta device, without values; build the model on a "
             "device, or in shardformer.record_module_init()"
         )
-    if config.gradient_checkpointing == "selective" and not any(map(uses_registry, model.modules())):
-        raise ConfigurationError(
-            f"gradient_checkpointing='selective' cannot reach the attention of {type(model).__name__}, which is "
-            "written out in its modules; use 'full'"
-        )
+
+
+def _check_embeddings(config: HybridParallelConfig, model: nn.Module) -> None:
+    """Refuse options of embeddings that look at all ids of a batch, or change weights in the forward pass."""
+    replicas = config.data_parallel_size(dist.get_world_size()) * config.cp_size
+    parts = config.num_microbatches or config.pp_size
+    cuts_batch = replicas > 1 or parts > 1 or config.microbatch_size is not None
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            continue
+        if module.sparse:
+            raise ConfigurationError(f"{path} has sparse=True, whose gradients cannot be reduced; use sparse=False")
+        if module.scale_grad_by_freq and cuts_batch:
+            raise ConfigurationError(
+                f"{path} has scale_grad_by_freq=True, which counts the ids of a whole batch; use one replica and "
+                "num_microbatches=1 (tp_size takes the ranks), or scale_grad_by_freq=False"
+            )
+        if module.max_norm is not None and (replicas > 1 or config.precision != "fp32"):
+            raise ConfigurationError(
+                f"{path} has max_norm={module.max_norm}, which changes weights where a replica looks them up; use one "
+                "replica in fp32 (tp_size or pp_size takes the ranks), or max_norm=None"
+            )
 
 
 def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int) -> BuiltModel:
@@ -108,21 +131,12 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     Raises:
         ConfigurationError: the model's family cannot be sharded as asked, with all reasons; ranks differ in the model.
     """
-    if config.gradient_checkpointing == "selective":
-        recompute_attention(model)
-    elif config.gradient_checkpointing:
-        _recompute_layers(model)
+    recompute(config.gradient_checkpointing, model)
     cuts_batch = config.microbatch_size is not None or (config.num_microbatches or config.pp_size) * mesh.size("dp") > 1
     if cuts_batch and any(isinstance(each, _BatchNorm) for each in model.modules()):
         _logger.warning(
             "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
             "differ from those of the whole batch",
-            type(model).__name__,
-        )
-    if cuts_batch and balances_experts(model_inside(model)):
-        _logger.warning(
-            "%s balances its experts over its batch: each micro-batch and replica has a loss of its own for that, and "
-            "their mean differs from that of the whole batch",
             type(model).__name__,
         )
     reader = _reader_of(model, seed)
@@ -133,7 +147,7 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         with _mistakes():
             materialize(model, reader)
     if isinstance(config.gradient_checkpointing, float):
-        _recompute_share(model, config.gradient_checkpointing)
+        recompute_share(model, config.gradient_checkpointing)
     model.to(mesh.device)
     return wrap_model(model, config, mesh, seed, origin, shared)
 
@@ -155,6 +169,7 @@ def wrap_model(
     if config.precision == "fp8":
         with _mistakes():
             check_fp8(mesh.device)
+    leave_sums(model)  # to the buckets
     masters = _cast(model, DTYPES.get(config.precision), config.master_weights)
     tied = {}
     for order, stages in enumerate(shared):
@@ -182,7 +197,10 @@ def wrap_model(
         # Before any optimizer: its hooks take a gradient away.
         watch = wrapped.trace.watch = ModuleWatch(model)
         wrapped.runtime.before_microbatch = watch.begin_microbatch
-    return BuiltModel(wrapped, tied, masters)
+    loss_scale = LossScale()
+    if config.precision == "fp16":
+        loss_scale = DynamicLossScale(config.initial_scale, config.growth_interval)
+    return BuiltModel(wrapped, tied, masters, loss_scale)
 
 
 def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:
@@ -204,103 +222,6 @@ def _mistakes() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise ConfigurationError(str(error)) from error
-
-
-def _recompute_layers(model: nn.Module) -> None:
-    """By transformers' own switch, which newer releases call by another name."""
-    how = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-
-
-def _recompute_share(model: nn.Module, share: float) -> None:
-    """Recompute the first `share` of this stage's layers: in a pipeline they wait longest for their backward pass."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigurationError(
-            f"gradient_checkpointing={share} finds no layers to choose from in {type(model).__name__}; use 'full'"
-        )
-    for layer in layers[math.ceil(share * len(layers)) :]:
-        layer.gradient_checkpointing = False
-
-
-def build_optimizer(
-    optim: torch.optim.Optimizer,
-    groups: Sequence[Sequence[nn.Parameter]],
-    names: Mapping[int, Sequence[str]],
-    built: BuiltModel,
-    config: HybridParallelConfig,
-    mesh: HybridMesh,
-) -> HybridParallelOptimizer:
-    """Re-point an optimizer at the shards of its parameters, by name.
-
-    Args:
-        groups: the parameters that its groups held before the model was sharded.
-        names: id of each of those -> its names, several where it is tied.
-    """
-    parameters = dict(built.model.unwrap().named_parameters(remove_duplicate=False))
-    local, old = [], {}
-    for group in groups:
-        held = [(parameters[name], param) for param in group if (name := _held_name(names[id(param)], parameters))]
-        old.update(held)
-        local.append([param for param, _ in held])
-    options = _bucket_options(optim, config, mesh)
-    buckets = build_buckets(local, options, built.tied, built.masters)
-    carry_state(optim, old, buckets)
-    stands_alone = config.pp_size == config.cp_size == config.ep_size == 1
-    reducer = GradientReducer(buckets, mesh.group(REPLICAS), config.overlap_communication, waits=stands_alone)
-    scale: LossScale = LossScale()
-    if config.precision == "fp16":
-        scale = DynamicLossScale(config.initial_scale, config.growth_interval)
-    if reducer.offers_places:
-        own_native_products(built.model.unwrap())
-    first_names = {param: name for name, param in reversed(list(parameters.items()))}
-    wrapped = HybridParallelOptimizer(
-        optim,
-        buckets,
-        first_names,
-        mesh,
-        reducer,
-        scale,
-        config.max_norm,
-        config.nonfinite,
-        built.model.trace,
-        config.overlap_allgather,
-    )
-    wrapped.aliases = built.model.origin.aliases
-    if config.debug:
-        wrapped.after_step = partial(built.model.synchrony.run_at, config.synchrony_interval, [wrapped])
-    return wrapped
-
-
-def _bucket_options(
-    optim: torch.optim.Optimizer, config: HybridParallelConfig, mesh: HybridMesh
-) -> dict[str, BucketOptions]:
-    """What buckets have in common of which the parameters are cut over an axis, by its name."""
-    groups_of = {axis: mesh.group(replicas_of(axis)) for axis in (TENSOR, EXPERTS)}
-    # Where there are no experts both axes have the same replicas.
-    make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else Exchange
-    exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
-    return {
-        axis: BucketOptions(
-            dp_group=group,
-            zero_stage=config.zero_stage,
-            master_weights=config.master_weights,
-            whole_parameters=not is_elementwise(optim),
-            bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
-            exchange=exchanges[group],
-        )
-        for axis, group in groups_of.items()
-    }
-
-
-def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """The first of a parameter's names that this stage has."""
-    return next((name for name in names if name in parameters), None)
 
 
 def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:

@@ -2,113 +2,46 @@
 
 A global batch is `batch_size * dp_size` consecutive samples, and rank r's share its r-th part. The last one of an
 epoch may be short: it is split as evenly as possible and nothing is repeated, so that a rank's share may be empty.
-Device placement, epochs and skipping ahead are accelerate's. What a batch holds depends on the seed, the epoch and the
-replica alone, so that training can be resumed in the middle of an epoch: skipped batches are loaded and dropped, which
-draws what was drawn the first time.
+The order of the samples is that of torch's loader: a base seed is drawn first, then what the sampler draws, from the
+user's generator or from a stream that all loaders of a plugin share. Training can be resumed in the middle of an epoch:
+batches that were handed out are loaded and dropped, which draws what was drawn the first time.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader, IterableDataset
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.loading_stream import LoadingStream
+from plugins.hybrid_parallel.checkpoint.agree import together
+from plugins.hybrid_parallel.data_agreement import check_same_data, check_shareable, is_shared_out
+from plugins.hybrid_parallel.data_shares import (
+    CollateShare,
+    DataParallelBatchSampler,
+    DataParallelIterable,
+    without_rows,
+)
+from plugins.hybrid_parallel.loading_draws import ReplicaCollate
+from plugins.hybrid_parallel.loading_stream import LoadingStream, generator_state, state_of_generator
+from plugins.hybrid_parallel.mesh import HybridMesh, control_group
 
-
-class DataParallelBatchSampler(BatchSampler):
-    """This rank's share of groups of `dp_size` batches.
-
-    Args:
-        batch_sampler: the user's, the same on all ranks.
-        rank, world_size: position on the data-parallel axis.
-
-    Attributes:
-        empty_batches: positions of this epoch's batches that stand for an empty share.
-        stream: what a sampler without a generator of its own draws from.
-    """
-
-    def __init__(self, batch_sampler: BatchSampler, rank: int, world_size: int) -> None:
-        self.batch_sampler, self.rank, self.world_size = batch_sampler, rank, world_size
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.sampler = getattr(batch_sampler, "sampler", None)
-        self.empty_batches: set[int] = set()
-        self.stream: LoadingStream | None = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.empty_batches.clear()
-        group: list[list[int]] = []
-        position = 0
-        for batch in self._batches():
-            group.append(list(batch))
-            if len(group) == self.world_size:
-                yield self._share(group, position)
-                group, position = [], position + 1
-        if group and not self.drop_last:
-            yield self._share(group, position)
-
-    def __len__(self) -> int:
-        batches = len(self.batch_sampler)
-        return batches // self.world_size if self.drop_last else math.ceil(batches / self.world_size)
-
-    def _batches(self) -> Iterator[list[int]]:
-        """The order is to be the same on all ranks, however many numbers the samples draw in between."""
-        batches = iter(self.batch_sampler)
-        while True:
-            with self.stream.active() if self.stream is not None else nullcontext():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-
-    def _share(self, group: list[list[int]], position: int) -> list[int]:
-        if len({len(batch) for batch in group}) == 1 and len(group) == self.world_size:
-            return group[self.rank]
-        samples = [index for batch in group for index in batch]
-        share = _even_share(samples, self.rank, self.world_size)
-        if not share:
-            # A loader cannot collate nothing: it collates one sample, whose row is cut off again.
-            self.empty_batches.add(position)
-            return samples[:1]
-        return share
-
-
-class DataParallelIterable(IterableDataset):
-    """This rank's share of an iterable dataset, in groups of `batch_size * dp_size` samples.
-
-    Args:
-        dataset: the user's, which yields the same samples on all ranks.
-        batch_size: of one rank.
-        drop_last: whether a short last group is left out.
-        rank, world_size: position on the data-parallel axis.
-    """
-
-    def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, rank: int, world_size: int) -> None:
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.rank, self.world_size = rank, world_size
-
-    def __iter__(self) -> Iterator[Any]:
-        group: list[Any] = []
-        for sample in self.dataset:
-            group.append(sample)
-            if len(group) == self.batch_size * self.world_size:
-                yield from group[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
-                group = []
-        if group and not self.drop_last:
-            if len(group) < self.world_size:
-                raise ConfigurationError(
-                    f"the last {len(group)} samples of the iterable dataset are fewer than the {self.world_size} "
-                    "data-parallel ranks; use drop_last=True"
-                )
-            yield from _even_share(group, self.rank, self.world_size)
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "persistent_workers",
+    "prefetch_factor",
+    "in_order",
+)
 
 
 class ShardedDataLoader(DataLoaderShard):
@@ -116,32 +49,66 @@ class ShardedDataLoader(DataLoaderShard):
 
     Attributes:
         global_batch_size: samples of a batch over all data-parallel ranks; without a known batch size, of those ranks.
-        seed, rank: what loading draws depends on these, and on the epoch.
+        order: what orders are drawn from where the user gave no generator.
+        draws_from: the generator of the user's loader, for base seeds; None for `order`.
+        rank: what loading a sample draws depends on it, and on the base seed.
+        iterations: how often it was iterated.
+        collate: watches what collating draws.
     """
 
     global_batch_size = 1
-    seed = 0
+    order: LoadingStream
+    draws_from: torch.Generator | None = None
     rank = 0
+    iterations = 0
+    collate: ReplicaCollate | None = None
     _position = 0  # batches of this epoch that were handed out
-    _sampler_at_start: dict[str, Any] | None = None  # when this epoch began
+    _base_seed: int | None = None
+    _order_at_start: dict[str, Any] | None = None  # when this epoch began
+    _order_to_come: dict[str, Any] | None = None  # behind what is drawn once more after resuming
+    _is_open = False  # whether an epoch has begun, and its iterator has not ended
 
     def __iter__(self) -> Iterator[Any]:
-        empty = getattr(self.batch_sampler, "empty_batches", ())
-        self.set_epoch(self.epoch)
-        self._position = self.skip_batches
-        self._sampler_at_start = self._sampler_state()
-        stream = LoadingStream(self.seed, "samples", self.iteration, self.rank)
+        self._move_to(self.epoch)
+        self._position, self.skip_batches = self.skip_batches, 0
+        self._order_at_start = self._order_state()
+        self._is_open = True
+        self.iterations += 1
+        self._draw()
+        return self._batches(LoadingStream.derived(self._base_seed, "samples", self.iteration, self.rank))
+
+    def _draw(self) -> None:
+        """Draw what torch draws when a loader is iterated. A sampler draws the rest with its first batch."""
         if isinstance(self.batch_sampler, DataParallelBatchSampler):
-            self.batch_sampler.stream = LoadingStream(self.seed, "order", self.iteration)
-        batches, end = super().__iter__(), object()
-        while True:
+            self.batch_sampler.begin()
+        if self._base_seed is None or not self.persistent_workers:
+            with self.order.active():
+                drawn = torch.empty((), dtype=torch.int64).random_(generator=self.draws_from)
+            self._base_seed = int(drawn)
+        if isinstance(self.dataset, DataParallelIterable):
+            self.dataset.base_seed = self._base_seed
+
+    def _batches(self, stream: LoadingStream) -> Iterator[Any]:
+        empty = getattr(self.batch_sampler, "empty_batches", ())
+        with stream.active():
+            loaded, end = iter(self.base_dataloader), object()
+            if self.collate is not None:
+                self.collate.begin()
+        for number in itertools.count():
+            if number == self._position and self._order_to_come is not None:
+                self._load_order(self._order_to_come)
+                self._order_to_come = None
             with stream.active():
-                batch = next(batches, end)
+                batch = next(loaded, end)
             if batch is end:
                 break
+            if number < self._position:  # handed out by the run before this one
+                continue
+            batch = send_to_device(batch, self.device, non_blocking=True)
             self._position += 1
-            yield _without_rows(batch) if self._position - 1 in empty else batch
-        self._position = self.skip_batches = 0
+            yield without_rows(batch) if number in empty else batch
+        self.iteration += 1
+        self._position, self._is_open = 0, False
 
     @property
     def epoch(self) -> int:
@@ -159,19 +126,26 @@ class ShardedDataLoader(DataLoaderShard):
         return not isinstance(self.dataset, IterableDataset) and 0 < self._position == len(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch with the next iteration, or stay in this one."""
-        if epoch != self.iteration:
-            self._position = self.skip_batches = 0
+        """Tell a sampler or dataset that has `set_epoch` of the epoch that begins with the next iteration.
+
+        Left to the user, as with torch's loader.
+        """
+        self._move_to(epoch)
         super().set_epoch(epoch)
+
+    def _move_to(self, epoch: int) -> None:
+        if epoch != self.iteration:
+            self.iteration, self._position, self.skip_batches = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, and samples of it that are done on all ranks together: they do not depend on the layout."""
+        present = self._order_state()
         return {
             "epoch": self.epoch,
             "samples": self.position * self.global_batch_size,
             "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "sampler": self._sampler_at_start if self.position else self._sampler_state(),
+            "order": self._order_at_start if self._is_open and not self._is_over else present,
+            "order_to_come": (self._order_to_come or present) if self.position else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,95 +161,88 @@ class ShardedDataLoader(DataLoaderShard):
                 f"{self.global_batch_size} does not divide; use batch_size*dp_size={state['global_batch_size']}"
             )
         self.iteration, self.skip_batches = state["epoch"], position
-        self._position = position
-        self.seed = state.get("seed", self.seed)
-        self._sampler_at_start = state.get("sampler", {})
-        self._load_sampler_state(self._sampler_at_start)
+        self._position, self._base_seed = position, None
+        self._order_at_start, self._order_to_come = state.get("order", {}), state.get("order_to_come")
+        self._load_order(self._order_at_start)
+        sampler = self._sampler
+        if "sampler" in self._order_at_start and hasattr(sampler, "load_state_dict"):
+            sampler.load_state_dict(self._order_at_start["sampler"])
 
-    def _sampler_state(self) -> dict[str, Any]:
-        """What the order of the next epoch depends on beside its number."""
-        sampler = getattr(self.batch_sampler, "sampler", None)
-        if isinstance(sampler, SeedableRandomSampler):
-            return {"seed": sampler.initial_seed}
-        generator = getattr(sampler, "generator", None)
-        state = {} if generator is None else {"generator": generator.get_state().numpy().tobytes().hex()}
-        return state | ({"state": sampler.state_dict()} if hasattr(sampler, "state_dict") else {})
+    @property
+    def _sampler(self) -> Any:
+        return getattr(self.batch_sampler, "sampler", None)
 
-    def _load_sampler_state(self, state: dict[str, Any]) -> None:
-        sampler = getattr(self.batch_sampler, "sampler", None)
-        if "seed" in state and isinstance(sampler, SeedableRandomSampler):
-            sampler.initial_seed = state["seed"]
-        elif "generator" in state and getattr(sampler, "generator", None) is not None:
-            sampler.generator.set_state(torch.frombuffer(bytearray.fromhex(state["generator"]), dtype=torch.uint8))
-        if "state" in state and hasattr(sampler, "load_state_dict"):
-            sampler.load_state_dict(state["state"])
+    def _generators(self) -> dict[str, torch.Generator]:
+        """Those of the user's loader and of its sampler, where there are any."""
+        found = {"loader": self.draws_from, "sampler": getattr(self._sampler, "generator", None)}
+        return {name: each for name, each in found.items() if isinstance(each, torch.Generator)}
+
+    def _order_state(self) -> dict[str, Any]:
+        """What the order of the next samples depends on, as JSON."""
+        state = {
+            "stream": self.order.state_dict(),
+            "generators": {name: state_of_generator(each.get_state()) for name, each in self._generators().items()},
+        }
+        return state | ({"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {})
+
+    def _load_order(self, state: dict[str, Any]) -> None:
+        """But for the state of a sampler, which is its position."""
+        if "stream" in state:
+            self.order.load_state_dict(state["stream"])
+        for name, generator in self._generators().items():
+            if name in state.get("generators", {}):
+                generator.set_state(generator_state(state["generators"][name]))
 
 
 def shard_dataloader(
-    dataloader: DataLoader, rank: int, world_size: int, device: torch.device, seed: int
+    dataloader: DataLoader, rank: int, world_size: int, device: torch.device, order: LoadingStream
 ) -> ShardedDataLoader:
-    """A loader of one rank's shares of what `dataloader` yields.
+    """A loader of one rank's shares of what `dataloader` yields; one that is such a loader already is returned.
 
     Args:
         dataloader: the user's, made alike on all ranks; its `batch_size` is that of one rank.
         rank, world_size: position on the data-parallel axis.
         device: where batches are put.
-        seed: of the order of samples where the user gave no generator, and of what loading them draws.
+        order: what the order of samples is drawn from where the user gave no generator; alike on all ranks.
+
+    Raises:
+        ConfigurationError: it cannot be shared out, or was in a way that is not that of the layout.
     """
-    options = {
-        "num_workers": dataloader.num_workers,
-        "collate_fn": dataloader.collate_fn,
-        "pin_memory": dataloader.pin_memory,
-        "timeout": dataloader.timeout,
-        "worker_init_fn": dataloader.worker_init_fn,
-        "multiprocessing_context": dataloader.multiprocessing_context,
-        "persistent_workers": dataloader.persistent_workers,
-        "prefetch_factor": dataloader.prefetch_factor,
-    }
+    if isinstance(dataloader, ShardedDataLoader):
+        return dataloader
+    check_shareable(dataloader, rank, world_size)
+    options = {name: getattr(dataloader, name) for name in _OPTIONS if hasattr(dataloader, name)}
+    ordering = (dataloader.generator, dataloader.sampler, dataloader.batch_sampler)
+    collate = ReplicaCollate(dataloader.collate_fn, dataloader.dataset, ordering, rank, world_size)
+    options["collate_fn"] = collate
     if isinstance(dataloader.dataset, IterableDataset):
-        if dataloader.batch_size is None:
-            raise ConfigurationError(
-                "an iterable dataset needs a batch_size to be shared out; use batch_size=1 or more"
-            )
         dataset = DataParallelIterable(
             dataloader.dataset, dataloader.batch_size, dataloader.drop_last, rank, world_size
         )
+        dataset.stream, options["collate_fn"] = order, CollateShare(collate)
         sharded = ShardedDataLoader(
             dataset, device=device, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **options
         )
-        sharded.global_batch_size = dataloader.batch_size * world_size
-        sharded.seed, sharded.rank = seed, rank
-        return sharded
-    if dataloader.batch_sampler is None:
-        raise ConfigurationError("a DataLoader with batch_size=None cannot be shared out; use batch_size=1 or more")
-    sampler = DataParallelBatchSampler(_reproducible(dataloader.batch_sampler, seed), rank, world_size)
-    sharded = ShardedDataLoader(dataloader.dataset, device=device, batch_sampler=sampler, **options)
-    sharded.batch_size = dataloader.batch_size  # of one replica, as the user set it
+    else:
+        place = (0, 1) if is_shared_out(dataloader) else (rank, world_size)
+        sampler = DataParallelBatchSampler(dataloader.batch_sampler, *place)
+        sampler.stream = order
+        sharded = ShardedDataLoader(dataloader.dataset, device=device, batch_sampler=sampler, **options)
+        sharded.batch_size = dataloader.batch_size  # of one replica, as the user set it
     sharded.global_batch_size = (dataloader.batch_size or 1) * world_size
-    sharded.seed, sharded.rank = seed, rank
+    sharded.order, sharded.draws_from, sharded.rank = order, dataloader.generator, rank
+    sharded.collate = collate
     return sharded
 
 
-def _reproducible(batch_sampler: BatchSampler, seed: int) -> BatchSampler:
-    """The same order on all ranks: a shuffling without a generator of its own gets a seed that depends on the epoch."""
-    sampler = getattr(batch_sampler, "sampler", None)
-    if type(sampler) is not RandomSampler or sampler.generator is not None:
-        return batch_sampler
-    seeded = SeedableRandomSampler(
-        sampler.data_source, replacement=sampler.replacement, num_samples=sampler._num_samples, data_seed=seed
-    )
-    return BatchSampler(seeded, batch_sampler.batch_size, batch_sampler.drop_last)
+def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: LoadingStream) -> ShardedDataLoader:
+    """The same on all ranks of the grid, which have to give the same data.
 
-
-def _even_share(samples: list[Any], rank: int, world_size: int) -> list[Any]:
-    return samples[len(samples) * rank // world_size : len(samples) * (rank + 1) // world_size]
-
-
-def _without_rows(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if hasattr(batch, "items"):
-        return {key: _without_rows(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_without_rows(value) for value in batch]
-    return batch
+    Raises:
+        ConfigurationError: see `shard_dataloader`, or their data differ; on all ranks alike.
+    """
+    place, group = (mesh.rank("dp"), mesh.size("dp")), control_group()
+    sharded = together(lambda: shard_dataloader(dataloader, *place, mesh.device, order), group)
+    if sharded is not dataloader:
+        check_same_data(dataloader, group)
+    return sharded

@@ -1,8 +1,8 @@
 """Random numbers of data loading, apart from those of training.
 
-A batch then depends on the seed, the epoch and the replica alone: not on what the training loop drew in the meantime,
-nor on how often training was interrupted. All ranks of a replica load the same, which augmentations drawn from each
-rank's own numbers would not.
+A batch then depends on how often the loaders were iterated, and on the replica, alone: not on what the training loop
+drew in the meantime, nor on how often training was interrupted. All ranks of a replica load the same, which
+augmentations drawn from each rank's own numbers would not.
 """
 
 from __future__ import annotations
@@ -18,31 +18,75 @@ import torch
 
 
 class LoadingStream:
-    """torch's, Python's and numpy's default generators as loading sees them.
+    """torch's, Python's and numpy's default generators as loading sees them; at first, what they are now."""
 
-    Args:
-        seed: what the numbers depend on: strings and numbers.
-    """
+    def __init__(self) -> None:
+        self._states = _states()
 
-    def __init__(self, *seed: Any) -> None:
+    @classmethod
+    def seeded(cls, seed: int) -> LoadingStream:
+        """What `torch.manual_seed(seed)` and its like in Python and numpy begin."""
+        outer, stream = _states(), cls()
+        _seed_all(seed)
+        stream._states = _states()
+        _restore(outer)
+        return stream
+
+    @classmethod
+    def derived(cls, *seed: Any) -> LoadingStream:
+        """A stream that depends on strings and numbers, and resembles none that depends on others."""
         digest = hashlib.sha256(repr(seed).encode()).digest()
-        self._seed: int | None = int.from_bytes(digest[:4], "little")  # numpy takes 32 bits
-        self._states: dict[str, Any] = {}
+        return cls.seeded(int.from_bytes(digest[:4], "little"))
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Loading draws from this stream; afterwards the others' numbers go on as if not interrupted."""
         outer = _states()
-        if self._seed is not None:
-            _seed_all(self._seed)
-            self._seed = None
-        else:
-            _restore(self._states)
+        _restore(self._states)
         try:
             yield
         finally:
             self._states = _states()
             _restore(outer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, as JSON."""
+        version, words, gauss = self._states["python"]
+        state = {"torch": state_of_generator(self._states["torch"]), "python": [version, list(words), gauss]}
+        if "numpy" in self._states:
+            kind, words, *rest = self._states["numpy"]
+            state["numpy"] = [kind, words.tolist(), *rest]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the stream was that the state is of."""
+        version, words, gauss = state["python"]
+        self._states |= {"torch": generator_state(state["torch"]), "python": (version, tuple(words), gauss)}
+        if "numpy" in state:
+            import numpy as np
+
+            kind, words, *rest = state["numpy"]
+            self._states["numpy"] = (kind, np.array(words, dtype=np.uint32), *rest)
+
+
+def default_states() -> dict[str, Any]:
+    """Name of a default generator -> what its next numbers depend on, to be compared."""
+    states = _states()
+    comparable = {"torch's default generator": state_of_generator(states["torch"]), "random": states["python"]}
+    if "numpy" in states:
+        _, words, *rest = states["numpy"]
+        comparable["numpy's default generator"] = (words.tobytes(), rest)
+    return comparable
+
+
+def state_of_generator(state: torch.Tensor) -> str:
+    """What `torch.Generator.get_state` returns, as text."""
+    return state.numpy().tobytes().hex()
+
+
+def generator_state(text: str) -> torch.Tensor:
+    """The other way round."""
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _states() -> dict[str, Any]:
@@ -63,4 +107,4 @@ def _seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        sys.modules["numpy"].random.seed(seed % 2**32)  # numpy takes 32 bits

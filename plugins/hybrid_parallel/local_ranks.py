@@ -21,6 +21,7 @@ from booster.errors import ConfigurationError
 
 # Imported once for all ranks: what they need takes longer to import than to use.
 _PRELOAD = (
+    "hybrid_booster",  # first: it finds the others beside folders of their names
     "torch.distributed.device_mesh",
     "transformers.modeling_utils",
     "transformers.loss.loss_utils",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,24 +13,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from booster.wrappers import ModelWrapper
+from plugins.hybrid_parallel.copies import copy_module
 from plugins.hybrid_parallel.debug.batches import FIRST_STEPS, check_batch_of_replica
+from plugins.hybrid_parallel.debug.indices import naming_entry
 from plugins.hybrid_parallel.debug.synchrony import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import StepTrace
+from plugins.hybrid_parallel.forward_options import ForwardOptions
+from plugins.hybrid_parallel.loss_choice import LossChoice
 from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
-from plugins.hybrid_parallel.pipeline.microbatch import num_rows, to_device
+from plugins.hybrid_parallel.outside import GuardedModel
+from plugins.hybrid_parallel.pipeline.microbatch import nothing_of, num_rows, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
-from plugins.hybrid_parallel.step_loss import CriterionStepLoss, HeadStepLoss, ModelStepLoss, NoLoss, StepLoss
-from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.step_loss import ModelStepLoss, StepLoss
+from plugins.hybrid_parallel.zero.guards import refuse_backward
+from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.parameters import TiedParameter
-from shardformer.adapters import model_inside
+from shardformer.adapters.files import FileNames, file_names
 from shardformer.collectives import gather_from_axis
-from shardformer.context import ContextAxis, current_pass
+from shardformer.context import current_pass
 from shardformer.layers.head import VocabParallelLMHead, parallel_logits
-from shardformer.losses import head_loss_of
+from shardformer.losses.terms import LOSS_KEYWORDS
+from shardformer.parameter_names import tied_names
 from shardformer.rng import SharedStream
-from shardformer.sharder import tied_names
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,13 @@ class WholeModel:
         config: its configuration, None for a model that is not transformers'.
         names: of its parameters and persistent buffers.
         aliases: name -> the other names of the same (tied) parameter.
+        adapter_names: adapter of peft -> names of its tensors here -> in its file.
     """
 
     config: Any
     names: frozenset[str]
     aliases: Mapping[str, tuple[str, ...]]
+    adapter_names: Mapping[str, FileNames] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module) -> WholeModel:
@@ -55,10 +60,10 @@ class WholeModel:
             name: tuple(other for other in names if other != name) for names in tied_names(model) for name in names
         }
         config = copy.deepcopy(getattr(model, "config", None))
-        return WholeModel(config, frozenset(model.state_dict(keep_vars=True)), aliases)
+        return WholeModel(config, frozenset(model.state_dict(keep_vars=True)), aliases, file_names(model))
 
 
-class HybridParallelModel(ModelWrapper):
+class HybridParallelModel(GuardedModel):
     """This rank's share of a model.
 
     With one pipeline stage it is called like the model it wraps: `model(**batch)`. The loss it returns is then the
@@ -83,18 +88,31 @@ class HybridParallelModel(ModelWrapper):
         schedule: Schedule = SCHEDULES["1f1b"],
         num_chunks: int = 1,
     ) -> None:
-        super().__init__(module)
-        self.mesh, self.stream, self.origin = mesh, stream, origin
+        super().__init__(module, mesh)
+        self.stream, self.origin = stream, origin
         self.saved_elsewhere = frozenset(saved_elsewhere)
         self.runtime = PipelineRuntime(module, mesh, schedule, num_chunks)
-        inside = model_inside(module)
-        self.head_loss = head_loss_of(inside)
+        self.losses = LossChoice(module, mesh)
+        self.head_loss = self.losses.head_loss
         self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
         self.batches_seen = 0
-        self.optimizers: list[HybridParallelOptimizer] = []
         self.tied: Mapping[nn.Parameter, TiedParameter] = {}
         self.has_seen_full_batch = False
-        self._takes_use_cache = "use_cache" in inspect.signature(inside.forward).parameters
+        self.options = ForwardOptions(module, mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
+        """A model with weights of its own on the same ranks, without an optimizer: for averages of weights (EMA)."""
+        for optimizer in self.optimizers:
+            optimizer.wait_for_parameters()
+        module = copy_module(self.module, self.mesh, memo)
+        elsewhere = [memo[id(param)] for param in self.saved_elsewhere]
+        made = HybridParallelModel(
+            module, self.mesh, self.stream, self.origin, elsewhere, self.runtime.schedule, self.runtime.num_chunks
+        )
+        made.tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
+        refuse_backward(made)
+        made.training = self.training  # that of each module was copied
+        return made
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,13 +124,10 @@ class HybridParallelModel(ModelWrapper):
         """What floating-point inputs are cast to; None to leave them."""
         return self.dtype if self.dtype in (torch.bfloat16, torch.float16) else None
 
-    @cached_property
-    def _stage_parameters(self) -> dict[int, frozenset[nn.Parameter]]:
-        return {stage: frozenset(self.runtime.parameters_of(stage)) for stage in self.runtime.stages}
-
     def parameters_only_of(self, stage: int, others: Collection[int]) -> frozenset[nn.Parameter]:
         """The parameters of a stage of this rank that none of the others here has."""
-        return self._stage_parameters[stage].difference(*(self._stage_parameters[other] for other in others))
+        parameters = self.runtime.stage_parameters
+        return parameters[stage].difference(*(parameters[other] for other in others))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -127,22 +142,48 @@ class HybridParallelModel(ModelWrapper):
 
         Raises:
             RuntimeError: the model is a stage of a pipeline.
+            ConfigurationError: another engine runs it.
         """
+        self.refuse_outer_engine()
         if self.mesh.size("pp") > 1:
             raise RuntimeError(
                 f"model(**batch) cannot run stage {self.mesh.rank('pp')} of a pipeline by itself; "
                 "call booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)"
             )
-        kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
-        self._refuse_hidden_states(kwargs)
+        args, kwargs = self.options.by_name(args, kwargs)
+        as_tuple = self.options.wants_tuple(kwargs)
+        kwargs = self.options.inputs(to_device(kwargs, self.mesh.device, self.input_dtype, LOSS_KEYWORDS))
         if torch.is_grad_enabled():
             if self.checks_this_batch():
                 check_batch_of_replica(kwargs, self.mesh)
             self.trace.begin([kwargs], [])
-        with self.running():
-            if self.head_loss is None or not self.head_loss.applies_to(kwargs):
-                return self.whole_sequences(self.module(*args, **kwargs))
-            return self._forward_with_loss(args, kwargs)
+        with self.running(), naming_entry(kwargs):
+            if self.losses.lacks_labels(kwargs):
+                outputs = self._forward_without_loss(args, kwargs)
+            elif self.losses.own_reason(kwargs) is None:
+                outputs = self._forward_with_loss(args, kwargs)
+            else:
+                outputs = self._forward_with_own_loss(args, kwargs)
+        return outputs.to_tuple() if as_tuple and hasattr(outputs, "to_tuple") else outputs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those of all optimizers and of parameters that none has."""
+        held = {param for each in self.optimizers for bucket in each.buckets for param in bucket.params}
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+        for param in self.module.parameters():
+            if param not in held and param.grad is not None:
+                param.grad = None if set_to_none else torch.zeros_like(param.grad)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before (0-d).
+
+        To be called on all ranks between the backward pass and `step`: the place of
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` under any layout.
+        """
+        if not self.optimizers:
+            raise ConfigurationError("model.clip_grad_norm_ finds no optimizer; give boost() the optimizer as well")
+        return clip_grad_norm_(self.optimizers, max_norm)
 
     def checks_this_batch(self) -> bool:
         """Whether to compare a training batch over ranks: the first few, and in debug mode all."""
@@ -162,28 +203,18 @@ class HybridParallelModel(ModelWrapper):
             optimizer.wait_for_parameters()
         return self.module.generate(*args, **to_device(kwargs, self.mesh.device, self.input_dtype))
 
-    def step_loss(self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None) -> StepLoss:
-        """How the loss of a step over `microbatches` is computed."""
-        if criterion is not None:
-            return CriterionStepLoss(microbatches, self.mesh, criterion)
-        # An empty share has the keys of the others' batches but none of their rows; it asks like they do.
-        if self.head_loss is not None:
-            has_labels = all(self.head_loss.applies_to(microbatch) for microbatch in microbatches)
-            return (
-                HeadStepLoss(microbatches, self.mesh, self.head_loss, self.parts_axis)
-                if has_labels
-                else NoLoss(microbatches, self.mesh)
-            )
-        return ModelStepLoss(microbatches, self.mesh)
+    def step_loss(
+        self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
+    ) -> StepLoss:
+        """How the loss of a step over `microbatches`, the parts of `batch`, is computed."""
+        return self.losses.step_loss(microbatches, criterion, batch)
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
         """The keyword arguments of the model's forward: labels are left to the loss, caches are not filled."""
         inputs = {name: value for name, value in microbatch.items() if name not in loss.own_entries}
-        self._refuse_hidden_states(inputs)
+        inputs = self.options.inputs(inputs, is_microbatch=True)
         if self.head_loss is not None and not isinstance(loss, ModelStepLoss):
             inputs = self.head_loss.inputs(inputs)
-        if self._takes_use_cache:
-            inputs["use_cache"] = False
         return inputs
 
     def gathered(self, outputs: Any) -> Any:
@@ -202,15 +233,9 @@ class HybridParallelModel(ModelWrapper):
         logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
         return type(outputs)(**{**outputs, **logits})
 
-    @property
-    def parts_axis(self) -> ContextAxis | None:
-        """The ranks that each have outputs of a part of every sequence; None where outputs are of whole ones."""
-        inside = model_inside(self.module)
-        return inside.context_axis if getattr(inside, "returns_parts", False) else None
-
     def whole_sequences(self, outputs: Any) -> Any:
         """Outputs of this rank's part of each sequence -> of whole sequences."""
-        axis = self.parts_axis
+        axis = self.losses.axis
         if axis is None:
             return outputs
         length = current_pass().length
@@ -224,41 +249,51 @@ class HybridParallelModel(ModelWrapper):
             return whole(outputs)
         return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
 
-    def _refuse_hidden_states(self, inputs: Mapping[str, Any]) -> None:
-        """Those of all layers are asked for where no rank has them."""
-        asked = inputs.get("output_hidden_states")
-        if not (getattr(self.origin.config, "output_hidden_states", False) if asked is None else asked):
-            return
-        if self.mesh.size("pp") > 1:
-            raise ConfigurationError(
-                f"output_hidden_states=True asks for what lies on {self.mesh.size('pp')} pipeline stages; "
-                "use pp_size=1 or output_hidden_states=False"
-            )
-        if getattr(model_inside(self.module), "sequence_is_cut", False):
-            cp_size = self.mesh.size("cp")
-            cut_by = f"cp_size={cp_size}" if cp_size > 1 else "enable_sequence_parallelism=True"
-            raise ConfigurationError(
-                f"output_hidden_states=True finds parts of sequences under {cut_by}; leave that out, or use "
-                "output_hidden_states=False"
-            )
+    def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if args or num_rows(kwargs):
+            return self.whole_sequences(self.module(*args, **kwargs))
+        # Layers take no empty batch, and others may wait for this rank in them (experts).
+        return without_rows(self.whole_sequences(self.module(**stand_in(kwargs))))
 
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if num_rows(kwargs) == 0:
-            raise ConfigurationError(
-                "this rank's share of the last batch is empty; use booster.execute_pipeline, or drop_last=True"
-            )
-        as_tuple = kwargs.get("return_dict") is False
-        loss = HeadStepLoss([kwargs], self.mesh, self.head_loss, self.parts_axis)
-        inputs = self.head_loss.inputs(kwargs)
+        """The pass with the head's loss, computed where the logits lie."""
+        loss, given = self._share_of_loss(kwargs)
         with parallel_logits(self.module):
-            outputs = self.module(*args, **{**inputs, "return_dict": True})
-            value = loss.share(outputs, 0)
-        if self.mesh.size(REPLICAS) > 1:
-            value = _SumOverReplicas.apply(value, self.mesh.group(REPLICAS))
+            outputs = self.module(*args, **{**self.head_loss.inputs(given), "return_dict": True})
+            value = loss.share(outputs, 0) if given is kwargs else _no_share(outputs)
         outputs = self.gathered(outputs)
+        if loss.aux_loss is not None:
+            outputs = type(outputs)(**{**outputs, "aux_loss": loss.aux_loss})
+        return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
+
+    def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The pass with the loss that the model's forward computes."""
+        given = kwargs if num_rows(kwargs) else stand_in(kwargs)
+        outputs = self.module(*args, **given)
+        if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
+            return outputs if given is kwargs else without_rows(outputs)
+        loss, _ = self._share_of_loss(kwargs)
+        value = loss.share(outputs, 0) if given is kwargs else _no_share(outputs)
+        return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
+
+    def _share_of_loss(self, kwargs: dict[str, Any]) -> tuple[StepLoss, dict[str, Any]]:
+        """The loss of a global batch, and what the model is given: a stand-in where this share of it is empty."""
+        if num_rows(kwargs):
+            return self.step_loss([kwargs], None, kwargs), kwargs
+        return self.step_loss([], None, kwargs), stand_in(kwargs)
+
+    def _with_loss(self, outputs: Mapping[str, Any], share: Tensor) -> Any:
+        """`outputs` with the loss of all replicas, of which each has a share."""
+        if self.mesh.size(REPLICAS) > 1:
+            share = _SumOverReplicas.apply(share, self.mesh.group(REPLICAS))
         rest = {key: item for key, item in outputs.items() if key != "loss"}
-        outputs = type(outputs)(loss=value, **rest)
-        return outputs.to_tuple() if as_tuple else outputs
+        return type(outputs)(loss=share, **rest)
+
+
+def _no_share(outputs: Any) -> Tensor:
+    """What an empty share adds to a loss: zero, in the precision of the others' shares."""
+    nothing = nothing_of(outputs)
+    return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
 
 
 class _SumOverReplicas(torch.autograd.Function):

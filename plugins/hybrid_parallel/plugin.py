@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,17 +20,24 @@ from booster import failure
 from booster.errors import ConfigurationError
 from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
-from plugins.hybrid_parallel.build import build_model, build_optimizer, check_options_against_model
+from plugins.hybrid_parallel.boosted import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.build import build_model, check_options_against_model
+from plugins.hybrid_parallel.build_optimizer import build_optimizer
 from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.debug.batches import FIRST_STEPS, check_loss
 from plugins.hybrid_parallel.debug.collectives import checked_collectives, naming_ranks
 from plugins.hybrid_parallel.debug.options import check_options
+from plugins.hybrid_parallel.given import check_optimizers_as_given, model_as_given
+from plugins.hybrid_parallel.loading import Loading
 from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh, build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel
+from plugins.hybrid_parallel.pipeline.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.pipeline.step import PipelineStep
 from plugins.hybrid_parallel.placement import in_blocks, ranks_of
-from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.guards import refuse_backward
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, accepting_gradients
 from shardformer.json_text import read_json_object
-from shardformer.sharder import names_of_parameters
+from shardformer.parameter_names import names_of_parameters
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
@@ -55,6 +63,7 @@ class HybridParallelPlugin(Plugin):
         if dist.is_initialized():
             self.config.data_parallel_size(dist.get_world_size())
         self._synchronises = True
+        self._models: list[weakref.ref[HybridParallelModel]] = []
 
     @classmethod
     def from_config(cls, path_or_dict: str | Path | dict[str, Any], **overrides: Any) -> HybridParallelPlugin:
@@ -155,30 +164,58 @@ class HybridParallelPlugin(Plugin):
         """Shard the model, re-point the optimizers at its shards and share out the loaders."""
         for dataloader in objects.dataloaders:
             self._check_batch_size(dataloader)
+        # First, because building a model may draw, and what is wrong with a loader is found out at once.
+        dataloaders = [self._loading.shard(dataloader) for dataloader in objects.dataloaders]
         model, optimizers = self._configure_model(objects)
         return TrainingObjects(
             model=model,
             optimizers=optimizers,
             lr_schedulers=objects.lr_schedulers,
-            dataloaders=[self._shard_dataloader(dataloader) for dataloader in objects.dataloaders],
+            dataloaders=dataloaders,
             criterion=objects.criterion,
         )
 
     @failure.guard("booster.backward")
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute and, outside `no_sync`, reduce the gradients of `loss`, which is a mean over this rank's samples."""
+        """Compute and, outside `no_sync`, reduce the gradients of `loss`, which is a mean over this rank's samples.
+
+        All optimizers of the model get theirs, whichever of them is given, and so do those of other models of this
+        plugin that the loss has passed through.
+        """
         if self.pp_size > 1:
             raise RuntimeError(
                 "booster.backward cannot run a pipeline; call booster.execute_pipeline with the optimizer"
             )
-        _check_boosted(optimizer)
-        with naming_ranks(), optimizer.accepting_gradients():
+        check_boosted_optimizer(optimizer)
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(
+                f"booster.backward got a {type(loss).__name__} for the loss, as a model returns without labels in the "
+                "batch; give it labels, or compute the loss from its outputs"
+            )
+        if optimizer.num_steps < FIRST_STEPS:
+            check_loss(loss.detach(), self.grid)
+        reducers = [each.reducer for each in optimizer.peers]
+        with ExitStack() as stack:
+            stack.enter_context(naming_ranks())
+            stack.enter_context(accepting_gradients(optimizer.peers))
+            others = self._optimizers_besides(optimizer)
+            stack.enter_context(accepting_gradients(others, optimizer.loss_scale.value))
             optimizer.trace.add_loss(loss.detach())
-            if self._synchronises:
-                optimizer.reducer.begin_final_backward()
+            # Gradient hooks run once a pass, as in plain torch: then each pass is reduced by itself.
+            synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
+            for reducer in reducers if synchronises else ():
+                reducer.begin_final_backward()
             (loss * (optimizer.loss_scale.value / self.grid.size(REPLICAS))).backward()
-            if self._synchronises:
-                optimizer.reducer.finish()
+            reducers += [each.reducer for each in others if each.reducer.pending]
+            for reducer in reducers if synchronises else ():
+                reducer.finish()
+        if synchronises and optimizer.trace.microbatches:
+            self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
+
+    def _optimizers_besides(self, optimizer: HybridParallelOptimizer) -> list[HybridParallelOptimizer]:
+        """The optimizers of the other models that this plugin has boosted."""
+        models = [model for reference in self._models if (model := reference()) is not None]
+        return [each for model in models if optimizer not in model.optimizers for each in model.optimizers]
 
     @failure.guard("booster.execute_pipeline")
     def execute_pipeline(
@@ -191,9 +228,20 @@ class HybridParallelPlugin(Plugin):
         return_outputs: bool = False,
     ) -> PipelineResult:
         """Run one batch through the pipeline."""
+        check_boosted_model(model)
         if optimizer is not None:
-            _check_boosted(optimizer)
-        batch, criterion = self._adapt(next(data_iter), model, criterion, return_loss or optimizer is not None)
+            check_boosted_optimizer(optimizer)
+            if optimizer not in model.optimizers:
+                raise ConfigurationError(
+                    f"the {type(optimizer.unwrap()).__name__} was boosted with another model; give the optimizer that "
+                    "boost() returned together with this one"
+                )
+        elif model.training and torch.is_grad_enabled():
+            for each in model.optimizers:
+                each.has_missed_pass = True
+        batch, criterion = self._adapt(next_batch(data_iter), model, criterion, return_loss or optimizer is not None)
+        if optimizer is not None:
+            self._loading.first_batches.compare(as_batch(batch))
         step = PipelineStep(model, self.grid, self.config, criterion, trains=optimizer is not None)
         with naming_ranks():
             return step.run(batch, return_loss, return_outputs)
@@ -207,6 +255,9 @@ class HybridParallelPlugin(Plugin):
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """`backward` only accumulates in here; the first one outside reduces everything."""
+        check_boosted_model(model)
+        if optimizer is not None:
+            check_boosted_optimizer(optimizer)
         self._synchronises = False
         try:
             yield
@@ -215,9 +266,16 @@ class HybridParallelPlugin(Plugin):
 
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Compare what ranks have to share; without `optimizer` also all of the model's optimizers."""
+        check_boosted_model(model)
         if optimizer is not None:
-            _check_boosted(optimizer)
+            check_boosted_optimizer(optimizer)
         model.synchrony.run(model.optimizers if optimizer is None else [optimizer])
+
+    def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
+        """See `booster.verify`."""
+        from plugins.hybrid_parallel.verify.own_model import verify_own_model  # which trains by this class
+
+        return verify_own_model(model_fn, batch, self.config, **options)
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int, shuffle: bool = False, drop_last: bool = False, **kwargs: Any
@@ -225,7 +283,7 @@ class HybridParallelPlugin(Plugin):
         """A loader of this rank's share of `dataset`; `batch_size` is that of one data-parallel replica."""
         loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, **kwargs)
         self._check_batch_size(loader)
-        return self._shard_dataloader(loader)
+        return self._loading.shard(loader)
 
     @cached_property
     def checkpoint_io(self) -> CheckpointIO:
@@ -246,26 +304,31 @@ class HybridParallelPlugin(Plugin):
     ) -> tuple[HybridParallelModel | None, list[HybridParallelOptimizer]]:
         if objects.model is None:
             if objects.optimizers:
-                raise ConfigurationError("boost() got an optimizer without its model; give both in one call")
+                raise ConfigurationError(
+                    "boost() got an optimizer without its model; make it from the model before boost(), and give both "
+                    "in one call: model, optimizer = booster.boost(model, optimizer)"
+                )
             return None, []
-        names = names_of_parameters(objects.model)
-        check_options_against_model(self.config, objects.model, objects.optimizers, names)
+        check_optimizers_as_given(objects.optimizers)
+        model = model_as_given(objects.model)
+        names = names_of_parameters(model)
+        num_shards = self.grid.size(REPLICAS) if self.config.zero_stage else 1
+        check_options_against_model(self.config, model, objects.optimizers, names, num_shards)
         original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
         grid = self.grid
         with checked_collectives(self.config.debug):
-            built = build_model(objects.model, self.config, grid, self.seed)
-        optimizers = [
-            build_optimizer(optim, groups, names, built, self.config, self.grid)
-            for optim, groups in zip(objects.optimizers, original, strict=True)
-        ]
-        built.model.optimizers = optimizers
-        return built.model, optimizers
+            built = build_model(model, self.config, grid, self.seed)
+        stands_alone = len(original) == 1
+        for optim, groups in zip(objects.optimizers, original, strict=True):
+            build_optimizer(optim, groups, names, built, self.config, self.grid, self.seed, stands_alone)
+        if not objects.optimizers:
+            refuse_backward(built.model)
+        self._models.append(weakref.ref(built.model))
+        return built.model, list(built.model.optimizers)
 
-    def _shard_dataloader(self, dataloader: DataLoader) -> DataLoader:
-        # Here, because of accelerate.
-        from plugins.hybrid_parallel.dataloader import shard_dataloader
-
-        return shard_dataloader(dataloader, self.dp_rank, self.dp_size, self.grid.device, self.seed)
+    @cached_property
+    def _loading(self) -> Loading:
+        return Loading(self.grid, self.config.seed)
 
     def _check_batch_size(self, dataloader: DataLoader) -> None:
         least = self.config.least_batch_size
@@ -274,10 +337,3 @@ class HybridParallelPlugin(Plugin):
                 f"batch_size={dataloader.batch_size} has fewer samples than num_microbatches={least}; "
                 f"use batch_size={least} or more, or num_microbatches={dataloader.batch_size}"
             )
-
-
-def _check_boosted(optimizer: Any) -> None:
-    if not isinstance(optimizer, HybridParallelOptimizer):
-        raise ConfigurationError(
-            f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned"
-        )

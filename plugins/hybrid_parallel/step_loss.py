@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.microbatch import num_rows
+from shardformer.collectives import gather_rows
 from shardformer.context import ContextAxis
 from shardformer.layers.head import deferred_logits, parallel_logits
 from shardformer.losses import HeadLoss
-from shardformer.losses.terms import IGNORE_INDEX
+from shardformer.losses.terms import DIVISOR, IGNORE_INDEX
 
 Microbatches = Sequence[Mapping[str, Any]]
 
@@ -82,6 +83,13 @@ class StepLoss:
             dist.all_reduce(value, group=self.mesh.group("dp"))
         return value
 
+    def _least_over_data(self, *values: float) -> list[float]:
+        """The smallest of each value over the data-parallel ranks."""
+        least = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.size("dp") > 1:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
+        return least.tolist()
+
 
 class NoLoss(StepLoss):
     """A pass that only wants outputs: the batch has no labels and there is no criterion."""
@@ -98,14 +106,23 @@ class HeadStepLoss(StepLoss):
 
     Args:
         head_loss: its sums and counts.
+        batch: of which the micro-batches are parts; with its keys also where this replica's share is empty.
         axis: over which the model leaves sequences cut; None where its outputs are of whole sequences.
+        adds_routers: whether the auxiliary loss of the model's routers comes to it.
     """
 
     reads_parallel_logits = True
     reads_parts = True
+    aux_loss: Tensor | None = None  # of the routers, over all replicas, of the last pass
 
     def __init__(
-        self, microbatches: Microbatches, mesh: HybridMesh, head_loss: HeadLoss, axis: ContextAxis | None = None
+        self,
+        microbatches: Microbatches,
+        mesh: HybridMesh,
+        head_loss: HeadLoss,
+        batch: Mapping[str, Any],
+        axis: ContextAxis | None = None,
+        adds_routers: bool = False,
     ) -> None:
         super().__init__(microbatches, mesh)
         self.axis = axis
@@ -116,18 +133,40 @@ class HeadStepLoss(StepLoss):
                 f"a contrastive loss compares all samples of a batch, which is cut into {len(microbatches)} "
                 f"micro-batches on each of dp_size={mesh.size('dp')} replicas; use num_microbatches=1 and dp_size=1"
             )
-        self.head_loss = head_loss
+        self.head_loss, self.routers = head_loss, head_loss.routers if adds_routers else None
         counts = torch.zeros(len(head_loss.terms), dtype=torch.float64, device=mesh.device)
         for microbatch in microbatches:
             counts += head_loss.counts(microbatch)
+        if mesh.size("dp") > 1 and head_loss.divisor(batch) is not None:
+            self._check_divisor(float(head_loss.divisor(batch)))
         self.global_counts = self._sum_over_data(counts)
+
+    def _check_divisor(self, divisor: float) -> None:
+        """The sum over all replicas is divided once; a user who counts in his own share divides by too little."""
+        labels = [microbatch["labels"] for microbatch in self.microbatches if "labels" in microbatch]
+        counts = [sum(int((each[..., skipped:] != IGNORE_INDEX).sum()) for each in labels) for skipped in (0, 1)]
+        least, most, counts_share = self._least_over_data(divisor, -divisor, float(divisor in counts))
+        if least != -most or counts_share:
+            what = f"{least:g} on one replica and {-most:g} on another" if least != -most else f"{least:g}"
+            raise ConfigurationError(
+                f"{DIVISOR} is {what}, which counts the labels of a replica's share; it divides the sum over all "
+                f"dp_size={self.mesh.size('dp')} replicas: give the count of the global batch, or leave it out"
+            )
 
     def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
         return parallel_logits(model) if keeps_outputs else deferred_logits(model)
 
     def _share(self, outputs: Any, index: int) -> Tensor:
         part = None if self.axis is None else partial(self.axis.take, fill=IGNORE_INDEX)
-        return self.head_loss.weighted_sum(outputs, self.microbatches[index], self.global_counts, part)
+        microbatch = self.microbatches[index]
+        loss = self.head_loss.weighted_sum(outputs, microbatch, self.global_counts, part)
+        if self.routers is None:
+            return loss
+        replicas = self.mesh.size("dp")
+        gather = partial(gather_rows, group=self.mesh.group("dp")) if replicas > 1 else None
+        of_routers = self.routers.of_all(outputs, microbatch, gather)
+        self.aux_loss = of_routers.detach()
+        return loss + (self.routers.factor * of_routers / replicas).to(loss)
 
 
 class CriterionStepLoss(StepLoss):
@@ -175,12 +214,38 @@ class CriterionStepLoss(StepLoss):
 
 
 class ModelStepLoss(StepLoss):
-    """The loss that an unknown model computes itself, taken as a mean over its samples."""
+    """The loss that a model computes itself, taken as a mean over its samples.
 
-    def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
+    A mean over labels is the same only where all parts of the batch have as many a sample, or where there is one part.
+
+    Args:
+        batch: of which the micro-batches are parts.
+        reason: why the model computes it, for messages.
+    """
+
+    def __init__(self, microbatches: Microbatches, mesh: HybridMesh, batch: Mapping[str, Any], reason: str) -> None:
         super().__init__(microbatches, mesh)
+        self.reason = reason
         rows = sum(num_rows(microbatch) for microbatch in microbatches)
         self.global_rows = self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=mesh.device))
+        if len(microbatches) > 1 or mesh.size("dp") > 1:
+            self._check_parts(batch)
+
+    def _check_parts(self, batch: Mapping[str, Any]) -> None:
+        if batch.get(DIVISOR) is not None:
+            raise self._refusal(f"{DIVISOR} says that it is a sum")
+        labels = [_labels_of(microbatch) for microbatch in self.microbatches]
+        ratios = [(each != IGNORE_INDEX).sum().item() / len(each) for each in labels if each is not None]
+        least, most = self._least_over_data(min(ratios, default=float("inf")), -max(ratios, default=-float("inf")))
+        if least < -most:
+            raise self._refusal(f"they have {least:g} to {-most:g} labels a sample")
+
+    def _refusal(self, why: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.reason}, whose means over {len(self.microbatches)} micro-batches on each of "
+            f"dp_size={self.mesh.size('dp')} replicas cannot be put together, because {why}; pass a criterion that "
+            "returns (sum, count), or use num_microbatches=1 and dp_size=1"
+        )
 
     def _share(self, outputs: Any, index: int) -> Tensor:
         loss = outputs["loss"] if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
@@ -188,6 +253,13 @@ class ModelStepLoss(StepLoss):
             raise ConfigurationError("the model returned no loss; give labels in the batch or a criterion")
         rows = num_rows(self.microbatches[index])
         return loss * (rows / self.global_rows.clamp(min=1.0)).to(loss.dtype)
+
+
+def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """The class numbers that a mean may be over."""
+    labels = batch.get("labels")
+    is_counted = isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point()
+    return labels if is_counted and len(labels) else None
 
 
 def _describe(value: Any) -> str:

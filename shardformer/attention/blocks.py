@@ -56,6 +56,15 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
+def with_dense_heads(x: Tensor) -> Tensor:
+    """`x`, [..., head_dim], with the features of a head side by side in memory.
+
+    torch's fused kernels take that for granted: of other strides (projections that were gathered over ranks) they read
+    what lies beside the tensor.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """[batch, heads, queries, head_dim] found among the block's keys, and [batch, heads, queries] logarithms.
 
@@ -63,7 +72,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Sof
         query: [batch, heads, queries, head_dim], those of the block.
         key, value: [batch, key/value heads, keys, head_dim]; the heads are a divisor of the query's.
 
-    A query that sees none of the keys finds zero, at the logarithm of zero.
+    All are `with_dense_heads`. A query that sees none of the keys finds zero, at the logarithm of zero.
     """
     if _has_cpu_kernel(query, value, softmax):
         found, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -97,7 +106,8 @@ def attend_backward(
     """The block's share of the gradients.
 
     Args:
-        grad, found: [batch, heads, queries, head_dim], gradient and value of what all keys together give.
+        grad, found: [batch, heads, queries, head_dim], gradient and value of what all keys together give. They are
+            `with_dense_heads`, as the query, key and value.
         logs: [batch, heads, queries], of all keys together; finite.
     """
     if _has_cpu_kernel(query, value, softmax):

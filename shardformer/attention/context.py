@@ -19,6 +19,7 @@ from shardformer.attention.blocks import Block, Softmax
 from shardformer.attention.registry import kernel_named, masks_of, routed_modules
 from shardformer.attention.ring import ring_attention
 from shardformer.attention.ulysses import exchange_dims, repeated_for
+from shardformer.autocast import autocast
 from shardformer.context import ContextPass, current_pass
 
 PREFIX = "context_"
@@ -155,7 +156,9 @@ def _ring(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
     group = attention_mask.axis.group
-    found = ring_attention(query, key, value, attention_mask.blocks, Softmax(scale, dropout, seed), group)
+    query, key, value = autocast(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        found = ring_attention(query, key, value, attention_mask.blocks, Softmax(scale, dropout, seed), group)
     return found.transpose(1, 2).contiguous(), None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.attention.blocks import Block, Softmax, attend, attend_backward, merge
+from shardformer.attention.blocks import Block, Softmax, attend, attend_backward, merge, with_dense_heads
 
 # Rank that the keys come from -> the blocks in which they meet this rank's queries.
 Blocks = Callable[[int], Sequence[Block]]
@@ -35,7 +35,8 @@ def ring_attention(
     Returns:
         [batch, heads, part, head_dim]; zero for a query that sees no key.
     """
-    return _RingAttention.apply(query, key, value, blocks, softmax, group)
+    dense = map(with_dense_heads, (query, key, value))
+    return _RingAttention.apply(*dense, blocks, softmax, group)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -67,7 +68,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, found, logs = ctx.saved_tensors
-        logs = logs.masked_fill(logs == -torch.inf, 0.0)
+        grad, logs = with_dense_heads(grad), logs.masked_fill(logs == -torch.inf, 0.0)
         sizes = [key.shape[-1], value.shape[-1]]
         grad_query = torch.zeros_like(query, dtype=logs.dtype)
         held, ring = torch.cat([key, value], -1), _Ring(ctx.group)

@@ -17,6 +17,8 @@ class SharedDropout(ParallelModule):
     The stream of a forward pass is the shared one, so this is plain dropout under a name that says so.
     """
 
+    can_stay_whole = True
+
     def __init__(self, p: float, inplace: bool = False) -> None:
         super().__init__()
         self.p, self.inplace = p, inplace

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.collectives import reduce_from_axis
+from shardformer.index_range import check_indices
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple, shard_parameter
 from shardformer.weight_gradients import embedding
@@ -19,7 +20,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     Input: token ids [batch, seq]. Output: [batch, seq, hidden], the same on every rank: each looks up the ids in its
     own range, and the sum over ranks is the whole. A vocabulary that the axis does not divide is padded with zero
-    rows that no id reaches.
+    rows that no id reaches: one that is not of the vocabulary is refused, as by the native layer.
 
     Args:
         native: the native embedding, for its options.
@@ -27,10 +28,15 @@ class VocabParallelEmbedding(ParallelModule):
         group: process group of the axis.
     """
 
+    can_stay_whole = True
+
     def __init__(self, native: nn.Embedding, weight: nn.Parameter, group: ProcessGroup) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = (native.num_embeddings, native.embedding_dim)
         self.padding_idx = native.padding_idx
+        # Adapters of an embedding look these up.
+        self.max_norm, self.norm_type = native.max_norm, native.norm_type
+        self.scale_grad_by_freq, self.sparse = native.scale_grad_by_freq, native.sparse
         self.weight, self.group = weight, group
         self.first_row, self.end_row, _ = weight.shard_spec.pieces()[0]
 
@@ -57,6 +63,7 @@ class VocabParallelEmbedding(ParallelModule):
         return local if type(module).forward is nn.Embedding.forward else _keep_forward(module, local)
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_indices(ids, self.num_embeddings, "token id")
         elsewhere = (ids < self.first_row) | (ids >= self.end_row)
         local_ids = (ids - self.first_row).masked_fill(elsewhere, 0)
         out = embedding(local_ids, self.weight, self._local_padding_idx())
@@ -79,6 +86,7 @@ class HeadParallelEmbedding(ParallelModule):
     """
 
     cuts_layer = True
+    can_stay_whole = True
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import math
 import shutil
 from collections.abc import Callable
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 
     x: [..., features], bias: [features].
     """
-    return _BiasGelu.apply(x, bias, approximate)
+    return _BiasGelu.apply(x, bias.to(x.dtype), approximate)
 
 
 def _bias_dropout_add_body(x: Tensor, bias: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Modu
     """
     active = dropout.training and dropout.p > 0
     keep = dropout(torch.ones_like(x)) if active else torch.ones((), dtype=x.dtype, device=x.device)
-    return _BiasDropoutAdd.apply(x, bias, keep, residual)
+    return _BiasDropoutAdd.apply(x, bias.to(x.dtype), keep, residual)
 
 
 # ----- where they go -----
@@ -156,7 +157,7 @@ def fuse_gated_mlp(mlp: nn.Module) -> None:
     """Llama's feed-forward; its one line is replaced because the product lies between two of its modules."""
     if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
         return
-    mlp.forward = lambda x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    mlp.forward = MethodType(_forward_of_gated_mlp, mlp)
 
 
 def fuse_bias_gelu(module: nn.Module, linear: str, activation: str) -> None:
@@ -177,12 +178,23 @@ def fuse_output(module: nn.Module) -> None:
     if module.dense.bias is None:
         return
     _leave_bias_out(module.dense)
+    module.forward = MethodType(_forward_of_output, module)
 
-    def forward(hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        found = module.dense(hidden_states)
-        return module.LayerNorm(bias_dropout_add(found, module.dense.bias, input_tensor, module.dropout))
 
-    module.forward = forward
+# Methods, not closures: a copy of a module calls its own.
+
+
+def _forward_of_gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def _forward_of_output(module: nn.Module, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    found = module.dense(hidden_states)
+    return module.LayerNorm(bias_dropout_add(found, module.dense.bias, input_tensor, module.dropout))
+
+
+def _forward_without_bias(layer: nn.Module, x: Tensor) -> Tensor:
+    return linear(x, layer.weight.t() if is_transposed(layer) else layer.weight)
 
 
 class _BiasActivation(nn.Module):
@@ -210,5 +222,4 @@ def _leave_bias_out(layer: nn.Module) -> None:
     if hasattr(layer, "adds_bias"):
         layer.adds_bias = False
     else:
-        transposed = is_transposed(layer)
-        layer.forward = lambda x: linear(x, layer.weight.t() if transposed else layer.weight)
+        layer.forward = MethodType(_forward_without_bias, layer)

@@ -36,6 +36,10 @@ class VocabParallelLMHead(ColumnParallelLinear):
             column.weight, column.bias, process_group, transposed=column.transposed, gather_output=True
         )
 
+    @staticmethod
+    def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
+        pass  # the logits are gathered
+
     @property
     def vocab_range(self) -> tuple[int, int]:
         """First and end row of the vocabulary on this rank."""

@@ -7,7 +7,8 @@ taken; parameters keep the layout that they have in the native layer, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import gather_from_axis, reduce_from_axis, split_to_axis, world_timeout
+from shardformer.autocast import autocast
+from shardformer.collectives import (
+    cut_features,
+    gather_from_axis,
+    join_features,
+    reduce_from_axis,
+    split_to_axis,
+    world_timeout,
+)
 from shardformer.layers.linear_functions import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.sequence import PendingGather, SequenceParallel
-from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, shard_parameter
+from shardformer.outer_call import call_through
+from shardformer.sequence import PendingGather, SequenceParallel, first_input
+from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
 from shardformer.weight_gradients import linear
 
 
@@ -39,6 +49,7 @@ class ColumnParallelLinear(ParallelModule):
     """
 
     cuts_layer = True
+    can_stay_whole = True
 
     def __init__(
         self,
@@ -83,27 +94,25 @@ class ColumnParallelLinear(ParallelModule):
         """
         transposed = is_transposed(module)
         weight_dim = 1 if transposed else 0
-        out_features = module.weight.shape[weight_dim]
-        rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
-        part_size = part_size or out_features
-        if kwargs.get("gather_output"):
-            if num_heads is not None or part_size != out_features:
-                raise ValueError("gather_output=True cannot put fused parts or heads together; use gather_output=False")
-            divisible_by = divisible_by or 1  # an all-gather needs equal shards
-        padded = pad_to_multiple(part_size, divisible_by * world_size) if divisible_by else None
-        unit, copies = 1, 1
-        if num_heads is not None:
-            unit, copies = part_size // num_heads, max(1, world_size // num_heads)
-        parts = parts or tuple(Part(part_size, unit, padded) for _ in range(out_features // part_size))
-        grad_group = copies_group(process_group, copies)
+        features = column_spec(
+            module.weight.shape[weight_dim], process_group, num_heads, part_size, parts, divisible_by, **kwargs
+        )
+        grad_group = copies_group(process_group, features.copies)
 
         def share(parameter: nn.Parameter, dim: int) -> nn.Parameter:
-            spec = ShardSpec(tuple(parameter.shape), dim, parts, rank, world_size, copies)
+            spec = replace(features, full_shape=tuple(parameter.shape), dim=dim)
             return shard_parameter(parameter, spec, grad_group)
 
         weight = share(module.weight, weight_dim)
         bias = None if module.bias is None else share(module.bias, 0)
         return ColumnParallelLinear(weight, bias, process_group, transposed=transposed, **kwargs)
+
+    @staticmethod
+    def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
+        if kwargs.pop("gather_output", False):
+            return
+        spec = column_spec(out_features(module), process_group, **kwargs)
+        call_through(module, lambda call, args, kwargs: cut_features(call(*args, **kwargs), spec, process_group))
 
     @property
     def matrix(self) -> Tensor:
@@ -144,6 +153,7 @@ class RowParallelLinear(ParallelModule):
     """
 
     cuts_layer = True
+    can_stay_whole = True
 
     def __init__(
         self,
@@ -172,20 +182,38 @@ class RowParallelLinear(ParallelModule):
         """Share out a native linear layer; `num_heads` attention heads along the input are never cut."""
         transposed = is_transposed(module)
         weight_dim = 0 if transposed else 1
-        in_features = module.weight.shape[weight_dim]
-        rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
-        part = Part(in_features, in_features // num_heads if num_heads else 1)
-        spec = ShardSpec(tuple(module.weight.shape), weight_dim, (part,), rank, world_size)
+        features = row_spec(module.weight.shape[weight_dim], process_group, num_heads)
+        rank, world_size = features.rank, features.world_size
+        spec = replace(features, full_shape=tuple(module.weight.shape), dim=weight_dim)
         weight = shard_parameter(module.weight, spec)
         bias = module.bias
         if bias is not None:
             # Under sequence parallelism the bias meets this rank's tokens only: its gradient is a partial sum.
-            bias = nn.Parameter(bias.data, requires_grad=bias.requires_grad)
+            bias = parameter_like(bias, bias.data)
             replicated = ShardSpec(tuple(bias.shape), rank=rank, world_size=world_size)
             annotate(bias, replicated, process_group if sequence is not None else None)
         return RowParallelLinear(
             weight, bias, process_group, transposed=transposed, sequence=sequence, splits_input=splits_input
         )
+
+    @staticmethod
+    def keep_whole(
+        module: nn.Module,
+        process_group: ProcessGroup,
+        *,
+        num_heads: int | None = None,
+        splits_input: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if splits_input:
+            return
+        spec = row_spec(in_features(module), process_group, num_heads)
+
+        def of_joined(call: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+            args, kwargs = first_input(args, kwargs, lambda x: join_features(x, spec, process_group))
+            return call(*args, **kwargs)
+
+        call_through(module, of_joined)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.splits_input:
@@ -193,7 +221,7 @@ class RowParallelLinear(ParallelModule):
             x = split_to_axis(x, start, stop, self.group)
         out = linear(x, self.weight.t() if self.transposed else self.weight)
         out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
-        return out if self.bias is None or not self.adds_bias else out + self.bias
+        return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
         return f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
@@ -236,9 +264,61 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
+def column_spec(
+    features: int,
+    group: ProcessGroup,
+    num_heads: int | None = None,
+    part_size: int | None = None,
+    parts: tuple[Part, ...] | None = None,
+    divisible_by: int | None = None,
+    gather_output: bool = False,
+    **_: Any,
+) -> ShardSpec:
+    """How the output features of a layer, one dim, are cut; arguments as of `ColumnParallelLinear.from_native_module`.
+
+    Raises:
+        ValueError: the output of a fused projection, or of heads, is to be gathered.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    part_size = part_size or features
+    if gather_output:
+        if num_heads is not None or part_size != features:
+            raise ValueError("gather_output=True cannot put fused parts or heads together; use gather_output=False")
+        divisible_by = divisible_by or 1  # an all-gather needs equal shards
+    padded = pad_to_multiple(part_size, divisible_by * world_size) if divisible_by else None
+    unit, copies = 1, 1
+    if num_heads is not None:
+        unit, copies = part_size // num_heads, max(1, world_size // num_heads)
+    parts = parts or tuple(Part(part_size, unit, padded) for _ in range(features // part_size))
+    return ShardSpec((features,), 0, parts, rank, world_size, copies)
+
+
+def row_spec(features: int, group: ProcessGroup, num_heads: int | None = None) -> ShardSpec:
+    """How the input features of a layer, one dim, are cut."""
+    part = Part(features, features // num_heads if num_heads else 1)
+    return ShardSpec((features,), 0, (part,), dist.get_rank(group), dist.get_world_size(group))
+
+
 def out_features(module: nn.Module) -> int:
-    """Of a linear layer, however it stores its weight."""
-    return module.weight.shape[1 if is_transposed(module) else 0]
+    """Of a linear layer, however it stores its weight.
+
+    Raises:
+        TypeError: the module does not say.
+    """
+    return _features(module, "out_features", 0)
+
+
+def in_features(module: nn.Module) -> int:
+    """The same of its inputs."""
+    return _features(module, "in_features", 1)
+
+
+def _features(module: nn.Module, name: str, dim: int) -> int:
+    said = getattr(module, name, None)  # a weight in 4 bit has another shape
+    if isinstance(said, int):
+        return said
+    transposed = is_transposed(module)  # which refuses what is no linear layer
+    return module.weight.shape[1 - dim if transposed else dim]
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -270,6 +350,11 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
 _COPIES_GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
 
 
+def copies_groups() -> list[ProcessGroup]:
+    """All that `copies_group` has made."""
+    return list(_COPIES_GROUPS.values())
+
+
 def forget_copies_groups() -> None:
     """After `destroy_process_group`."""
     _COPIES_GROUPS.clear()
@@ -281,7 +366,8 @@ def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tens
     biases = [layer.added_bias for layer in layers]
     pending = PendingGather.of(x)
     if pending is not None:
-        return GatheredLinear.apply(pending.local, pending, len(layers), *weights, *biases)
+        return GatheredLinear.apply(pending.local, pending, len(layers), *autocast(*weights, *biases))
     if layers[0].input_is_gathered:
         return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return ColumnLinear.apply(x, layers[0].group, len(layers), *weights, *biases)
+    x, *parameters = autocast(x, *weights, *biases)
+    return ColumnLinear.apply(x, layers[0].group, len(layers), *parameters)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardformer.autocast import autocast
 from shardformer.products import current_products
 from shardformer.sequence import PendingGather
 from shardformer.weight_gradients import matrix, weight_gradient
@@ -29,8 +30,9 @@ class GatheredLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[:count], tensors[count:]
         ctx.products = products = current_products()
-        own = [products.forward(pending.own, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        gathered = pending.wait()  # [seq, batch, in]
+        (local_x,) = autocast(pending.own)
+        own = [products.forward(local_x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        (gathered,) = autocast(pending.wait())  # [seq, batch, in]
         outputs = []
         for weight, bias, part in zip(weights, biases, own, strict=True):
             out = part.new_empty((*gathered.shape[:-1], part.shape[-1]))

@@ -20,6 +20,7 @@ class FusedLayerNorm(ParallelModule):
     """Layer norm over the last dim: apex's kernel on a GPU where apex is installed, else torch's (fused already)."""
 
     needs_axis = False
+    can_stay_whole = True
 
     def __init__(self, native: nn.LayerNorm) -> None:
         super().__init__()
@@ -53,6 +54,7 @@ class FusedRMSNorm(ParallelModule):
     installed, else torch's."""
 
     needs_axis = False
+    can_stay_whole = True
 
     def __init__(self, native: nn.Module) -> None:
         super().__init__()

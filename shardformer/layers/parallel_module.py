@@ -15,10 +15,12 @@ class ParallelModule(nn.Module, ABC):
     Attributes:
         needs_axis: whether the replacement only makes sense where a tensor-parallel axis has several ranks.
         cuts_layer: whether it cuts weights of a layer, which stay whole where ranks exchange heads.
+        can_stay_whole: whether the native layer can stay, whole on every rank, in the place of the replacement.
     """
 
     needs_axis = True
     cuts_layer = False
+    can_stay_whole = False
 
     @staticmethod
     @abstractmethod
@@ -32,4 +34,17 @@ class ParallelModule(nn.Module, ABC):
 
         Raises:
             TypeError: `module` is not of a kind that this class can share out.
+        """
+
+    @staticmethod
+    def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
+        """Let `module` stay where it is, and its neighbours give and get what they would of the replacement.
+
+        Nothing is to be done where inputs and outputs of the replacement are whole on every rank.
+
+        Args:
+            module, process_group, kwargs: as for `from_native_module`.
+
+        Raises:
+            TypeError: it cannot be told how many features the module reads or returns.
         """

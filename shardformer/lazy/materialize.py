@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.lazy.recorded import RecordedValues
-from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, spec_of
+from shardformer.partial_gradients import sum_in_backward
+from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, parameter_like, spec_of
 
 # (name of the parameter, which piece of it is here) -> the values of that piece.
 WeightReader = Callable[[str, ShardSpec], Tensor]
@@ -59,6 +60,7 @@ def materialize(model: nn.Module, reader: WeightReader | None = None, seed: int 
     for name, parameter in sorted(waiting, key=lambda each: -math.prod(spec_of(each[1]).full_shape)):
         # In place: others (tied names, the pipeline's list of shared parameters) hold the parameter itself.
         torch.utils.swap_tensors(parameter, _with_values(name, parameter, reader))
+    sum_in_backward(model)
 
 
 def _with_values(name: str, parameter: nn.Parameter, reader: WeightReader) -> nn.Parameter:
@@ -70,5 +72,4 @@ def _with_values(name: str, parameter: nn.Parameter, reader: WeightReader) -> nn
             f"the piece of {name} that was read has shape {tuple(values.shape)}; this rank holds "
             f"{tuple(parameter.shape)} of {spec.full_shape}"
         )
-    made = nn.Parameter(values.to(parameter.dtype), requires_grad=parameter.requires_grad)
-    return annotate(made, spec, grad_group_of(parameter))
+    return annotate(parameter_like(parameter, values.to(parameter.dtype)), spec, grad_group_of(parameter))

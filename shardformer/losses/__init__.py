@@ -5,15 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 
+from shardformer.losses.forwards import adds_to_loss, calls_loss_function, passes_keywords
 from shardformer.losses.image import ContrastiveLoss, masked_pixels, masked_visual_tokens, segmentation
+from shardformer.losses.own import own_loss_reason
+from shardformer.losses.routers import routers_are_asked
 from shardformer.losses.sound import connectionist, mean_of_samples
 from shardformer.losses.terms import HeadLoss, LossTerm
 from shardformer.losses.text import (
-    balances_experts,
     causal_lm,
+    causal_lm_of_tokens,
+    classes_of_tokens,
     conditional_generation,
     language_of_images,
     masked_lm,
@@ -27,41 +32,52 @@ from shardformer.losses.text import (
 from shardformer.policies.declared import declared_plan_of
 from shardformer.policies.registry import supported_classes
 
-__all__ = ["HeadLoss", "LossTerm", "balances_experts", "head_loss_of", "known_head"]
+__all__ = ["HeadLoss", "LossTerm", "head_loss_of", "known_head", "own_loss_reason", "routers_are_asked"]
 
 
 def head_loss_of(model: nn.Module) -> HeadLoss | None:
     """The loss of the model's head by its class name.
 
     None for a head (or a bare model) that has none, and for one that may compute another loss than its name says: a
-    forward of the user's own, or one of a family that no policy and no plan is for and that does not call
-    transformers' `loss_function`. Then the model's own loss counts.
+    forward of the user's own, or one of a family whose policy does not say `writes_usual_losses` and that does not
+    call transformers' `loss_function`. Then the model's own loss counts.
     """
     name = known_head(type(model))
-    if name is None:
-        return None
+    build = None if name is None else _builder(name)
+    loss = None if build is None else build(model)
+    if loss is not None:
+        loss.reads_keywords = passes_keywords(type(model).forward)
+    return loss
+
+
+def _builder(name: str) -> Callable[[nn.Module], HeadLoss | None] | None:
     if name in _BY_NAME:
-        return _BY_NAME[name](model)
-    for suffix, build in _BY_SUFFIX.items():
-        if name.endswith(suffix):
-            return build(model)
-    return None
+        return _BY_NAME[name]
+    return next((build for suffix, build in _BY_SUFFIX.items() if name.endswith(suffix)), None)
 
 
 def known_head(cls: type) -> str | None:
     """Name of the head class of transformers, or of this package, whose forward `cls` has."""
     definer = next(each for each in cls.__mro__ if "forward" in vars(each))
+    if inspect.unwrap(definer.forward).__module__ != definer.__module__:
+        return None  # another function was put in its place
     if definer.__module__.startswith("shardformer."):
         return definer.__name__
-    if not definer.__module__.startswith("transformers."):  # remote code is known by the name of its class
-        return cls.__name__ if any(name.endswith(f".{cls.__name__}") for name in supported_classes()) else None
+    if definer.__module__.startswith("transformers_modules."):  # remote code of a family of this package
+        own = {name.rpartition(".")[2] for name in supported_classes() if name.startswith("shardformer.")}
+        return definer.__name__ if definer.__name__ in own else None
+    if not definer.__module__.startswith("transformers."):
+        return None
     head = next(each for each in cls.__mro__ if each.__module__.startswith("transformers."))
+    policy = supported_classes().get(f"{head.__module__}.{head.__name__}")
     is_tested = (
-        f"{head.__module__}.{head.__name__}" in supported_classes()
+        (policy is not None and vars(policy).get("writes_usual_losses", False))
         or declared_plan_of(head) is not None
         or head.__module__.split(".")[2] in _USUAL
     )
-    return head.__name__ if is_tested or "self.loss_function(" in inspect.getsource(definer.forward) else None
+    if calls_loss_function(definer.forward):
+        return None if adds_to_loss(definer.forward) and head.__name__ not in _BY_NAME else head.__name__
+    return head.__name__ if is_tested else None
 
 
 # Families with a plan of transformers whose heads write the usual losses out.
@@ -90,15 +106,59 @@ _NOT_SHIFTED = (
     "Whisper",
 )
 
+# Heads with a loss of their own, which their forward computes.
+_OWN = (
+    "BrosSpadeEEForTokenClassification",
+    "BrosSpadeELForTokenClassification",
+    "ClvpModelForConditionalGeneration",
+    "CsmDepthDecoderForCausalLM",
+    "GitForCausalLM",
+    "HieraForPreTraining",
+    "MoshiForConditionalGeneration",
+    "RoCBertForPreTraining",
+    "TapasForQuestionAnswering",
+    "UniSpeechForPreTraining",
+    "UniSpeechSatForPreTraining",
+    "ViltForQuestionAnswering",
+    "VideoMAEForPreTraining",
+    "VisualBertForPreTraining",
+    "VisualBertForQuestionAnswering",
+    "Wav2Vec2ConformerForPreTraining",
+    "Wav2Vec2ForPreTraining",
+    # They search with beams.
+    "FlaubertForQuestionAnswering",
+    "XLMForQuestionAnswering",
+    "XLNetForQuestionAnswering",
+)
+
+
+def _with_further(build: Callable[..., HeadLoss], *entries: str, **options: Any) -> Callable[[nn.Module], HeadLoss]:
+    """The loss of a head whose forward computes it otherwise where a batch has one of `entries`."""
+
+    def loss(model: nn.Module) -> HeadLoss:
+        head_loss = build(model, **options)
+        head_loss.further_entries = entries
+        return head_loss
+
+    return loss
+
+
 # Heads whose loss is not that of others with their suffix.
 _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss | None]] = {
     **{f"{family}ForCausalLM": masked_lm for family in _NOT_SHIFTED},
     **{f"Blip2{head}": language_of_images for head in ("ForConditionalGeneration", "Model")},
     "BertGenerationDecoder": causal_lm,
     **dict.fromkeys(("FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"), masked_lm),
-    # They search with beams: the mean is the model's own.
-    **{f"{family}ForQuestionAnswering": lambda _: None for family in ("Flaubert", "XLM", "XLNet")},
-    "ViltForQuestionAnswering": lambda _: None,  # scores of answers
+    **dict.fromkeys(_OWN, lambda _: None),
+    **{f"{family}ForTokenClassification": classes_of_tokens for family in ("BioGpt", "Mra", "XLMRobertaXL", "Yoso")},
+    **{
+        f"{family}ForConditionalGeneration": causal_lm_of_tokens
+        for family in ("GraniteSpeech", "GraniteSpeechPlus", "Qwen2Audio")
+    },
+    "ASTForAudioClassification": sequence_classification,
+    "BambaForCausalLM": lambda model: None if model.z_loss_coefficient else causal_lm(model),
+    "BrosForTokenClassification": _with_further(plain_classes, "bbox_first_token_mask", per_token=True),
+    "LukeForMaskedLM": _with_further(masked_lm, "entity_labels"),
     "ElectraForPreTraining": replaced_tokens,
     "FunnelForPreTraining": replaced_tokens,
     "SplinterForPreTraining": recurring_spans,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,20 @@ from torch import Tensor, nn
 
 from shardformer.cross_entropy import cross_entropy_sum
 from shardformer.deferred_logits import loss_of
+from shardformer.index_range import check_indices
 from shardformer.layers.head import VocabParallelLMHead
-from shardformer.losses.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
+from shardformer.losses.forwards import uses
+from shardformer.losses.routers import router_loss_of
+from shardformer.losses.terms import (
+    DIVISOR,
+    IGNORE_INDEX,
+    IGNORED,
+    LOSS_KEYWORDS,
+    SHIFTED,
+    Batch,
+    HeadLoss,
+    LossTerm,
+)
 
 
 def not_ignored(labels: Tensor, _: Batch) -> Tensor:
@@ -23,44 +36,49 @@ def not_ignored(labels: Tensor, _: Batch) -> Tensor:
 
 def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of [..., classes] logits, cut over the vocabulary where the head left them so, or left to do."""
+    head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
+    is_whole = head is None or head.gather_output
+    check_indices(labels, logits.shape[-1] if is_whole else head.full_out_features, "label", ignored=IGNORE_INDEX)
     loss = loss_of(logits, labels)
     if loss is not None:
         return loss
     flat = logits.reshape(-1, logits.shape[-1])
-    head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
-    if head is None or head.gather_output:
+    if is_whole:
         return cross_entropy_sum(flat, labels.reshape(-1))
     return cross_entropy_sum(flat, labels.reshape(-1), head.vocab_range, head.group)
 
 
 def causal_lm(model: nn.Module) -> HeadLoss:
-    def of_next(labels: Tensor, _: Batch) -> Tensor:
+    return _causal(model, lambda labels, _: labels)
+
+
+def causal_lm_of_tokens(model: nn.Module) -> HeadLoss:
+    """Of heads that leave out the labels of padding."""
+
+    def of_tokens(labels: Tensor, batch: Batch) -> Tensor:
+        mask = batch.get("attention_mask")
+        return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
+
+    return _causal(model, of_tokens)
+
+
+def _causal(model: nn.Module, counted: Callable[[Tensor, Batch], Tensor]) -> HeadLoss:
+    def of_next(labels: Tensor, batch: Batch) -> Tensor:
+        if batch.get(SHIFTED) is not None:
+            return batch[SHIFTED]
         # Token t predicts label t + 1. The labels move, not the logits: no copy of [batch, seq, vocabulary].
-        return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+        ignored = batch.get(IGNORED)
+        return F.pad(counted(labels, batch), (0, 1), value=IGNORE_INDEX if ignored is None else int(ignored))[..., 1:]
 
-    terms = [LossTerm("labels", not_ignored, _token_total(model), prepare=of_next, per_token=True)]
-    if balances_experts(model):
-        terms.append(_load_balance(model, of_next))
-    return HeadLoss(*terms)
-
-
-def balances_experts(model: nn.Module) -> bool:
-    """Whether the head adds the load-balancing loss of its routers (Switch Transformer, arXiv 2101.03961, 2.2)."""
-    is_asked = getattr(getattr(model, "config", None), "output_router_logits", False)
-    return bool(is_asked) and hasattr(model, "router_aux_loss_coef")
-
-
-def _load_balance(model: nn.Module, labels_of: Callable[[Tensor, Batch], Tensor]) -> LossTerm:
-    """The model's own, of the samples that pass together, weighted by their labels: products of means do not add up."""
-
-    def total(outputs: Any, labels: Tensor) -> Tensor:
-        return outputs.aux_loss * (labels != IGNORE_INDEX).sum()
-
-    return LossTerm("labels", not_ignored, total, weight=model.router_aux_loss_coef, prepare=labels_of)
+    term = LossTerm("labels", not_ignored, _token_total(model), prepare=of_next, per_token=True, keywords=LOSS_KEYWORDS)
+    return HeadLoss(term, function="ForCausalLMLoss", routers=router_loss_of(model))
 
 
 def masked_lm(model: nn.Module) -> HeadLoss:
-    return HeadLoss(LossTerm("labels", not_ignored, _token_total(model), per_token=True))
+    term = LossTerm("labels", not_ignored, _token_total(model), per_token=True, keywords=(DIVISOR, IGNORED))
+    # Who gives transformers' causal loss the labels as those of the next token wants the same.
+    function = "ForCausalLMLoss" if uses(type(model).forward, SHIFTED) else "ForMaskedLMLoss"
+    return HeadLoss(term, function=function)
 
 
 def _token_total(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
@@ -70,7 +88,8 @@ def _token_total(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 def conditional_generation(model: nn.Module) -> HeadLoss:
     if not model.config.is_encoder_decoder:
         return causal_lm(model)
-    return HeadLoss(*masked_lm(model).terms, decoder_inputs=shift_right(model))
+    plain = masked_lm(model)
+    return HeadLoss(*plain.terms, function=plain.function, decoder_inputs=shift_right(model))
 
 
 def language_of_images(model: nn.Module) -> HeadLoss:
@@ -121,7 +140,13 @@ def plain_classes(_: nn.Module, per_token: bool = False) -> HeadLoss:
     def total(outputs: Any, labels: Tensor) -> Tensor:
         return cross_entropy_sum(outputs.logits.reshape(-1, outputs.logits.shape[-1]), labels.reshape(-1))
 
-    return HeadLoss(LossTerm("labels", not_ignored, total, per_token=per_token))
+    return HeadLoss(LossTerm("labels", not_ignored, total, per_token=per_token), function="ForTokenClassification")
+
+
+def classes_of_tokens(_: nn.Module) -> HeadLoss:
+    """Classes of the tokens that are not padding."""
+    of_tokens = replaced_tokens(_).terms[0].prepare
+    return HeadLoss(replace(plain_classes(_, per_token=True).terms[0], prepare=of_tokens))
 
 
 def sequence_classification(model: nn.Module) -> HeadLoss:
@@ -146,7 +171,7 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
         pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
         return pointwise(logits.reshape(-1), labels.reshape(-1).to(logits.dtype), reduction="sum")
 
-    return HeadLoss(LossTerm("labels", count, total))
+    return HeadLoss(LossTerm("labels", count, total), function="ForSequenceClassificationLoss")
 
 
 def question_answering(_: nn.Module) -> HeadLoss:
@@ -161,9 +186,9 @@ def question_answering(_: nn.Module) -> HeadLoss:
             # A position behind the end of the (padded) sequence means that the answer was cut off: no loss.
             return cross_entropy_sum(logits, positions.reshape(-1).clamp(0, length), ignore_index=length)
 
-        return LossTerm(f"{end}_positions", count, total, weight=0.5)
+        return LossTerm(f"{end}_positions", count, total, weight=0.5, keywords=(DIVISOR,))
 
-    return HeadLoss(term("start"), term("end"))
+    return HeadLoss(term("start"), term("end"), function="ForQuestionAnsweringLoss")
 
 
 def recurring_spans(model: nn.Module) -> HeadLoss:

@@ -77,13 +77,14 @@ class AlbertPolicy(Policy):
         "ForQuestionAnswering",
         "ForMultipleChoice",
     )
-    splits_sequence = False  # the residual is added inside of the attention
+    supports_sequence_parallel = False  # the residual is added inside of the attention
     repeats_layers = True
     stages = StageLayout(
         layers="encoder.albert_layer_groups",
         first={"embeddings": Received, "encoder.embedding_hidden_mapping_in": PassedThrough},
         last=("pooler",),
     )
+    writes_usual_losses = True
 
     def preprocess(self) -> nn.Module:
         encoder = self.model.get_submodule(self.base_path).encoder

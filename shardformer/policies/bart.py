@@ -33,6 +33,8 @@ class BartPolicy(Policy):
         "encoder.embed_positions": AddsNothing,
         "encoder.layernorm_embedding": PassedThrough,
     }
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     @property
     def stages(self) -> StageLayout:
@@ -127,12 +129,14 @@ class MBartPolicy(BartPolicy):
     """mBART."""
 
     family, prefix = "mbart", "MBart"
+    writes_usual_losses = True
 
 
 class MvpPolicy(BartPolicy):
     """MVP, without prompts in front of its layers' keys and values."""
 
     family, prefix = "mvp", "Mvp"
+    writes_usual_losses = True
 
     def _keep_local_heads(self, attention: nn.Module) -> None:
         super()._keep_local_heads(attention)
@@ -149,6 +153,7 @@ class PLBartPolicy(BartPolicy):
 
     family, prefix = "plbart", "PLBart"
     heads = ("Model", "ForConditionalGeneration", "ForSequenceClassification", "ForCausalLM")
+    writes_usual_losses = True
 
 
 class PegasusPolicy(BartPolicy):
@@ -156,18 +161,21 @@ class PegasusPolicy(BartPolicy):
 
     family, prefix = "pegasus", "Pegasus"
     heads = ("Model", "ForConditionalGeneration", "ForCausalLM")
+    writes_usual_losses = True
 
 
 class BlenderbotPolicy(PegasusPolicy):
     """Blenderbot."""
 
     family, prefix = "blenderbot", "Blenderbot"
+    writes_usual_losses = True
 
 
 class BlenderbotSmallPolicy(PegasusPolicy):
     """Blenderbot, small."""
 
     family, prefix = "blenderbot_small", "BlenderbotSmall"
+    writes_usual_losses = True
 
 
 class MarianPolicy(BartPolicy):
@@ -175,6 +183,7 @@ class MarianPolicy(BartPolicy):
 
     family, prefix = "marian", "Marian"
     heads = ("Model", "MTModel", "ForCausalLM")
+    writes_usual_losses = True
 
 
 class M2M100Policy(BartPolicy):
@@ -182,6 +191,7 @@ class M2M100Policy(BartPolicy):
 
     family, prefix = "m2m_100", "M2M100"
     heads = ("Model", "ForConditionalGeneration")
+    writes_usual_losses = True
 
 
 class WhisperPolicy(BartPolicy):
@@ -195,6 +205,7 @@ class WhisperPolicy(BartPolicy):
         "encoder.conv2": Received,
         "encoder.embed_positions": AddsNothing,
     }
+    writes_usual_losses = True
 
     def check(self) -> list[str]:
         problems = super().check()

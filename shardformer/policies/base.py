@@ -73,7 +73,10 @@ class Policy(ABC):
         prefix: of the names of the family's classes.
         heads: what follows the prefix in the names of the model classes that the policy is for.
         stages: where the family may be cut into pipeline stages; None where it may not.
-        splits_sequence: whether the family can be cut along the sequence (split-gather).
+        supports_sequence_parallel: whether the table says where tensor-parallel regions start and what lies between
+            them, so that the sequence can be cut there. Said by the class that has the table, or one derived from it.
+        writes_usual_losses: whether the heads that write their loss out compute that of others with their suffix. Said
+            by the class that names the heads; otherwise the loss is the one that their forward returns.
         splits_towers: whether that also goes for several lists of layers, one after the other.
         exchanges_heads: whether ranks may exchange the sequence for heads around its attention (all-to-all).
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
@@ -87,7 +90,8 @@ class Policy(ABC):
     prefix: str = ""
     heads: tuple[str, ...] = ()
     stages: StageLayout | None = None
-    splits_sequence = True
+    supports_sequence_parallel = False
+    writes_usual_losses = False
     splits_towers = False
     exchanges_heads = True
     repeats_layers = False
@@ -151,9 +155,10 @@ class Policy(ABC):
                 "enable_sequence_parallelism=True does not support add_cross_attention=True; "
                 "use enable_sequence_parallelism=False"
             )
-        if self.shard_config.sequence is not None and not self.splits_sequence:
+        if self.shard_config.sequence is not None and not self._may_cut_sequence():
             problems.append(
-                f"enable_sequence_parallelism=True is not supported for {type(self.model).__name__}; "
+                f"enable_sequence_parallelism=True is not supported for {type(self.model).__name__}: "
+                f"{type(self).__name__} does not say supports_sequence_parallel = True; "
                 "use enable_sequence_parallelism=False"
             )
         size = self.shard_config.tensor_parallel_size
@@ -163,6 +168,16 @@ class Policy(ABC):
             for name, count in self.head_counts().items()
             if count % size and not (is_uneven and count >= size)
         ]
+
+    @classmethod
+    def _may_cut_sequence(cls) -> bool:
+        """Whether the class says so, and no class that is derived from that one has another table."""
+        for each in cls.__mro__:
+            if "supports_sequence_parallel" in vars(each):
+                return each.supports_sequence_parallel
+            if "module_policy" in vars(each):
+                return False
+        return False
 
     def check_hidden_states(self, classes: Collection[str]) -> list[str]:
         """Sentences for a model of one of `classes`, whose head reads the hidden states of all layers."""

@@ -31,6 +31,8 @@ class BeitPolicy(ViTPolicy):
         every=("shared_position_bias",),
         last=("layernorm", "pooler"),
     )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def check(self) -> list[str]:
         return [*super().check(), *self.check_hidden_states(_READ_HIDDEN_STATES)]

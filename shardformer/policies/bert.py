@@ -27,6 +27,8 @@ class BertPolicy(Policy):
         "ForQuestionAnswering",
     )
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("pooler",))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         cut = Shorthand(self.shard_config)
@@ -73,6 +75,8 @@ class RobertaPolicy(BertPolicy):
         "ForTokenClassification",
         "ForQuestionAnswering",
     )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -14,12 +14,14 @@ class XLMRobertaPolicy(RobertaPolicy):
     """All heads of XLM-RoBERTa."""
 
     family, prefix = "xlm_roberta", "XLMRoberta"
+    writes_usual_losses = True
 
 
 class CamembertPolicy(RobertaPolicy):
     """All heads of CamemBERT."""
 
     family, prefix = "camembert", "Camembert"
+    writes_usual_losses = True
 
 
 class Data2VecTextPolicy(RobertaPolicy):
@@ -27,6 +29,7 @@ class Data2VecTextPolicy(RobertaPolicy):
 
     family, prefix = "data2vec_text", "Data2VecText"
     module = "transformers.models.data2vec.modeling_data2vec_text"
+    writes_usual_losses = True
 
 
 class RobertaPreLayerNormPolicy(RobertaPolicy):
@@ -34,6 +37,8 @@ class RobertaPreLayerNormPolicy(RobertaPolicy):
 
     family, prefix = "roberta_prelayernorm", "RobertaPreLayerNorm"
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("LayerNorm", "pooler"))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         cut = Shorthand(self.shard_config)
@@ -57,6 +62,8 @@ class BertGenerationPolicy(BertPolicy):
 
     family, prefix = "bert_generation", "BertGeneration"
     heads = ("Encoder", "Decoder")
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
@@ -69,6 +76,7 @@ class LayoutLMPolicy(BertPolicy):
 
     family, prefix = "layoutlm", "LayoutLM"
     heads = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    writes_usual_losses = True
 
 
 class SplinterPolicy(BertPolicy):
@@ -77,6 +85,8 @@ class SplinterPolicy(BertPolicy):
     family, prefix = "splinter", "Splinter"
     heads = ("Model", "ForQuestionAnswering", "ForPreTraining")
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received})
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
@@ -103,6 +113,8 @@ class MPNetPolicy(BertPolicy):
         last=("pooler",),
         tuple_output=True,
     )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -22,7 +22,7 @@ class BesideFamilyPolicy(Policy):
     """
 
     rest_is_replicated = True
-    splits_sequence = False
+    supports_sequence_parallel = False
     exchanges_heads = False
 
     @cached_property

@@ -18,7 +18,8 @@ class Blip2Policy(Policy):
 
     family, prefix = "blip_2", "Blip2"
     heads = ("ForConditionalGeneration", "Model")
-    splits_sequence = False  # three towers
+    supports_sequence_parallel = False  # three towers
+    writes_usual_losses = True
 
     @cached_property
     def language_policy(self) -> Policy:

@@ -19,13 +19,14 @@ class BloomPolicy(Policy):
 
     family, prefix = "bloom", "Bloom"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-    splits_sequence = False  # the residual is added inside of the regions
+    supports_sequence_parallel = False  # the residual is added inside of the regions
     stages = StageLayout(
         layers="h",
         first={"word_embeddings": Received, "word_embeddings_layernorm": PassedThrough},
         last=("ln_f",),
         tuple_output=2,
     )
+    writes_usual_losses = True
 
     def head_counts(self) -> Mapping[str, int]:
         return {"n_head": self.model.config.n_head}
@@ -71,6 +72,7 @@ class FalconPolicy(BloomPolicy):
     stages = StageLayout(
         layers="h", first={"word_embeddings": Received}, every=("rotary_emb",), last=("ln_f",), tuple_output=2
     )
+    writes_usual_losses = True
 
     def head_counts(self) -> Mapping[str, int]:
         config = self.model.config

@@ -23,6 +23,8 @@ class ChatGLM2Policy(Policy):
         every=("rotary_pos_emb",),
         last=("encoder.final_layernorm", "output_layer"),
     )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def check(self) -> list[str]:
         groups = self.model.config.num_key_value_heads

@@ -23,6 +23,8 @@ class CLIPPolicy(Policy):
         "VisionModelWithProjection",
         "ForImageClassification",
     )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     @property
     def stages(self) -> StageLayout:

@@ -21,13 +21,14 @@ class DebertaV2Policy(Policy):
         "ForQuestionAnswering",
         "ForMultipleChoice",
     )
-    splits_sequence = False  # the table of relative positions is not cut, and read beside the sequence
+    supports_sequence_parallel = False  # the table of relative positions is not cut, and read beside the sequence
     stages = StageLayout(
         layers="encoder.layer",
         first={"embeddings": Received, "encoder.conv": Received},
         every=("encoder.rel_embeddings", "encoder.LayerNorm"),
         tuple_output=2,
     )
+    writes_usual_losses = True
 
     def check(self) -> list[str]:
         problems = super().check()

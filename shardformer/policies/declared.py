@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from shardformer.module_names import starred
 from shardformer.policies.plan_tree import layer_paths, stage_layout, tower_layout
 from shardformer.stage import StageLayout, StandIn
 
@@ -115,11 +116,6 @@ class DeclaredPlan:
             beside=beside,
             then=then,
         )
-
-
-def starred(path: str) -> str:
-    """A path with `*` in the place of numbers: what a plan calls a module of every layer."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def _read_by(layer: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ class DistilBertPolicy(Policy):
         "ForMultipleChoice",
     )
     stages = StageLayout(layers="transformer.layer", first={"embeddings": Received})
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def head_counts(self) -> Mapping[str, int]:
         return {"n_heads": self.model.config.n_heads}

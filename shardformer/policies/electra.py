@@ -25,6 +25,7 @@ class ErniePolicy(BertPolicy):
         "ForTokenClassification",
         "ForQuestionAnswering",
     )
+    writes_usual_losses = True
 
 
 class ElectraPolicy(BertPolicy):
@@ -42,6 +43,8 @@ class ElectraPolicy(BertPolicy):
         "ForQuestionAnswering",
     )
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received, "embeddings_project": PassedThrough})
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

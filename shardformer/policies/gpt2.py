@@ -24,6 +24,8 @@ class GPT2Policy(Policy):
         "ForQuestionAnswering",
     )
     stages = StageLayout(layers="h", first={"wte": Received, "wpe": AddsNothing, "drop": PassedThrough}, last=("ln_f",))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         cut = Shorthand(self.shard_config)

@@ -29,6 +29,8 @@ class GPTNeoPolicy(Policy):
     )
     # (class of the attention, its number of heads, feed-forward in and out, norms of a layer)
     attention, count, feed_forward, norms = "SelfAttention", "num_heads", ("c_fc", "c_proj"), ("ln_1", "ln_2")
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def head_counts(self) -> Mapping[str, int]:
         return {self.count: getattr(self.model.config, self.count)}
@@ -65,3 +67,4 @@ class GPTJPolicy(GPTNeoPolicy):
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
     stages = StageLayout(layers="h", first={"wte": Received, "drop": PassedThrough}, last=("ln_f",), tuple_output=2)
     attention, count, feed_forward, norms = "Attention", "num_attention_heads", ("fc_in", "fc_out"), ("ln_1",)
+    writes_usual_losses = True

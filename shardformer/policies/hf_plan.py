@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -22,8 +22,9 @@ from shardformer.layers import (
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
+from shardformer.module_names import starred
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, divisors_phrase
-from shardformer.policies.declared import DeclaredPlan, starred
+from shardformer.policies.declared import DeclaredPlan
 from shardformer.policies.plan_changes import STYLES
 from shardformer.policies.plan_sequence import (
     add_sequence_regions,
@@ -31,6 +32,7 @@ from shardformer.policies.plan_sequence import (
     per_token,
     unclosed_regions,
 )
+from shardformer.policies.plan_styles import shard_weights_of_heads
 from shardformer.policies.plan_tree import layer_paths, stage_layout
 
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -45,6 +47,7 @@ class PlanPolicy(Policy):
     """
 
     rest_is_replicated = True
+    supports_sequence_parallel = True
 
     def __init__(self, declared: DeclaredPlan | None = None) -> None:
         super().__init__()
@@ -70,6 +73,13 @@ class PlanPolicy(Policy):
         super().set_model(model)
         for name in ("plan", "stages"):
             self.__dict__.pop(name, None)
+
+    def head_counts(self) -> Mapping[str, int]:
+        """Those of the configuration and of its towers, as far as they name one; how they are cut, the plan says."""
+        config = getattr(self.model, "config", None)
+        towers = {"": config} | {f"{name}.": getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+        found = {f"{at}num_attention_heads": getattr(each, "num_attention_heads", None) for at, each in towers.items()}
+        return {name: count for name, count in found.items() if isinstance(count, int)}
 
     def check(self) -> list[str]:
         unknown = sorted({style for style in self.plan.values() if style not in STYLES})
@@ -170,6 +180,7 @@ class PlanPolicy(Policy):
                 description.attribute_replacement.update(self.declared.local_values(path, owner, self.tp_size))
             description.sub_module_replacement += self._learned_activations(owner, description)
             description.sub_module_replacement += self._head_norms(path, owner)
+            description.param_replacement += self._norms_by_head(path, owner)
         return table
 
     # ----- what a plan names -----
@@ -225,14 +236,28 @@ class PlanPolicy(Policy):
 
     def _head_norms(self, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
         """Norms of single heads that a plan forgets: their weights are whole, and see a rank's own heads."""
-        norms = [(name, child) for name, child in owner.named_children() if name in _HEAD_NORMS]
-        is_cut = self.plan.get(starred(_join(path, "q_proj"))) == "colwise"
         return [
             SubModuleReplacementDescription(name, None, partial_gradient=True)
-            for name, norm in norms
-            if is_cut
-            and starred(_join(path, name)) not in self.plan
-            and [param.numel() for param in norm.parameters()] == [getattr(owner, "head_dim", None)]
+            for name, norm in self._forgotten_norms(path, owner)
+            if [param.numel() for param in norm.parameters()] == [getattr(owner, "head_dim", None)]
+        ]
+
+    def _norms_by_head(self, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
+        """Norms with weights of each head by itself, [heads, head_dim], which are cut as the heads are."""
+        group, head_dim = self.shard_config.group, getattr(owner, "head_dim", None)
+        return [
+            partial(shard_weights_of_heads, name=name, group=group)
+            for name, norm in self._forgotten_norms(path, owner)
+            if all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters())
+        ]
+
+    def _forgotten_norms(self, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
+        """(name, norm) of those behind projections to heads that are cut, of which the plan says nothing."""
+        if self.plan.get(starred(_join(path, "q_proj"))) != "colwise":
+            return []
+        found = [(name, norm) for name, norm in owner.named_children() if any(True for _ in norm.parameters())]
+        return [
+            (name, norm) for name, norm in found if name in _HEAD_NORMS and starred(_join(path, name)) not in self.plan
         ]
 
     # ----- attention heads -----

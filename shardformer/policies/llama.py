@@ -19,6 +19,8 @@ class LlamaPolicy(Policy):
     family, prefix = "llama", "Llama"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     @property
     def uneven_heads(self) -> bool:
@@ -65,18 +67,22 @@ class MistralPolicy(LlamaPolicy):
     """Mistral; the sliding window is a matter of masks, which every rank builds alike."""
 
     family, prefix = "mistral", "Mistral"
+    writes_usual_losses = True
 
 
 class Qwen2Policy(LlamaPolicy):
     """Qwen2; its query, key and value projections have biases."""
 
     family, prefix = "qwen2", "Qwen2"
+    writes_usual_losses = True
 
 
 class Qwen3Policy(LlamaPolicy):
     """Qwen3 normalises each head's queries and keys with weights that all heads share."""
 
     family, prefix = "qwen3", "Qwen3"
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -18,7 +18,7 @@ class OPTPolicy(Policy):
 
     family, prefix = "opt", "OPT"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
-    splits_sequence = False
+    supports_sequence_parallel = False
     stages = StageLayout(
         layers="decoder.layers",
         first={
@@ -28,6 +28,7 @@ class OPTPolicy(Policy):
         },
         last=("decoder.final_layer_norm", "decoder.project_out"),
     )
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         cut = Shorthand(self.shard_config)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
-from shardformer.layers.linear import is_transposed
+from shardformer.layers.linear import in_features, out_features
 from shardformer.policies.base import SubModuleReplacementDescription
 from shardformer.policies.plan_styles import (
     drop_behind_activation,
@@ -38,14 +38,14 @@ def _column(policy: PlanPolicy, owner: nn.Module, name: str, gather: bool = Fals
         return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
     if gather:
         return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
-    heads = policy.heads_of(owner, name, _out_features(module))
-    reads = f"input of {_in_features(module)} features"
+    heads = policy.heads_of(owner, name, out_features(module))
+    reads = f"input of {in_features(module)} features"
     return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
 
 
 def _fused_column(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
     """Query, key and value in one projection, one after the other."""
-    features = _out_features(getattr(owner, name)) // 3
+    features = out_features(getattr(owner, name)) // 3
     kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
     return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
 
@@ -56,21 +56,13 @@ def _first_dim(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:
     return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
 
 
-def _out_features(module: nn.Module) -> int:
-    return module.weight.shape[1 if is_transposed(module) else 0]
-
-
-def _in_features(module: nn.Module) -> int:
-    return module.weight.shape[0 if is_transposed(module) else 1]
-
-
 def _row(policy: PlanPolicy, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
     if splits_input:
         return SubModuleReplacementDescription(name, RowParallelLinear, {"splits_input": True})
-    heads = policy.heads_of(owner, name, _in_features(module))
+    heads = policy.heads_of(owner, name, in_features(module))
     return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
 
 
@@ -79,7 +71,7 @@ def _packed(policy: PlanPolicy, owner: nn.Module, name: str, from_end: int) -> C
     if not isinstance(module, nn.Module):
         group = policy.shard_config.group
         return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=2, group=group)
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": module.out_features // 2})
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": out_features(module) // 2})
 
 
 def _embedding(policy: PlanPolicy, owner: nn.Module, name: str) -> Change:

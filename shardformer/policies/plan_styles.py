@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.collectives import copy_to_axis, reduce_from_axis
 from shardformer.layers import ParallelDropout
+from shardformer.layers.linear import column_spec, copies_group
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,15 @@ def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts
         parts = (Part(size),)
     spec = ShardSpec(tuple(parameter.shape), dim, parts, dist.get_rank(group), dist.get_world_size(group))
     setattr(owner, name, shard_parameter(parameter, spec))
+
+
+def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) -> None:
+    """Cut the parameters [heads, head_dim] of a module of `owner`; heads fewer than ranks are copied."""
+    module = getattr(owner, name)
+    for each, parameter in list(module.named_parameters(recurse=False)):
+        heads = column_spec(parameter.shape[0], group, num_heads=parameter.shape[0])
+        spec = replace(heads, full_shape=tuple(parameter.shape))
+        setattr(module, each, shard_parameter(parameter, spec, copies_group(group, heads.copies)))
 
 
 def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:

@@ -77,9 +77,10 @@ def policy_for(model: nn.Module) -> Policy:
 
         return PlanPolicy()
     name = type(model).__name__
-    near = difflib.get_close_matches(name, by_bare_name, n=3) or sorted(by_bare_name)[:3]
+    near = difflib.get_close_matches(name, by_bare_name, n=3)
     raise ValueError(
-        f"model class {name} has neither a sharding policy nor a plan of its own; describe it with a Policy "
-        "(custom_policy=…), a TPInfo or slots (docs/writing_a_policy.md), or use a class such as "
-        f"{', '.join(near)}"
+        f"model class {name} has neither a sharding policy nor a plan of its own; tp_size=1 with pp_size=1 trains it "
+        "data-parallel as it is, sharding_dim=-1 cuts its linear layers over tp_size, and a Policy (custom_policy=…), "
+        "a TPInfo or slots say how it is cut (docs/writing_a_policy.md)"
+        + (f"; classes with a policy: {', '.join(near)}" if near else "")
     )

@@ -17,7 +17,8 @@ class SamPolicy(Policy):
 
     family, prefix = "sam", "Sam"
     heads = ("Model", "VisionModel")
-    splits_sequence = False  # hidden states are images, [batch, height, width, hidden]
+    supports_sequence_parallel = False  # hidden states are images, [batch, height, width, hidden]
+    writes_usual_losses = True
 
     @property
     def stages(self) -> StageLayout:

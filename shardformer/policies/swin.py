@@ -42,6 +42,8 @@ class SwinPolicy(Policy):
     family, prefix = "swin", "Swin"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "Backbone")
     layer_outputs = 2
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     @property
     def stages(self) -> StageLayout:
@@ -102,6 +104,8 @@ class Swinv2Policy(SwinPolicy):
 
     family, prefix = "swinv2", "Swinv2"
     layer_outputs = 1
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def check(self) -> list[str]:
         problems = super().check()

@@ -30,6 +30,8 @@ class T5Policy(Policy):
         "ForQuestionAnswering",
     )
     shares_biases = True
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     @property
     def stages(self) -> StageLayout:
@@ -99,6 +101,7 @@ class MT5Policy(T5Policy):
     """mT5: T5's table under its names."""
 
     family, prefix = "mt5", "MT5"
+    writes_usual_losses = True
 
 
 class UMT5Policy(T5Policy):
@@ -106,3 +109,4 @@ class UMT5Policy(T5Policy):
 
     family, prefix = "umt5", "UMT5"
     shares_biases = False
+    writes_usual_losses = True

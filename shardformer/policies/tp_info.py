@@ -24,6 +24,7 @@ from shardformer.layers.linear import is_linear, out_features
 from shardformer.module_names import ends_in, nearest_names
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.beside_family import BesideFamilyPolicy
+from shardformer.policies.feature_counts import whole_counts
 
 # Arguments of a layer that may stand in a rule; what has no meaning here, but does no harm, is taken and left.
 _LAYER_ARGUMENTS = {
@@ -83,6 +84,8 @@ class TPInfo:
 
     def shrink(self, attributes: Mapping[str, str | Iterable[str]]) -> TPInfo:
         """Numbers of modules that are divided by the number of ranks: {name: {attribute, ...}}.
+
+        An empty set says of a module that its numbers hold for a rank's share as they are.
 
         Raises:
             ValueError: this is no mapping.
@@ -148,6 +151,7 @@ class TPInfoPolicy(BesideFamilyPolicy):
         problems = super().check() + self._unmatched()
         if self.shard_config.tensor_parallel_size > 1 and not problems:
             problems = [*self._wrong_kinds(), *self._uneven(), *self._open_columns(), *self._in_between()]
+            problems = problems or self._whole_counts()
         return problems
 
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
@@ -265,6 +269,24 @@ class TPInfoPolicy(BesideFamilyPolicy):
             if path.rpartition(".")[0] in parents and path not in said and any(True for _ in module.parameters())
             if not any(one.startswith(f"{path}.") for one in said)
         ]
+
+    def _whole_counts(self) -> list[str]:
+        """Numbers of heads that a module would cut a rank's share of its features by, as if it were the whole."""
+        shrunk, problems = self._matches["shrink"], []
+        for path, arguments in self._matches["shard_col"].items():
+            parent = path.rpartition(".")[0]
+            if arguments.get("gather_output") or (parent in shrunk and not shrunk[parent]):
+                continue
+            features, stride = out_features(self.model.get_submodule(path)), arguments.get("stride", 1)
+            counts = whole_counts(self.model.get_submodule(parent), features, stride)
+            for name, value in counts.items():
+                if name not in shrunk.get(parent, ()):
+                    problems.append(
+                        f"shard_col cuts {path}, and {parent or type(self.model).__name__} computes with "
+                        f"{name}={value} as of the whole layer; add .shrink({{'{parent}': {{'{name}'}}}}), or "
+                        f".shrink({{'{parent}': set()}}) if it is right for a rank's share"
+                    )
+        return list(dict.fromkeys(problems))
 
 
 def _column(module: nn.Module, arguments: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:

@@ -25,6 +25,8 @@ class ViTPolicy(Policy):
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling")
     uneven_heads = True
     stages = StageLayout(layers="layers", first={"embeddings": ReceivedPatches}, last=("layernorm", "pooler"))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         cut = Shorthand(self.shard_config)
@@ -48,3 +50,4 @@ class DeiTPolicy(ViTPolicy):
 
     family, prefix = "deit", "DeiT"
     heads = (*ViTPolicy.heads, "ForImageClassificationWithTeacher")
+    writes_usual_losses = True

@@ -88,7 +88,8 @@ def test_links_of_a_job(tmp_path: Path) -> None:
         (["--nproc-per-node", "2", "--tp", "4"], "world size 2 is not a multiple of tp_size*pp_size=4*1=4"),
         (["--nproc-per-node", "4", "--dp", "3"], "dp_size=3 does not fit world size 4"),
         (["--nproc-per-node", "0"], "argument --nproc-per-node: '0' is not a positive integer, such as 4"),
-        (["--nproc-per-node", "2", "--output", "/nowhere/x"], "/nowhere/x cannot be written, its directory does not"),
+        (["--nproc-per-node", "2", "--output", "/nowhere/x"], "/nowhere/x cannot be written, /nowhere is no dir"),
+        (["--output", "links.json"], "--output is about links between ranks; add --nproc-per-node 4, say"),
     ],
 )
 def test_a_mistake_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,13 +54,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Callable[..., WatchedJob]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "trial",
-    [
-        pytest.param(trial, id=f"{trial.fault}-{trial.place}", marks=() if trial is TRIALS[0] else pytest.mark.slow)
-        for trial in TRIALS
-    ],
-)
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: f"{trial.fault}-{trial.place}")
 def test_a_fault_is_named_and_ends_the_job(trial: Trial) -> None:
     outcome = trial.run()
     assert trial.rank_is_named(outcome), outcome.err

@@ -76,10 +76,22 @@ def test_this_machine_is_measured(model: str, capsys: pytest.CaptureFixture[str]
         (("--inter", "fast"), "'fast' is not a positive number, such as 80"),
         (("--head", "LlamaForNothing"), "transformers has no model class 'LlamaForNothing'"),
         (("--sequence-length", "4096"), "longer than the 128 positions of LlamaForCausalLM; use 128 or fewer"),
-        (("--choose", "9999"), "--choose 9999 is beyond the"),
+        (("--choose", "9999", "--output", "never.json"), "--choose 9999 is beyond the"),
+        (("--choose", "2"), "--choose 2 says which row is written, and no file is; add --output"),
+        (("--output", "/nowhere/plan.json"), "/nowhere/plan.json cannot be written, /nowhere is no directory"),
     ],
 )
 def test_mistakes(options: tuple[str, ...], sentence: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = outcome(capsys, "plan", model, *_SIZES, *options)
     assert code == 2
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_model_that_scans_its_tokens_is_refused_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = outcome(capsys, "plan", str(tmp_path), "--sequence-length", "4096", "--max-tp", "1")
+    assert code == 2
+    assert "MambaForCausalLM runs its tokens one after the other" in err and "plan for" in err

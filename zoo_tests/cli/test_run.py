@@ -81,7 +81,18 @@ def test_rank_ended_by_a_signal_is_named() -> None:
 @pytest.mark.slow
 def test_exit_code_of_the_script_is_the_commands() -> None:
     result = start_job("own_code", "all").ended()
-    assert (result.code, result.err) == (7, "")
+    assert result.code == 7
+    assert re.fullmatch(r"error: rank [01] ended with exit code 7, and with it the job\n", result.err), result.err
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_by_itself_is_named_with_its_exit_code() -> None:
+    """By the others if they get to it, else by the command."""
+    result = start_job("own_code", "1").ended()
+    assert result.code == 7
+    assert re.fullmatch(
+        r"error: rank 1 (ended with exit code 7|called sys\.exit\(7\): it .*has ended)[^\n]*\n", result.err
+    )
 
 
 @pytest.mark.parametrize("start", [start_job, start_alone])

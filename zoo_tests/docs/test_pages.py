@@ -51,6 +51,15 @@ def test_the_readme_counts_what_the_pages_count() -> None:
     assert f"{len(declared_plans())} families more" in readme
 
 
+def test_the_readme_names_the_versions_that_the_suite_is_run_with() -> None:
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    newest = {name: tested for name, _, tested in rows_of(REPOSITORY / "README.md", "")}
+    assert {name: newest[name] for name in ("torch", "transformers")} == {
+        name: pinned[name] for name in ("torch", "transformers")
+    }
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in links_of(page):

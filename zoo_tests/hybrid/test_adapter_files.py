@@ -1,8 +1,6 @@
-"""LoRA adapters in directories of the peft package's format.
+"""Adapters in directories of the peft package's format: the same files that peft writes of the unsharded model.
 
-The models are those of a replica of peft (`zoo_tests.peft_like`); the names and keys checked here are those that peft
-0.21 documents and writes. What breaks here first: a name in the file. Look in
-`plugins/hybrid_parallel/checkpoint/adapters.py`.
+What breaks here first: a name in the file. Look in `shardformer/adapters/files.py`.
 """
 
 from __future__ import annotations
@@ -15,27 +13,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.adapters import file_name
+from zoo_tests.adapters import ADAPTER, load_adapters
 from zoo_tests.case import LAYOUTS, Case, Recipe
-from zoo_tests.peft_like import ADAPTER, load_adapters
 from zoo_tests.ranks import distributed, run_on_ranks
 from zoo_tests.sharded import Boosted, boost
 
-_TARGETS = {
-    "llama": ("causal_lm", ("q_proj", "o_proj", "lm_head")),
-    "gpt2": ("lm_head", ("c_attn", "c_proj")),
-    "bert": ("sequence", ("query", "output.dense", "classifier")),
-    "t5": ("generation", ("q", "o", "wi_0", "wo")),
+_RECIPES = {
+    "llama": ("causal_lm", ("q_proj", "o_proj", "lm_head"), (("modules_to_save", ("norm", "mlp")),)),
+    "gpt2": ("lm_head", ("c_attn", "c_proj"), (("use_dora", True), ("fan_in_fan_out", True))),
+    "bert": ("sequence", ("query", "output.dense"), (("bias", "lora_only"), ("task_type", "SEQ_CLS"))),
+    "t5": ("generation", ("q", "o", "wi_0", "wo"), ()),
 }
 
 
 def _case(family: str, layout: str) -> Case:
-    head, targets = _TARGETS[family]
-    return Case(recipe=Recipe(family=family, head=head, adapters=targets), layout=layout)
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
+    head, targets, options = _RECIPES[family]
+    recipe = Recipe(family=family, head=head, adapters=targets, adapter_options=options)
+    return Case(recipe=recipe, layout=layout)
 
 
 def _save(case: Case, directory: Path, dtype: torch.dtype | None = None) -> None:
@@ -48,8 +42,8 @@ def _load(case: Case, directory: Path) -> None:
     boosted = boost(case)
     before = _pieces(boosted)
     with torch.no_grad():
-        for name, param in boosted.model.unwrap().named_parameters():
-            if _is_adapter(name):
+        for param in boosted.model.unwrap().parameters():
+            if param.requires_grad:
                 param.add_(1)
     boosted.booster.load_model(boosted.model, directory)
     after = _pieces(boosted)
@@ -66,50 +60,27 @@ def _pieces(boosted: Boosted) -> dict[str, torch.Tensor]:
 )
 def test_round_trip(family: str, saved: str, loaded: str, tmp_path: Path) -> None:
     case = _case(family, saved)
-    run_on_ranks(LAYOUTS[saved].world_size, _save, case, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    run_on_ranks(LAYOUTS[saved].world_size, _save, case, tmp_path / "ours")
+    ours = sorted(path.name for path in (tmp_path / "ours").iterdir())
+    assert ours == ["adapter_config.json", "adapter_model.safetensors"]
     plain = case.recipe.model()
-    expected = {name.replace(f".{ADAPTER}", ""): param for name, param in plain.named_parameters() if _is_adapter(name)}
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert tensors.keys() == expected.keys()
-    assert all(name.startswith("base_model.model.") and name.endswith(".weight") for name in tensors)
-    assert all(torch.equal(tensors[name], param) for name, param in expected.items())
-    run_on_ranks(2, _load, case.but(layout=loaded), tmp_path)
+    plain.save_pretrained(tmp_path / "plain")
+    expected, found = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("plain", "ours"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    configs = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("plain", "ours")]
+    for config in configs:
+        config["target_modules"].sort()  # a set in peft, in an order of its own
+    assert configs[0] == configs[1]
+    run_on_ranks(2, _load, case.but(layout=loaded), tmp_path / "plain")
 
 
-def test_configuration(tmp_path: Path) -> None:
+def test_precision_of_the_file(tmp_path: Path) -> None:
     case = _case("llama", "tp2")
     run_on_ranks(2, _save, case, tmp_path, torch.bfloat16)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["peft_type"] == "LORA" and config["r"] == 3 and config["inference_mode"] is True
-    assert config["target_modules"] == sorted(_TARGETS["llama"][1])
-    assert config["auto_mapping"]["base_model_class"] == "LlamaForCausalLM"
     dtypes = {tensor.dtype for tensor in load_file(tmp_path / "adapter_model.safetensors").values()}
     assert dtypes == {torch.bfloat16}
-    load_adapters(case.recipe.model(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "in_file"),
-    [
-        ("base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.h.0.c_attn.lora_A.weight"),
-        ("base_model.model.default.q.lora_B.default.weight", "base_model.model.default.q.lora_B.weight"),
-        ("base_model.model.wte.lora_embedding_A.default", "base_model.model.wte.lora_embedding_A"),
-        ("base_model.model.q.lora_magnitude_vector.default.weight", "base_model.model.q.lora_magnitude_vector"),
-        ("base_model.model.classifier.modules_to_save.default.bias", "base_model.model.classifier.bias"),
-        ("base_model.model.classifier.original_module.bias", None),
-        ("base_model.model.h.0.c_attn.lora_A.other.weight", None),
-        ("base_model.model.h.0.c_attn.base_layer.weight", None),
-        ("base_model.model.h.0.c_attn.base_layer.bias", None),
-    ],
-)
-def test_names(name: str, in_file: str | None) -> None:
-    assert file_name(name, "default") == in_file
-
-
-def test_biases_that_are_trained_are_saved() -> None:
-    assert file_name("base_model.model.ln_f.bias", "default", bias="all") == "base_model.model.ln_f.bias"
-    assert file_name("base_model.model.classifier.original_module.bias", "default", bias="all") is None
+    assert load_adapters(case.recipe.base_model(), tmp_path).peft_config[ADAPTER].r == 3
 
 
 @distributed(2)
@@ -132,8 +103,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         boosted.booster.load_model(boosted.model, tmp_path / "good")
     assert all(torch.equal(piece, before[name]) for name, piece in _pieces(boosted).items())
     boosted.booster.load_model(boosted.model, tmp_path / "good", strict=False)
-    boosted.model.unwrap().peft_config[ADAPTER].peft_type = "IA3"
-    with pytest.raises(ConfigurationError, match=r"peft_type='IA3'; save_model knows 'LORA' alone"):
+    boosted.model.unwrap().merge_and_unload()
+    with pytest.raises(ConfigurationError, match="the model has no adapter any more, since merge_and_unload or unload"):
         boosted.booster.save_model(boosted.model, tmp_path / "other")
 
 

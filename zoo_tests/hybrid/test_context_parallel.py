@@ -59,9 +59,9 @@ def _check_packed(mode: str) -> None:
     """Documents one behind the other, told by their positions, do not see each other."""
     ids = _ids(rows=2)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4, 5, 0]]).expand(2, -1).contiguous()
-    batch = {"input_ids": ids, "position_ids": positions}
+    batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     plain = _model()
-    expected = plain(**batch, use_cache=False).logits
+    expected = plain(**batch).logits
     F.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     together = plain(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
     assert not torch.allclose(expected, together), "the documents are not told apart"

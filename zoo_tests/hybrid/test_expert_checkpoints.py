@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.case import Case, Recipe
 from zoo_tests.hybrid.test_resharding import reassembled
 from zoo_tests.ranks import run_on_ranks
@@ -110,3 +114,41 @@ def _load_files(case: Case, directory: Path) -> None:
 def test_model_files_come_back(layout: str, ep_size: int, tmp_path: Path) -> None:
     case = _case(layout, ep_size)
     run_on_ranks(case.sizes.world_size, _load_files, case, tmp_path)
+
+
+def _save_and_open(options: dict[str, Any], folder: Path) -> list[str]:
+    """Names of tensors that are not what they were, after each form of the files was opened."""
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    whole = dict(_mixture().state_dict())
+    model = booster.boost(_mixture())
+    booster.save_model(model, folder / "ours")
+    wrong = []
+    for form in ("experts", "stacked", "ours"):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        booster.load_model(model, folder / form)
+        booster.save_model(model, folder / f"again-{form}")
+        again = MixtralForCausalLM.from_pretrained(folder / f"again-{form}").state_dict()
+        wrong += [f"{form}: {name}" for name, value in again.items() if not torch.equal(value, whole[name])]
+    return wrong
+
+
+def _mixture() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_hidden_layers=2, vocab_size=67))
+
+
+@pytest.mark.parametrize("options", [{"ep_size": 2}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
+def test_files_have_the_names_of_transformers_and_both_forms_open(options: dict[str, Any], tmp_path: Path) -> None:
+    """An expert each, which `save_pretrained` writes, or all of a layer stacked, as they are in memory."""
+    _mixture().save_pretrained(tmp_path / "experts")
+    _mixture().save_pretrained(tmp_path / "stacked", save_original_format=False)
+    for wrong in run_on_ranks(2, _save_and_open, options, tmp_path):
+        assert not wrong
+    names = {
+        form: {name for path in (tmp_path / form).glob("*.safetensors") for name in load_file(path)}
+        for form in ("experts", "stacked", "ours")
+    }
+    assert names["ours"] == names["experts"] != names["stacked"]

@@ -100,6 +100,64 @@ def test_texts_end_apart(family: str) -> None:
     assert torch.equal(found, expected)
 
 
+_RETURNS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+_FURTHER: dict[str, dict[str, Any]] = {
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "lookup_sampling": {"prompt_lookup_num_tokens": 3, "do_sample": True},
+    "static": {"cache_implementation": "static"},
+    "returned": _RETURNS | {"output_attentions": True, "output_hidden_states": True, "num_beams": 2},
+    "several": {"do_sample": True, "num_return_sequences": 3, "repetition_penalty": 1.3},
+}
+
+
+def _check_further_ways(native: nn.Module, boosted: Any, family: str) -> None:
+    """One prompt, as decoding ahead asks for; the assistant is a model of its own, and a boosted one."""
+    kept = {key: value[-1:] for key, value in _prompt(family).items()}
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ways = _FURTHER | {"assisted": {"assistant_model": copy.deepcopy(native)}}
+    ways["assisted_sampling"] = ways["assisted"] | {"do_sample": True}
+    ways["assisted_by_boosted"] = {"assistant_model": boosted}
+    for name, way in ways.items():
+        results = []
+        for model in (native, boosted):
+            torch.manual_seed(3)
+            own = {"assistant_model": native} if name == "assisted_by_boosted" and model is native else {}
+            result = model.generate(**kept, **{**options, **way, **own})
+            result = result if isinstance(result, Tensor) else dict(result) | {"past_key_values": None}
+            results.append(result)
+        expected, found = results
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@distributed(4)
+def test_further_ways_to_generate_with_heads_that_ranks_share_unevenly() -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    for attention in ("eager", "sdpa"):
+        native = FAMILIES["llama"].build("causal_lm", torch.float32, attn_implementation=attention, **heads).eval()
+        boosted = Booster(plugin=HybridParallelPlugin(tp_size=4)).boost(copy.deepcopy(native)).eval()
+        if attention == "eager":
+            _check_further_ways(native, boosted, "llama")
+        else:
+            for way in _WAYS:
+                assert torch.equal(_tokens(boosted, "llama", way), _tokens(native, "llama", way))
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_an_encoder_decoder_returns_the_scores_of_all_heads() -> None:
+    native = FAMILIES["t5"].build("generation", torch.float32, num_layers=4, attn_implementation="eager").eval()
+    boosted = Booster(plugin=HybridParallelPlugin(tp_size=2)).boost(copy.deepcopy(native)).eval()
+    _check_further_ways(native, boosted, "t5")
+
+
+@distributed(2)
+def test_hidden_states_of_cut_sequences_are_refused() -> None:
+    plugin = HybridParallelPlugin(tp_size=2, enable_sequence_parallelism=True)
+    boosted = Booster(plugin=plugin).boost(_model("llama")).eval()
+    with pytest.raises(RuntimeError, match=r"output_hidden_states=True\) finds parts of sequences under enable_seq"):
+        boosted.generate(**_prompt("llama"), max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
+
+
 @distributed(4)
 def test_replicas_write_texts_of_their_own() -> None:
     """Of different lengths, as long as the longest of none but their own; after a step of training."""

@@ -67,3 +67,17 @@ def test_different_models_are_refused_on_every_rank() -> None:
     model = torch.nn.Linear(3, 2 + dist.get_rank())
     with pytest.raises(ConfigurationError, match="the ranks built different models .* build the same model from the"):
         Booster(plugin=HybridParallelPlugin()).boost(model)
+
+
+@distributed(2)
+def test_other_frozen_parameters_are_refused_on_every_rank() -> None:
+    for layout in ({}, {"tp_size": 2}, {"pp_size": 2}):
+        model = _model(seed=0)
+        model.bert.embeddings.requires_grad_(False)  # which is alike
+        model.bert.encoder.layer[1].output.dense.bias.requires_grad_(dist.get_rank() == 0)
+        optimizer = torch.optim.SGD(param for param in model.parameters() if param.requires_grad)
+        expected = (
+            "bert.encoder.layer.1.output.dense.bias is frozen on rank 1, and trained on rank 0; set requires_grad alike"
+        )
+        with pytest.raises(ConfigurationError, match=expected):
+            Booster(plugin=HybridParallelPlugin(**layout)).boost(model, optimizer)

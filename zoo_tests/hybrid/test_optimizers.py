@@ -6,6 +6,8 @@ middle. Look in `plugins/hybrid_parallel/zero`.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.hybrid.optimizers import ClippedSGD, DerivedAdam, Lamb, Lion, TrustAdamW
 from zoo_tests.hybrid.toy import Pair, global_batch, mean_square, share_of, toy
 from zoo_tests.ranks import distributed
 
@@ -53,6 +56,25 @@ def test_equals_plain_torch(name: str, zero_stage: int) -> None:
         return getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
 
     _train(Pair.make(make, zero_stage=zero_stage))
+
+
+@distributed(2)
+def test_optimizers_as_users_write_them() -> None:
+    for zero_stage in (0, 1):
+        for make in (DerivedAdam, TrustAdamW, Lamb, Lion, ClippedSGD):
+            if make is ClippedSGD and zero_stage == 1:
+                with pytest.raises(ConfigurationError, match="ClippedSGD updates each parameter by what it finds in"):
+                    Pair.make(lambda model: ClippedSGD(model.parameters()), zero_stage=zero_stage)
+                continue
+            _train(Pair.make(lambda model, make=make: make(model.parameters()), zero_stage=zero_stage))
+
+
+@distributed(2)
+def test_adafactor_of_transformers() -> None:
+    from transformers.optimization import Adafactor
+
+    for options in ({}, {"lr": 0.05, "relative_step": False, "scale_parameter": False, "beta1": 0.9}):
+        _train(Pair.make(lambda model, options=options: Adafactor(model.parameters(), **options)))
 
 
 @distributed(2)
@@ -246,6 +268,30 @@ def test_zero_grad_forgets_everything() -> None:
     _train(pair)
 
 
+# ----- state dicts -----
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@distributed(2)
+def test_state_dicts_of_its_own_and_of_plain_torch(zero_stage: int) -> None:
+    pair = Pair.make(_groups, zero_stage=zero_stage)
+    for step in range(2):
+        pair.backward(step)
+        pair.step()
+    own, plain = copy.deepcopy(pair.optimizer.state_dict()), copy.deepcopy(pair.plain_optimizer.state_dict())
+    for saved in (own, plain):
+        pair.backward(2)
+        pair.step()
+        pair.optimizer.load_state_dict(copy.deepcopy(saved))
+        pair.plain_optimizer.load_state_dict(copy.deepcopy(plain))
+        _train(pair)
+    other = Pair.make(_groups, zero_stage=1 - zero_stage)
+    with pytest.raises(ConfigurationError, match="got the state of another rank or layout; save and load by booster"):
+        other.optimizer.load_state_dict(own)
+    with pytest.raises(ConfigurationError, match=r"got groups of \[6\] parameters, the optimizer has \[2, 1, 2\]"):
+        pair.optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(6)]).state_dict())
+
+
 # ----- what is refused -----
 
 
@@ -257,6 +303,9 @@ def test_what_is_refused() -> None:
         mean_square(pair.model(x=batch["x"]), batch).backward()
     with pytest.raises(RuntimeError, match=r"step\(closure\) is not supported"):
         pair.optimizer.step(lambda: 0.0)
+    pair.optimizer.param_groups[0]["params"].append(pair.model.unwrap().first.weight)
+    with pytest.raises(ConfigurationError, match=r"holds a parameter that was added after boost\(\)"):
+        pair.optimizer.step()
     with pytest.raises(RuntimeError, match="parameter groups cannot be added after boost"):
         pair.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(ConfigurationError, match=r"the optimizer is a plain SGD; pass the one that boost\(\) returned"):
@@ -266,10 +315,38 @@ def test_what_is_refused() -> None:
 
 
 @distributed(2)
+def test_a_model_that_boost_did_not_return_is_refused() -> None:
+    pair = Pair.make(lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
+    booster, optimizer, batch = pair.booster, pair.optimizer, share_of(global_batch(0))
+    average = torch.optim.swa_utils.AveragedModel(pair.model)
+    calls: list[Callable[[Any], Any]] = [
+        lambda model: booster.execute_pipeline(batch, model, optimizer=optimizer),
+        lambda model: booster.execute_pipeline(batch, model),
+        lambda model: booster.no_sync(model, optimizer).__enter__(),
+        lambda model: booster.check_synchrony(model),
+        lambda model: booster.save_model(model, "nowhere"),
+        lambda model: booster.load_model(model, "nowhere"),
+        lambda model: booster.save_checkpoint("nowhere", model=model),
+        lambda model: booster.load_checkpoint("nowhere", model=model),
+    ]
+    raw = (
+        r"the model is a plain \w+; pass the model that boost\(\) returned: model, optimizer, … = booster.boost\(model"
+    )
+    around = r"the model is AveragedModel around the one that boost\(\) returned; pass its \.module"
+    for call in calls:
+        for model, words in ((pair.model.unwrap(), raw), (average, around)):
+            with pytest.raises(ConfigurationError, match=words):
+                call(model)
+    for call in (booster.save_optimizer, booster.load_optimizer):
+        with pytest.raises(ConfigurationError, match="the optimizer is a plain SGD; pass the one that boost"):
+            call(pair.plain_optimizer, "nowhere")
+
+
+@distributed(2)
 def test_an_optimizer_of_another_model_is_refused_before_anything_is_changed() -> None:
     model, booster = toy(), Booster(plugin=HybridParallelPlugin())
     with pytest.raises(ConfigurationError, match="SGD holds a parameter that is not in the model"):
         booster.boost(model, torch.optim.SGD(toy().parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError, match="got an optimizer without its model; give both in one call"):
+    with pytest.raises(ConfigurationError, match="got an optimizer without its model; make it from the"):
         booster.boost(torch.optim.SGD(model.parameters(), lr=0.1))
     booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))

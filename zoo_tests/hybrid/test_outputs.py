@@ -186,6 +186,13 @@ def test_gradient_checkpointing_needs_a_transformers_model() -> None:
         booster.boost(toy())
 
 
+@distributed(1)
+def test_gradient_checkpointing_needs_a_class_that_transformers_recomputes() -> None:
+    booster = Booster(plugin=HybridParallelPlugin(gradient_checkpointing=0.5))
+    with pytest.raises(ConfigurationError, match="=0.5 recomputes layers, .* AlbertForPreTraining"):
+        booster.boost(Recipe(family="albert", head="pretraining").model())
+
+
 @distributed(2)
 def test_backward_of_a_pipeline_says_what_to_call() -> None:
     boosted = boost(Case(recipe=Recipe(family="bert", head="sequence"), layout="pp2"))

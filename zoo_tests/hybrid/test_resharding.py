@@ -123,3 +123,16 @@ def test_all_layouts_open_all_others(
         else:
             assert any("/master" in name for name in before)
             assert losses[source] == pytest.approx(uninterrupted[source], rel=2e-2), source
+
+
+def _save_and_open(case: Case, folder: Path) -> None:
+    boosted = boost(case)
+    boosted.booster.save_checkpoint(folder, **_state(boosted))
+    boosted.booster.load_checkpoint(folder, **_state(boosted))
+
+
+def test_a_buffer_of_every_rank_is_saved_once(tmp_path: Path) -> None:
+    """BART's bias on logits belongs to the model itself, which every stage and every tensor-parallel rank has."""
+    case = Case(recipe=Recipe(family="bart", head="generation"), layout="tp2pp2")
+    run_on_ranks(4, _save_and_open, case, tmp_path / "state")
+    assert "model/final_logits_bias" in reassembled(tmp_path / "state")

@@ -44,6 +44,7 @@ FAST = [
     _case("llama", "cp2"),
     _case("llama", "cp2tp2", enable_sequence_parallelism=True),
     _case("gpt2", "cp2pp2"),
+    _case("olmo2", "cp2tp2", config={"num_hidden_layers": 2}),
 ]
 SLOW = [
     _case("bert", "cp2", head="sequence"),

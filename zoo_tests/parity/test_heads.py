@@ -1,5 +1,7 @@
 """Every head class of every family, in tensor and pipeline parallelism: fp64, SGD, against plain training.
 
+The main head of each family is in `test_parity.py`.
+
 What breaks here first: the sums and counts of a head's loss, a module of a head that no stage has, and heads of new
 releases of transformers. A head that fails alone points at `shardformer/losses` or at the family's policy.
 """
@@ -12,11 +14,12 @@ import pytest
 
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
-from zoo_tests.parity.test_parity import ENGINE_FAMILIES
+from zoo_tests.parity.test_parity import ENGINE_FAMILIES, matrix
 from zoo_tests.zoo import FAMILIES
 
 
 def _heads() -> list:
+    elsewhere = set(matrix())
     cases = [
         Case(
             recipe=Recipe(family=family, head=name, precision=members.precision),
@@ -25,10 +28,10 @@ def _heads() -> list:
         )
         for family, members in FAMILIES.items()
         for name, head in members.heads.items()
-        for layout in (("tp2", "pp2", "tp2pp2", "dp2") if family in ENGINE_FAMILIES else ("tp2pp2",))
+        for layout in (("tp2pp2", "dp2") if family in ENGINE_FAMILIES else ("tp2pp2",))
     ]
-    fast = [case for case in cases if case.layout == "tp2pp2" and case.recipe.family == ENGINE_FAMILIES[0]]
-    return [pytest.param(case, id=str(case), marks=[] if case in fast else [pytest.mark.slow]) for case in cases]
+    cases = [case for case in cases if case not in elsewhere]
+    return [pytest.param(case, id=str(case)) for case in cases]
 
 
 @pytest.mark.slow

@@ -7,14 +7,21 @@ that docs/results/coverage.md says are exact; `python -m zoo_tests.census --only
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.policies.declared import declared_plans
 from shardformer.policies.registry import family_policies
 from zoo_tests.census.classes import HeadClass, head_classes
 from zoo_tests.census.trained import plain_run, sharded_verdict
 from zoo_tests.docs.pages import REPOSITORY, rows_of
+from zoo_tests.ranks import distributed
 
 _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
@@ -69,3 +76,58 @@ def test_towers_are_cut_anywhere(head: HeadClass) -> None:
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     cuts = {split: sharded_verdict(head, "pp2", plain, layers_per_stage=split) for split in ((1, 7), (4, 4), (7, 1))}
     assert set(cuts.values()) == {"exact"}, cuts
+
+
+_TINY = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def _decoder(name: str, **options: Any) -> nn.Module:
+    """A decoder whose weights, norms too, differ from each other."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**_TINY, **options, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5, 0.3)
+    return model
+
+
+@distributed(2)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Cohere", {"use_qk_norm": True, "num_key_value_heads": 1}),  # the norm of keys is copied, that of queries cut
+        ("Apertus", {"num_key_value_heads": 2}),  # an activation with parameters and buffers
+    ],
+)
+def test_parts_that_the_plan_forgets_train_and_are_saved(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    plain = _decoder(name, **options)
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2))
+
+    def boosted() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = _decoder(name, **options)
+        model.model.layers[0].self_attn.q_proj.weight.is_slow = True
+        return booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+    model, optimizer = boosted()
+    assert [hasattr(param, "is_slow") for param in model.parameters()].count(True) == 1
+    assert [hasattr(param, "is_slow") for param in optimizer.param_groups[0]["params"]].count(True) == 1
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(3):
+        if step == 2:
+            booster.save_checkpoint(str(tmp_path / "state"), model=model, optimizer=optimizer)
+            model, optimizer = boosted()
+            booster.load_checkpoint(str(tmp_path / "state"), model=model, optimizer=optimizer)
+        ids = torch.randint(24, (3, 7), generator=torch.Generator().manual_seed(step))
+        expected = plain(input_ids=ids, labels=ids).loss
+        expected.backward()
+        loss = booster.execute_pipeline({"input_ids": ids, "labels": ids}, model, optimizer=optimizer).loss
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0, check_dtype=False)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    booster.save_model(model, str(tmp_path / "model"))
+    saved = type(plain).from_pretrained(tmp_path / "model", dtype=torch.float64).state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(saved[key], value, rtol=1e-6, atol=1e-7, msg=key)

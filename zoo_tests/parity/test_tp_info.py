@@ -186,6 +186,46 @@ def test_rules_that_do_not_fit_are_refused_with_what_would() -> None:
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
+class Halves(nn.Module):
+    """Two heads, whose number a method of it reads: not shrunk, a rank's share makes two heads of half the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.width, self.layer_idx = 2, 4, 2
+        self.q, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, [size for size in (self.n_head, -1)])
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, 8]
+        return self.out(self.split(self.q(x)).softmax(-1).flatten(2)) * self.layer_idx
+
+
+@distributed(2)
+def test_numbers_of_heads_that_nobody_shrinks_are_refused() -> None:
+    from transformers import GPT2Config, GPT2Model, OPTConfig, OPTModel
+
+    rules = TPInfo().shard_col("q").shard_row("out")
+    model = nn.Sequential(nn.Linear(8, 8), Halves()).double()
+    assert _refusal(rules, model) == (
+        "shard_col cuts 1.q, and 1 computes with n_head=2 as of the whole layer; add .shrink({'1': {'n_head'}}), or "
+        ".shrink({'1': set()}) if it is right for a rank's share"
+    )
+    opt = OPTModel(OPTConfig(vocab_size=16, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=4))
+    columns = TPInfo().shard_col("q_proj", "k_proj", "v_proj").shard_row("out_proj")
+    assert ".self_attn computes with num_heads=4 as of the whole layer" in _refusal(columns, opt)
+    gpt2 = GPT2Model(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    columns = TPInfo().shard_col({"attn.c_attn": {"stride": 3}}).shard_row("attn.c_proj")
+    assert "h.0.attn computes with split_size=8 as of the whole layer" in _refusal(columns, gpt2)
+
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = model(x).detach()
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, tp_info=rules.shrink({"1": {"n_head"}})))
+    torch.testing.assert_close(booster.boost(model)(x).detach(), expected, rtol=1e-12, atol=1e-14)
+    said = TPInfo().shard_col("q").shard_row("out").shrink({"0": set()})  # by the user: nothing is refused
+    Booster(plugin=HybridParallelPlugin(tp_size=2, tp_info=said)).boost(nn.Sequential(Halves()))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

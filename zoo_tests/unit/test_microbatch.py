@@ -1,7 +1,7 @@
 """Cutting a batch into micro-batches and merging their outputs.
 
 What breaks here first: tensors without a sample dim, and parts of unequal size. Look in
-`plugins/hybrid_parallel/pipeline/microbatch.py`.
+`plugins/hybrid_parallel/pipeline/microbatch.py` and `outputs.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.pipeline.microbatch import (
-    as_batch,
-    merge_outputs,
-    num_rows,
-    signature,
-    split_batch,
-    to_device,
-)
+from plugins.hybrid_parallel.pipeline.microbatch import as_batch, num_rows, signature, split_batch, to_device
+from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
@@ -41,6 +35,14 @@ def test_what_has_no_sample_dim_goes_to_every_part() -> None:
         assert microbatch["position_ids"] is position_ids and microbatch["scale"] is scale
         assert microbatch["output_attentions"] is False
         assert num_rows(microbatch) == 2
+
+
+def test_samples_are_cut_where_they_lie() -> None:
+    """Multimodal rotary positions are [3, batch, seq], also where the batch has three samples."""
+    positions, names = torch.arange(3 * 3 * 5).view(3, 3, 5), ["a", "b", "c"]
+    first, last = split_batch({"input_ids": torch.zeros(3, 5), "position_ids": positions, "names": names}, 2)
+    assert torch.equal(first["position_ids"], positions[:, :2]) and torch.equal(last["position_ids"], positions[:, 2:])
+    assert first["names"] == ["a", "b"] and last["names"] == ["c"]
 
 
 def test_an_empty_share_has_no_micro_batches() -> None:
@@ -77,3 +79,23 @@ def test_merging_keeps_the_output_class() -> None:
     assert isinstance(merged, SequenceClassifierOutput)
     assert torch.equal(merged.logits, torch.tensor([[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]))
     assert torch.equal(merge_outputs([torch.ones(1, 2), torch.ones(2, 2)]), torch.ones(3, 2))
+
+
+def test_merging_goes_into_tuples_and_leaves_out_what_has_no_samples() -> None:
+    outputs = [
+        SequenceClassifierOutput(
+            loss=torch.ones(()),
+            logits=torch.ones(rows, 2),
+            hidden_states=(torch.full((rows, 3), 5.0), torch.ones(rows)),
+        )
+        for rows in (1, 2)
+    ]
+    merged = merge_outputs(outputs)
+    assert set(merged) == {"logits", "hidden_states"}
+    assert torch.equal(merged.hidden_states[0], torch.full((3, 3), 5.0)) and merged.hidden_states[1].shape == (3,)
+
+
+def test_outputs_of_other_lengths_are_not_merged() -> None:
+    outputs = [{"logits": torch.ones(1, length, 4)} for length in (2, 3)]
+    with pytest.raises(ConfigurationError, match=r"logits of micro-batches have shapes .*use num_microbatches=1, or"):
+        merge_outputs(outputs)

@@ -22,6 +22,7 @@ from shardformer import (
     ShardFormer,
     StageLayout,
     SubModuleReplacementDescription,
+    losses,
     policy_for,
     register_policy,
 )
@@ -99,7 +100,7 @@ class TestCompleteness:
         _shard(TablePolicy([*WHOLE_TABLE, column("gate", ignore_if_not_exist=True)], LAYOUT))
 
     def test_an_unclaimed_module_is_named(self) -> None:
-        expected = r"TablePolicy says nothing about \['blocks.0.norm', 'blocks.1.norm', 'blocks.2.norm'\]; claim each"
+        expected = r"TablePolicy says nothing about blocks.\*.norm \(a LayerNorm\), so that.*use tp_size=1"
         with pytest.raises(ValueError, match=expected):
             _shard(TablePolicy(WHOLE_TABLE[:2], LAYOUT))
 
@@ -108,7 +109,7 @@ class TestCompleteness:
         before = {name: (type(module), id(module)) for name, module in model.named_modules()}
         with pytest.raises(ValueError) as caught:
             _shard(TablePolicy([column("up"), column("nothing")], LAYOUT), model)
-        for reason in ("no sub-module 'nothing'", "'blocks.0.down'", "'blocks.2.norm'"):
+        for reason in ("no sub-module 'nothing'", "blocks.*.down", "blocks.*.norm"):
             assert reason in str(caught.value)
         assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
 
@@ -199,6 +200,47 @@ def test_what_a_family_cannot_do(family: str, head: str, options: dict[str, int]
     assert message in problem
 
 
+class QuietPolicy(Policy):
+    """Says nothing but what it has to."""
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {}
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        return {"Block": ModulePolicyDescription(sub_module_replacement=WHOLE_TABLE)}
+
+
+class SayingPolicy(QuietPolicy):
+    supports_sequence_parallel = True
+
+
+class OtherTablePolicy(SayingPolicy):
+    """Says nothing about its own table."""
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        return {}
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(("policy", "may"), [(QuietPolicy, False), (SayingPolicy, True), (OtherTablePolicy, False)])
+def test_a_policy_has_to_say_that_the_sequence_may_be_cut(policy: type[Policy], may: bool) -> None:
+    asked = policy()
+    asked.set_model(Base())
+    asked.set_shard_config(ShardConfig(enable_sequence_parallelism=True))
+    refusal = f"{policy.__name__} does not say supports_sequence_parallel = True; use enable_sequence_parallelism=False"
+    assert [refusal in problem for problem in asked.check()] == ([] if may else [True])
+
+
+def test_a_policy_has_to_say_that_its_heads_write_the_usual_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPM-Ant's labels are those of the next token already, unlike others with its suffix."""
+    head = transformers.CpmAntForCausalLM
+    for says in (False, True):
+        policy = type("CpmAntPolicy", (BertPolicy,), {"writes_usual_losses": True} if says else {})
+        classes = {f"{head.__module__}.{head.__name__}": policy}
+        monkeypatch.setattr(losses, "supported_classes", lambda classes=classes: classes)
+        assert (losses.known_head(head) is not None) == says
+
+
 # ----- the registry -----
 
 
@@ -211,8 +253,8 @@ def test_every_class_of_the_registry_exists_and_has_its_policy() -> None:
 
 def test_an_unsupported_class_is_told_the_ways_to_describe_it() -> None:
     unknown = type("BertForSomethingElse", (nn.Module,), {})
-    ways = r"neither a sharding policy nor a plan of its own; describe it with a Policy .*, a TPInfo or slots"
-    with pytest.raises(ValueError, match=rf"model class BertForSomethingElse has {ways} .* such as "):
+    ways = r"neither a sharding policy nor .*; tp_size=1 .* sharding_dim=-1 .* a Policy .*, a TPInfo or slots"
+    with pytest.raises(ValueError, match=f"model class BertForSomethingElse has {ways}"):
         policy_for(unknown())
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from shardformer import ShardSpec, spec_of
-from shardformer.shard_spec import Part, pad_to_multiple
+from shardformer.shard_spec import Part, pad_to_multiple, shard_parameter
 
 
 @st.composite
@@ -93,3 +94,11 @@ def test_shard_is_a_copy_and_a_tensor_without_a_spec_is_whole() -> None:
     assert torch.equal(full, torch.ones(4, 2))
     assert spec_of(full).local_shape == (4, 2)
     assert [ShardSpec((4,), rank=rank, world_size=2).is_owner for rank in range(2)] == [True, False]
+
+
+def test_attributes_that_a_user_gave_a_parameter_are_those_of_its_piece() -> None:
+    whole = nn.Parameter(torch.ones(4, 2), requires_grad=False)
+    whole.is_slow, whole.grad_group = True, "another's"
+    piece = shard_parameter(whole, ShardSpec((4, 2), 0, (Part(4),), 0, 2))
+    assert piece.is_slow and not piece.requires_grad and piece.shape == (2, 2)
+    assert piece.grad_group is None and piece.shard_spec.full_shape == (4, 2)

@@ -1,4 +1,4 @@
-"""Decoders that are sharded by transformers' own plan: Gemma, Phi-3, GLM and mixtures of experts."""
+"""Decoders that are sharded by transformers' own plan: Gemma, Phi-3, GLM, OLMo 2 and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ PHI3 = _plan_driven("Phi3")
 GPT_NEOX = _plan_driven("GPTNeoX")
 GLM = _plan_driven("Glm", head_dim=16)
 GLM4 = _plan_driven("Glm4", head_dim=16)
+# Norms over the queries and keys of all heads, which are gathered for them.
+OLMO2 = _rounding(_plan_driven("Olmo2"))
 MIXTRAL = _rounding(_plan_driven("Mixtral", **_EXPERTS))
 QWEN3_MOE = _rounding(_plan_driven("Qwen3Moe", head_dim=16, **_EXPERTS))
 
@@ -56,6 +58,7 @@ FAMILIES = {
     "gpt_neox": GPT_NEOX,
     "glm": GLM,
     "glm4": GLM4,
+    "olmo2": OLMO2,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
 }

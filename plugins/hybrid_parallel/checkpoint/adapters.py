@@ -1,15 +1,13 @@
-"""LoRA adapters as directories of the peft package: `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters as directories of the peft package: `adapter_config.json` and `adapter_model.safetensors`.
 
-Only the adapter's weights are in it, and copies of modules that are trained whole; what they are added to is not.
-Files call them as the model does, without the adapter's name. peft itself is not imported: the configuration is that
-which the model holds.
+Only the adapter's weights are in it, and what else is trained with it (biases, copies of modules); what they are added
+to is not. Which tensors these are and what they are called, peft has said of the whole model, before it was cut.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,10 @@ from plugins.hybrid_parallel.checkpoint.model_directory import partial_path, rem
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
-from shardformer.adapters import model_inside
+from shardformer.adapters import adapter_configs, kind_of, model_inside
+from shardformer.adapters.checks import LAYER_KINDS
+from shardformer.adapters.files import adapter_tensors
+from shardformer.adapters.kinds import is_a, is_adapter_part
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.shard_spec import spec_of
 
@@ -38,7 +39,20 @@ _DEFAULT = "default"  # this adapter stands in the directory itself, others in f
 
 def has_adapters(module: nn.Module) -> bool:
     """Whether the model is one of peft's."""
-    return model_inside(module) is not module
+    return is_a(module, "model")
+
+
+def refuse_bare_adapters(module: nn.Module) -> None:
+    """Adapters without a model of peft around them, as transformers' `add_adapter` makes them, have no files here.
+
+    Raises:
+        ConfigurationError: there are some.
+    """
+    if adapter_configs(module):
+        raise ConfigurationError(
+            f"the adapters of this {type(module).__name__} were made by model.add_adapter, which save_model and "
+            "load_model do not know; wrap the model by peft's get_peft_model before boost()"
+        )
 
 
 def save_adapter_files(
@@ -47,11 +61,14 @@ def save_adapter_files(
     """Write all adapters; the first rank gathers and writes them, one adapter at a time.
 
     Raises:
-        ConfigurationError: an adapter is not of LoRA, or the directory cannot be written, on all ranks alike.
+        ConfigurationError: there are none any more, or the directory cannot be written, on all ranks alike.
     """
+    _check_names(model)
     for adapter, config in model.unwrap().peft_config.items():
-        _check_kind(adapter, config)
-        tensors = _gathered(model, mesh, adapter, dtype)
+        if adapter in model.origin.adapter_names:
+            tensors = _gathered(model, mesh, adapter, dtype)
+        else:
+            tensors = _of_whole_model(model.unwrap(), adapter, dtype)
         place = directory if adapter == _DEFAULT else directory / adapter
         inside = model_inside(model.unwrap())
         if dist.get_rank() == 0:
@@ -66,10 +83,11 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
     Raises:
         ConfigurationError: files are missing or broken, or, when strict, names or shapes differ.
     """
-    for adapter, config in model.unwrap().peft_config.items():
-        _check_kind(adapter, config)
+    _check_names(model)
+    for adapter in model.unwrap().peft_config:
         place = directory if adapter == _DEFAULT else directory / adapter
-        found, missing, names = together(partial(_match, model, place, adapter))
+        copies = adapter in model.origin.adapter_names
+        found, missing, names = together(partial(_match if copies else _match_whole, model, place, adapter))
         everyone = all_gather_json([missing, [name for name, _ in found]])
         missing = sorted({name for lost, _ in everyone for name in lost})
         unexpected = sorted(set(names) - {name for _, known in everyone for name in known})
@@ -78,44 +96,45 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
                 f"{place} does not fit the adapter '{adapter}': missing {missing[:5]}, unexpected {unexpected[:5]}; "
                 "load an adapter with the same target_modules, or pass strict=False"
             )
-        together(partial(_copy, place / _WEIGHTS, found))
+        if copies:
+            together(partial(_copy, place / _WEIGHTS, found))
+        else:
+            together(partial(_set_whole, model.unwrap(), place / _WEIGHTS, [name for name, _ in found], adapter))
     for optimizer in model.optimizers:
         optimizer.refresh_masters()
 
 
-def _check_kind(adapter: str, config: Any) -> None:
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
-        raise ConfigurationError(f"the adapter '{adapter}' has peft_type='{kind}'; save_model knows 'LORA' alone")
-    if Path(adapter).name != adapter:
-        raise ConfigurationError(f"the adapter '{adapter}' cannot be a folder's name; use for example 'default'")
+def _check_names(model: HybridParallelModel) -> None:
+    peft_model = model.unwrap()
+    # A stage may hold none of them.
+    if not any(all_gather_json(any(is_adapter_part(each) for each in peft_model.modules()))):
+        raise ConfigurationError(
+            "the model has no adapter any more, since merge_and_unload or unload; save the adapter before, and merge "
+            "it into the whole model, by PeftModel.from_pretrained(base, directory).merge_and_unload()"
+        )
+    for adapter, config in peft_model.peft_config.items():
+        if Path(adapter).name != adapter:
+            raise ConfigurationError(f"the adapter '{adapter}' cannot be a folder's name; use for example 'default'")
+        if adapter not in model.origin.adapter_names and kind_of(config) in LAYER_KINDS:
+            raise ConfigurationError(f"the adapter '{adapter}' was added after boost(); add it before")
+
+
+def _of_whole_model(model: Any, adapter: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """An adapter of a kind of which every rank holds the whole."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_tensors(model, adapter).items()}
+    return {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> Iterator[tuple[str, Tensor]]:
     """(name in a file, tensor) of one adapter on this rank."""
-    bias = getattr(model.unwrap().peft_config[adapter], "bias", "none")
+    in_file = model.origin.adapter_names[adapter]
     for names, tensor in local_tensors(model, unique):
-        name = next((found for name in names if (found := file_name(name, adapter, bias)) is not None), None)
+        name = next((in_file[name] for name in names if name in in_file), None)
         if name is not None:
             yield name, tensor
-
-
-def file_name(name: str, adapter: str, bias: str = "none") -> str | None:
-    """What a tensor of a model with adapters is called in the file of one adapter; None if it is not in there.
-
-    Args:
-        bias: "all" where the biases of all layers are trained and saved, too.
-    """
-    own = re.escape(adapter)
-    if match := re.fullmatch(rf"(.*\.lora_\w+)\.{own}(\.\w+)?", name):
-        # The magnitudes of DoRA are in a module, and were in none when the format was made.
-        return match[1] if match[1].endswith("lora_magnitude_vector") else match[1] + (match[2] or "")
-    if match := re.fullmatch(rf"(.*)\.modules_to_save\.{own}\.(.*)", name):
-        return f"{match[1]}.{match[2]}"
-    is_bias = (
-        bias == "all" and name.endswith("bias") and not re.search(r"\.(lora_|modules_to_save|original_module)", name)
-    )
-    return name if is_bias else None
 
 
 def _gathered(
@@ -178,15 +197,33 @@ def _described(config: Any, model: Any) -> dict[str, Any]:
     return described
 
 
-def _match(
+def _match_whole(
     model: HybridParallelModel, directory: Path, adapter: str
 ) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
-    """What there is to read on this rank, names that the file lacks, and names in the file."""
+    """`_match` for an adapter of which every rank holds the whole."""
+    _check_files(directory)
+    own = adapter_tensors(model.unwrap(), adapter)
+    with open_tensors(directory / _WEIGHTS) as file:
+        names = list(file.keys())
+        found = [(name, tensor) for name, tensor in own.items() if name in names]
+        for name, tensor in found:
+            check_shape(file, name, directory / _WEIGHTS, spec_of(tensor))
+    return found, sorted(own.keys() - set(names)), names
+
+
+def _check_files(directory: Path) -> None:
     for name in (_CONFIG, _WEIGHTS):
         if not (directory / name).is_file():
             raise ConfigurationError(
                 f"{directory} has no {name}; give a directory of save_model, or of peft's save_pretrained"
             )
+
+
+def _match(
+    model: HybridParallelModel, directory: Path, adapter: str
+) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
+    """What there is to read on this rank, names that the file lacks, and names in the file."""
+    _check_files(directory)
     tensors = dict(_adapter_tensors(model, adapter, unique=False))
     with open_tensors(directory / _WEIGHTS) as file:
         names = list(file.keys())
@@ -200,3 +237,10 @@ def _match(
 def _copy(path: Path, found: list[tuple[str, Tensor]]) -> None:
     for name, tensor in found:
         tensor.copy_(read_piece(path, name, spec_of(tensor)))
+
+
+def _set_whole(model: Any, path: Path, names: list[str], adapter: str) -> None:
+    from peft import set_peft_model_state_dict
+
+    with open_tensors(path) as file:
+        set_peft_model_state_dict(model, {name: file.get_tensor(name) for name in names}, adapter_name=adapter)

@@ -46,6 +46,17 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     ]
 
 
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
+    """The value of the rank `source` (of all ranks, not of the group)."""
+    is_source = dist.get_rank() == source
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor(len(payload) if is_source else 0)
+    dist.broadcast(length, source, group=group)
+    payload = payload if is_source else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(payload, source, group=group)
+    return json.loads(payload.numpy().tobytes())
+
+
 def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Do file work on this rank; if it fails on any rank of the group, it is an error on all.
 

@@ -17,7 +17,13 @@ from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import CheckpointIO
-from plugins.hybrid_parallel.checkpoint.adapters import has_adapters, load_adapter_files, save_adapter_files
+from plugins.hybrid_parallel.boosted import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.checkpoint.adapters import (
+    has_adapters,
+    load_adapter_files,
+    refuse_bare_adapters,
+    save_adapter_files,
+)
 from plugins.hybrid_parallel.checkpoint.agree import all_gather_json, gather_json, together
 from plugins.hybrid_parallel.checkpoint.background import BackgroundWriter
 from plugins.hybrid_parallel.checkpoint.directory import (
@@ -30,6 +36,7 @@ from plugins.hybrid_parallel.checkpoint.directory import (
 )
 from plugins.hybrid_parallel.checkpoint.load_model import load_model_files
 from plugins.hybrid_parallel.checkpoint.manifest import Manifest, SavedFile, header_checksum, merge_tensors
+from plugins.hybrid_parallel.checkpoint.model_state import buffers_of_earlier_stages
 from plugins.hybrid_parallel.checkpoint.partial import PartialCheckpoint, partial_directory
 from plugins.hybrid_parallel.checkpoint.save_model import save_model_files
 from plugins.hybrid_parallel.checkpoint.staging import Staging
@@ -72,10 +79,12 @@ class HybridParallelCheckpointIO(CheckpointIO):
             size_per_shard: upper limit of one file.
             dtype: of the weights in the files; None for that of the model.
         """
+        _check_boosted({"model": model})
         _wait_for_parameters(model)
         if has_adapters(model.unwrap()):
             save_adapter_files(model, self.mesh, Path(directory), dtype)
         else:
+            refuse_bare_adapters(model.unwrap())
             save_model_files(model, self.mesh, Path(directory), size_per_shard, dtype)
 
     @failure.guard("booster.load_model")
@@ -86,10 +95,12 @@ class HybridParallelCheckpointIO(CheckpointIO):
             strict: refuse a directory that lacks tensors or has others.
             allow_bin: read `.bin` files, by `torch.load(weights_only=True)`, where there are no safetensors.
         """
+        _check_boosted({"model": model})
         _wait_for_parameters(model)
         if has_adapters(model.unwrap()):
             load_adapter_files(model, Path(directory), strict)
         else:
+            refuse_bare_adapters(model.unwrap())
             load_model_files(model, Path(directory), strict, allow_bin)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
@@ -98,6 +109,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Read the optimizer's part of a checkpoint; random states stay as they are."""
+        _check_boosted({"optimizer": optimizer})
         self._background.finish()
         manifest = self._verified(Path(directory))
         restore(self.mesh, {"optimizer": optimizer}, Path(directory), manifest, self.group, with_random=False)
@@ -112,15 +124,18 @@ class HybridParallelCheckpointIO(CheckpointIO):
         keep_last: int | None = None,
     ) -> SavedCheckpoint:
         """Write everything aside, then let it appear as a whole."""
+        _check_boosted(objects)
         began = time.perf_counter()
         self._background.finish()
+        elsewhere: set[str] = set()
         if objects.get("model") is not None:
             _wait_for_parameters(objects["model"])
+            elsewhere = buffers_of_earlier_stages(objects["model"], self.mesh, self.group)
 
         def prepare() -> tuple[Path, Snapshot]:
             if keep_last is not None and keep_last < 1:
                 raise ConfigurationError(f"keep_last={keep_last} would keep nothing; use keep_last=1 or more")
-            snapshot = take_snapshot(self.mesh, objects, extra)
+            snapshot = take_snapshot(self.mesh, objects, extra, elsewhere)
             return Path(directory).resolve(), self._staging.copy(snapshot) if asynchronous else snapshot
 
         path, snapshot = together(prepare, self.group)
@@ -135,6 +150,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
     @failure.guard("booster.load_checkpoint")
     def load_checkpoint(self, directory: str, objects: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
         """Read a checkpoint; random states are taken over where the layout is the same."""
+        _check_boosted(objects)
         self._background.finish()
         if resume not in (None, "latest"):
             raise ConfigurationError(f"resume='{resume}' is not known; use resume='latest' or leave it away")
@@ -253,3 +269,9 @@ def _merge_numbers(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _wait_for_parameters(model: Any) -> None:
     for optimizer in model.optimizers:
         optimizer.wait_for_parameters()
+
+
+def _check_boosted(objects: dict[str, Any]) -> None:
+    for kind, check in (("model", check_boosted_model), ("optimizer", check_boosted_optimizer)):
+        if objects.get(kind) is not None:
+            check(objects[kind])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,9 +20,30 @@ PREFIX = "model/"
 MASTER = "master"  # the fp32 value of a 16-bit parameter, among the optimizer's states
 
 
-def model_tensors(model: HybridParallelModel, mesh: HybridMesh) -> dict[str, LogicalTensor]:
-    """What this rank writes: of each tensor one copy over all ranks, shared out among the data-parallel replicas."""
-    owned = [(names[0], tensor) for names, tensor in local_tensors(model, unique=True) if spec_of(tensor).is_owner]
+def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, group: dist.ProcessGroup) -> set[str]:
+    """Names of persistent buffers that stages before this one have, too: every stage has those of the model itself.
+
+    Args:
+        group: all ranks.
+    """
+    if mesh.size("pp") == 1:
+        return set()
+    here = [name for names, tensor in local_tensors(model, unique=True) for name in names if not _is_parameter(tensor)]
+    found = all_gather_json([mesh.rank("pp"), here], group)
+    return {name for stage, names in found if stage < mesh.rank("pp") for name in names}
+
+
+def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Collection[str]) -> dict[str, LogicalTensor]:
+    """What this rank writes: of each tensor one copy over all ranks, shared out among the data-parallel replicas.
+
+    Args:
+        elsewhere: buffers that another stage writes.
+    """
+    owned = [
+        (names[0], tensor)
+        for names, tensor in local_tensors(model, unique=True)
+        if spec_of(tensor).is_owner and names[0] not in elsewhere and (_is_parameter(tensor) or mesh.rank("tp") == 0)
+    ]
     mine: list[tuple[str, Tensor]] = []
     for axis in (TENSOR, EXPERTS):
         alike = [(name, tensor) for name, tensor in owned if spec_of(tensor).axis == axis]
@@ -82,5 +103,9 @@ def _share(owned: list[tuple[str, Tensor]], rank: int, world_size: int) -> Itera
         middle = position + tensor.nbytes / 2
         position += tensor.nbytes
         owner = min(int(middle * world_size / max(total, 1)), world_size - 1)
-        if rank == (owner if isinstance(tensor, nn.Parameter) else 0):
+        if rank == (owner if _is_parameter(tensor) else 0):
             yield name, tensor
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)

@@ -17,7 +17,8 @@ from plugins.hybrid_parallel.checkpoint.logical import LogicalTensor
 from plugins.hybrid_parallel.checkpoint.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.model_state import MASTER
 from plugins.hybrid_parallel.checkpoint.model_state import PREFIX as MODEL
-from plugins.hybrid_parallel.zero.bucket import Bucket, Piece
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.bucket_layout import Piece
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.shard_spec import ShardSpec, spec_of
 
@@ -27,6 +28,8 @@ PREFIX = "optimizer/"
 def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, LogicalTensor]:
     """What this rank writes of the states that are tensors, and of the fp32 master weights."""
     tensors: dict[str, LogicalTensor] = {}
+    with torch.no_grad():
+        optimizer.take_changed_weights()
     for bucket, piece, param in _pieces(optimizer):
         spec = spec_of(param)
         for key, value in _states_of(optimizer, bucket, piece).items():
@@ -111,6 +114,7 @@ class OptimizerLoad:
         self._manifest = manifest
         self._keys = _keys_of(manifest)
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        optimizer.take_unfrozen(self._names_with_states())  # what is frozen now may be trained again
         for bucket in optimizer.buckets:
             for piece in bucket.pieces:
                 self._ask_for(bucket, piece)
@@ -126,6 +130,12 @@ class OptimizerLoad:
                 self.optimizer.state[target] = state
             else:
                 self.optimizer.state.pop(target, None)
+
+    def _names_with_states(self) -> set[str]:
+        """The parameters here of which the checkpoint has a state."""
+        saved = {name for name, keys in self._keys.items() if set(keys) != {MASTER}} | set(self.saved["numbers"])
+        aliases = self.optimizer.aliases
+        return {name for name in self.optimizer.names.values() if saved & {name, *aliases.get(name, ())}}
 
     def _ask_for(self, bucket: Bucket, piece: Piece) -> None:
         param, target = bucket.params[piece.index], piece.parameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,13 @@ class Snapshot:
     state: dict[str, Any]
 
 
-def take_snapshot(mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, Any]) -> Snapshot:
+def take_snapshot(
+    mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, Any], elsewhere: Collection[str]
+) -> Snapshot:
     """The present state; its tensors are views of the training's own.
+
+    Args:
+        elsewhere: buffers of the model that another stage writes.
 
     Raises:
         ConfigurationError: an extra, or the scheduler's state, holds something that JSON cannot.
@@ -52,7 +58,7 @@ def take_snapshot(mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, An
     model, optimizer = objects.get("model"), objects.get("optimizer")
     tensors = random_tensors(model)
     if model is not None:
-        tensors |= model_tensors(model, mesh)
+        tensors |= model_tensors(model, mesh, elsewhere)
     if optimizer is not None:
         tensors |= optimizer_tensors(optimizer)
     state = {
@@ -119,6 +125,8 @@ def restore(
     wanted = {} if model is None else tensors_to_fill(model, manifest, group)
     together(take_plain, group)  # the last that may refuse
     together(read, group)
+    if optimizer is not None:
+        optimizer.publish_masters()
     if model is not None and manifest.state["step"]:
         model.has_seen_full_batch = True  # what comes next may be the short last batch of an epoch
     if with_random and not same_layout and model is not None and model.stream is not None:

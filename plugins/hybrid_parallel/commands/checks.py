@@ -13,6 +13,7 @@ from booster.errors import ConfigurationError
 from booster.launch import launch_from_torch, place_from_environment
 from plugins.hybrid_parallel.commands.layout import add_sizes, count
 from plugins.hybrid_parallel.commands.optimisations import optimisations
+from plugins.hybrid_parallel.commands.options import refuse_bad_places
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.local_ranks import RankFailure, devices_for, run_on_local_ranks
 
@@ -42,11 +43,13 @@ def sections(options: argparse.Namespace) -> Sections:
     in_a_job = place.world_size > 1
     world_size = place.world_size if in_a_job else options.nproc_per_node
     if world_size is None:
+        asked = [name for name in ("output", "tp", "pp", "dp") if getattr(options, name) not in (None, 1)]
+        if asked:
+            raise ConfigurationError(f"--{asked[0]} is about links between ranks; add --nproc-per-node 4, say")
         return {**own, "Links": {"not measured": "use --nproc-per-node 4 --tp 2, or `booster run -m booster doctor`"}}
     config = HybridParallelConfig(tp_size=options.tp, pp_size=options.pp, dp_size=options.dp)
     config.data_parallel_size(world_size)
-    if options.output is not None and not options.output.parent.is_dir():
-        raise ConfigurationError(f"{options.output} cannot be written, its directory does not exist; create it")
+    refuse_bad_places(options.output)
     if in_a_job:
         launch_from_torch(timeout_s=_TIMEOUT_S)
         axes = measure_mesh(config)

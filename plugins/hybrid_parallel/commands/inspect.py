@@ -10,28 +10,38 @@ from pathlib import Path
 from booster.cli.main import CommandParser
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.commands.models import model_builder
+from plugins.hybrid_parallel.commands.options import given, refuse_unused, refuse_without_pipeline
 from plugins.hybrid_parallel.config import PRECISIONS, HybridParallelConfig
 from plugins.hybrid_parallel.pipeline.gantt import draw, to_text, write_trace
 from plugins.hybrid_parallel.pipeline.record import read_timelines
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
 
+# What is shown -> the options that say something of it.
+_USED_FOR = {
+    "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "html"),
+    "a schedule": (
+        *("schedule", "pp", "microbatches", "chunks", "forward", "backward", "weights", "send"),
+        *("png", "trace"),
+    ),
+    "a recording": ("recorded", "step", "png", "trace"),
+}
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    what = _asked_for(options)
+    refuse_unused([name for name in given(parser, options) if name != "model"], _USED_FOR[what], what)
     if options.model is None and options.pp is None:
         options.pp = 4
     if options.model is not None:
         return _show_model(options)
     if options.recorded is not None:
         timeline, title, unit = _recorded(options), f"{options.recorded}, step {options.step}", "ms"
-    elif options.schedule is not None:
-        timeline, title, unit = _predicted(options), _title(options), "time of a forward pass"
     else:
-        raise ConfigurationError(
-            "nothing was asked for; use a model's directory, --schedule 1f1b, or --recorded DIRECTORY"
-        )
+        timeline, title, unit = _predicted(options), _title(options), "time of a forward pass"
     sys.stdout.write(f"{title}\n\n{to_text(timeline)}\n")
     if options.png is not None:
         draw(timeline, options.png, title, unit)
@@ -40,11 +50,25 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _asked_for(options: argparse.Namespace) -> str:
+    """Key of `_USED_FOR`."""
+    if options.model is not None:
+        return "a model"
+    if options.recorded is not None:
+        return "a recording"
+    if options.schedule is None:
+        raise ConfigurationError(
+            "nothing was asked for; use a model's directory, --schedule 1f1b, or --recorded DIRECTORY"
+        )
+    return "a schedule"
+
+
 def _show_model(options: argparse.Namespace) -> int:
     """Who holds what under a layout."""
     from plugins.hybrid_parallel.holdings import holdings, in_words
     from plugins.hybrid_parallel.holdings_page import write_page
 
+    refuse_without_pipeline(options.pp or 1, options.schedule, options.chunks)
     chosen = {"tp_size": options.tp, "pp_size": options.pp or 1, "num_model_chunks": options.chunks}
     config = HybridParallelConfig(**chosen, pp_style=options.schedule or "1f1b", precision=options.precision)
     ranks = holdings(model_builder(options.model, options.head), config, config.tp_size * config.pp_size)

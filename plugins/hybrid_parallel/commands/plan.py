@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from booster.cli.main import CommandParser
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.commands.layout import count
 from plugins.hybrid_parallel.commands.models import model_builder
+from plugins.hybrid_parallel.commands.options import refuse_bad_places
 from plugins.hybrid_parallel.config import PRECISIONS
 from plugins.hybrid_parallel.planner.device import GIB, PRESETS, Device, Link, preset
 from plugins.hybrid_parallel.planner.plan import Job, plan_for
@@ -24,6 +26,11 @@ _HERE = "this-machine"
 def main(arguments: Sequence[str]) -> int:
     """Run the command; 1 where no layout fits."""
     options = _parser().parse_args(arguments)
+    refuse_bad_places(options.output, options.table, options.plot)
+    if options.choose > 1 and options.output is None:
+        raise ConfigurationError(f"--choose {options.choose} says which row is written, and no file is; add --output")
+    if sys.stderr.isatty():
+        _show_progress()
     build = model_builder(options.model, options.head)
     gc.freeze()  # what is imported stays: looking through it again and again takes a fifth of a plan
     job = Job(options.devices, options.global_batch, options.sequence_length, options.precision, options.max_tp)
@@ -47,6 +54,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot is not None:
         draw(plan, device, options.plot, title, options.top)
     return 0
+
+
+def _show_progress() -> None:
+    """What the planner looks at, while it does."""
+    planner = logging.getLogger("plugins.hybrid_parallel.planner")
+    planner.addHandler(logging.StreamHandler())
+    planner.setLevel(logging.INFO)
 
 
 def _device(options: argparse.Namespace) -> Device | None:

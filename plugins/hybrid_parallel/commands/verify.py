@@ -15,9 +15,12 @@ from booster.cli.main import CommandParser
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.commands.layout import add_layout, count, layout_options
 from plugins.hybrid_parallel.commands.models import model_of
+from plugins.hybrid_parallel.commands.options import refuse_bad_places, refuse_without_pipeline
 from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Worst
+from plugins.hybrid_parallel.verify.compare import TOLERANCES
 from plugins.hybrid_parallel.verify.trial import Verification, verify
+from plugins.hybrid_parallel.verify.words import allowed
+from plugins.hybrid_parallel.verify.words import in_words as verdict_in_words
 
 _DIFFERENT = 1
 
@@ -31,9 +34,9 @@ def main(arguments: Sequence[str]) -> int:
         ConfigurationError: a bad option, or a model that has no twin, or that cannot be cut like this.
     """
     options = _parser().parse_args(arguments)
+    refuse_without_pipeline(options.pp, options.schedule, options.chunks)
     plugin_options = {**layout_options(options), "zero_stage": options.zero}
-    if options.json is not None:
-        _refuse_bad_place(options.json)
+    refuse_bad_places(options.json)
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def in_words(found: Verification) -> str:
     """What was compared, and "equal" or the first difference."""
-    trial, first, untrained = found.trial, found.verdict.first, found.verdict.untrained
+    trial = found.trial
     text = trial.twin.config.get_text_config()
     sizes = ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"), ("hidden_size", "hidden")
     words = [f"{getattr(text, name)} {word}" for name, word in sizes if isinstance(getattr(text, name, None), int)]
@@ -57,21 +60,9 @@ def in_words(found: Verification) -> str:
         f"{trial.twin.name}, {_layout(trial.options)}, {found.world_size} ranks, {found.precision}",
         f"twin: {', '.join([*words, f'{found.num_parameters:,} parameters'])}; {trial.steps} steps of {trial.rows} "
         "samples",
-        _in_a_line(first),
+        *verdict_in_words(found.verdict, found.precision),
     ]
-    for worst in found.verdict.worst:
-        where = f" ({worst.name})" if worst.name and worst.value > 0 else ""
-        gap = f"largest relative difference {worst.value:.1e}, allowed {_allowed(worst, found.precision):.0e}"
-        lines.append(f"  {worst.count:>4} {worst.what:<22} {gap}{where}")
-    if untrained:
-        lines.append(f"  {len(untrained):>4} parameters that the batch does not reach were not judged ({untrained[0]})")
     return "\n".join(lines) + "\n"
-
-
-def _in_a_line(first: Difference | None) -> str:
-    if first is None:
-        return "equal"
-    return f"failed: {first.text}" if first.what == "failure" else f"different: step {first.step}, {first.text}"
 
 
 def as_json(found: Verification) -> dict[str, Any]:
@@ -87,16 +78,11 @@ def as_json(found: Verification) -> dict[str, Any]:
         "equal": first is None,
         "first_difference": None if first is None else {**asdict(first), "value": _finite(first.value)},
         "compared": [
-            {**asdict(worst), "value": _finite(worst.value), "allowed": _allowed(worst, found.precision)}
+            {**asdict(worst), "value": _finite(worst.value), "allowed": allowed(worst, found.precision)}
             for worst in found.verdict.worst
         ],
         "not_reached": found.verdict.untrained,
     }
-
-
-def _allowed(worst: Worst, precision: str) -> float:
-    tolerance = TOLERANCES[precision]
-    return tolerance.loss if worst.what == "losses" else tolerance.tensor
 
 
 def _finite(value: float) -> float | None:
@@ -110,11 +96,6 @@ def _layout(options: dict[str, Any]) -> str:
     words += [config.sequence_parallelism_mode] if config.enable_sequence_parallelism else []
     words += [config.pp_style] if config.pp_size > 1 else []
     return ", ".join(words)
-
-
-def _refuse_bad_place(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"{path} cannot be written, {path.parent} is no directory; use one that exists")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from booster.logging import get_logger
 from plugins.hybrid_parallel.debug.nonfinite import BACKWARD, MODULE, Finding, describe, is_bad
 from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.zero.bucket_parameter import native_grad
 
 _logger = get_logger(__name__)
 
@@ -176,8 +177,9 @@ class ModuleWatch:
 
     def _on_parameter(self, name: str, param: nn.Parameter) -> None:
         self._clock += 1
-        if param.grad is not None and is_bad(param.grad):
-            self._see(f"the gradient of {name}", param.grad, is_origin=self._key not in self._backward)
+        grad = native_grad(param)
+        if grad is not None and is_bad(grad):
+            self._see(f"the gradient of {name}", grad, is_origin=self._key not in self._backward)
 
     def _see(self, what: str, grad: Tensor, is_origin: bool) -> None:
         """Take note of the first bad gradient, and of where it came from once that is known."""

@@ -1,8 +1,8 @@
-"""Cutting a batch into micro-batches, and putting their outputs together again."""
+"""Cutting a batch into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,23 @@ from booster.errors import ConfigurationError
 
 # The inputs that say how many samples a batch has; without any of them the first tensor does.
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "labels")
+
+
+def next_batch(batches: Any) -> Any:
+    """The next of an iterator; a mapping is a batch itself.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if isinstance(batches, Mapping):
+        return batches
+    if isinstance(batches, Iterator):
+        return next(batches)
+    kind = type(batches).__name__
+    raise ConfigurationError(
+        f"execute_pipeline takes a batch from an iterator, and was given a {kind}; "
+        "give it iter(dataloader), made once an epoch, or the batch itself, a mapping"
+    )
 
 
 def as_batch(value: Any) -> dict[str, Any]:
@@ -43,11 +60,28 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
     rows = num_rows(batch)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
     for key, value in batch.items():
-        per_sample = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
-        pieces = value.tensor_split(num_microbatches) if per_sample else [value] * num_microbatches
-        for part, piece in zip(parts, pieces, strict=True):
+        for part, piece in zip(parts, _pieces(key, value, rows, num_microbatches), strict=True):
             part[key] = piece
     return parts
+
+
+def _pieces(key: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
+    """An entry's part for each micro-batch."""
+    dim = _sample_dim(key, value, rows)
+    if dim is not None:
+        return value.tensor_split(num_pieces, dim=dim)
+    if isinstance(value, list) and len(value) == rows:
+        return [[value[row] for row in piece.tolist()] for piece in torch.arange(rows).tensor_split(num_pieces)]
+    return [value] * num_pieces
+
+
+def _sample_dim(key: str, value: Any, rows: int) -> int | None:
+    """The dim of samples; None for what all samples share."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    # Multimodal rotary positions are [time/height/width, batch, seq].
+    dim = 1 if key == "position_ids" and value.dim() == 3 else 0
+    return dim if value.shape[dim] == rows else None
 
 
 def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,11 +89,21 @@ def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
     rows = num_rows(batch)
 
     def sample(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != rows:
+        dim = _sample_dim(name, value, rows)
+        if dim is None:
             return value
-        return value.new_full((1, *value.shape[1:]), int("mask" in name))
+        return value.new_full((*value.shape[:dim], 1, *value.shape[dim + 1 :]), int("mask" in name))
 
     return {name: sample(name, value) for name, value in batch.items()}
+
+
+def without_rows(outputs: Any) -> Any:
+    """`outputs` of the sample that an empty share stands for, without it."""
+    if isinstance(outputs, Tensor):
+        return outputs[:0] if outputs.dim() else outputs
+    if isinstance(outputs, Mapping):
+        return type(outputs)(**{key: without_rows(value) for key, value in outputs.items()})
+    return tuple(map(without_rows, outputs)) if isinstance(outputs, tuple) else outputs
 
 
 def nothing_of(outputs: Any) -> Tensor:
@@ -85,16 +129,3 @@ def to_device(
         return value.to(device, dtype if casts else None, non_blocking=True)
 
     return {key: move(key, value) for key, value in batch.items()}
-
-
-def merge_outputs(outputs: Sequence[Any]) -> Any:
-    """Concatenate the outputs of micro-batches along the samples; what is not a tensor is left out."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
-    merged = {
-        key: torch.cat([output[key] for output in outputs])
-        for key, value in first.items()
-        if isinstance(value, Tensor) and value.dim() > 0
-    }
-    return type(first)(**merged)

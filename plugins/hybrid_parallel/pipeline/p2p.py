@@ -111,6 +111,16 @@ class Channel:
             if tensor is not None:
                 self._isend(tensor.detach().contiguous())
 
+    def send_number(self, number: int) -> None:
+        """Send a number that the neighbour waits for; returns at once."""
+        self._isend(torch.tensor([number]))
+
+    def receive_number(self) -> int:
+        """The number that the neighbour sends."""
+        number = torch.zeros(1, dtype=torch.int64)
+        PendingReceive((number,), [dist.irecv(number, self.peer, group=self.group)], self.name).wait()
+        return int(number)
+
     def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> PendingReceive:
         """Post the receive of the next message; `specs` where this side knows them (gradients are like activations)."""
         what = f"{self.name} of micro-batch {microbatch} from rank {self.peer}"
@@ -171,7 +181,7 @@ class LocalChannel:
 
     def send(self, message: Message, key: tuple) -> None:
         """Leave tensors for a micro-batch of signature `key`."""
-        self._known.setdefault(key, specs_of(message))
+        self._known[key] = specs_of(message)
         self._waiting.append(tuple(None if tensor is None else tensor.detach() for tensor in message))
 
     def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> LocalChannel:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.mesh import HybridMesh, link_group
 from plugins.hybrid_parallel.pipeline.microbatch import signature
 from plugins.hybrid_parallel.pipeline.p2p import Channel, LocalChannel, PendingReceive, Specs, TensorSpec, specs_of
 from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
+from shardformer.autocast import autocast_dtype
 from shardformer.stage import run_stage
 from shardformer.stand_ins import Message
 from shardformer.weight_gradients import PutOff, finish_backward, splitting_backward
@@ -64,6 +67,11 @@ class PipelineRuntime:
         """What this rank does with a batch of so many micro-batches."""
         make = self.schedule.actions if trains else self.schedule.forward_only
         return make(self.mesh.rank("pp"), self.mesh.size("pp"), num_microbatches, self.num_chunks)
+
+    @cached_property
+    def stage_parameters(self) -> dict[int, frozenset[nn.Parameter]]:
+        """The parameters of each stage of this rank."""
+        return {stage: frozenset(self.parameters_of(stage)) for stage in self.stages}
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage of this rank runs."""
@@ -151,8 +159,13 @@ class _Step:
     ) -> None:
         self.runtime, self.microbatches = runtime, microbatches
         self.loss_function, self.scale = loss_function, scale
-        # Whether gradients come back is part of what both sides know of a message.
-        self.keys = [(signature(microbatch), torch.is_grad_enabled()) for microbatch in microbatches]
+        # Whether gradients come back, and in which precision, is part of what both sides know of a message.
+        state = torch.is_grad_enabled(), autocast_dtype(runtime.mesh.device)
+        self.keys = [(signature(microbatch), *state) for microbatch in microbatches]
+        # Which parameters are trained up to the entry and the exit of a stage, as a number: what is frozen between two
+        # steps changes whether gradients come back, which the neighbour cannot see.
+        self.trained_before: dict[int, int] = {}
+        self.trained_after: dict[int, int] = {}
         self.posted: dict[Action, PendingReceive | LocalChannel] = {}
         # By stage and micro-batch:
         self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # the tensors whose gradients go back
@@ -167,8 +180,11 @@ class _Step:
         links, index = self.runtime.links[action.stage], action.microbatch
         if action.kind is Kind.FORWARD:
             source = links.activations_in
-            if source is not None and (source.knows(self.keys[index]) or not only_if_known):
-                self.posted[action] = source.post_receive(self.keys[index], index)
+            if source is None or (only_if_known and action.stage not in self.trained_before):
+                return
+            key = self._key_before(action.stage, index)
+            if source.knows(key) or not only_if_known:
+                self.posted[action] = source.post_receive(key, index)
         elif links.gradients_in is not None and (action.stage, index) in self.roots:
             _, specs = self.roots[action.stage, index]
             self.posted[action] = links.gradients_in.post_receive(self.keys[index], index, specs)
@@ -183,11 +199,17 @@ class _Step:
         self.runtime.release_sent()
 
     def _execute(self, action: Action, message: Message | None) -> None:
-        where = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
             with self._splitting():
                 self._forward(action, message)
-        elif action.kind is Kind.BACKWARD:
+            return
+        # Autocast is over where `loss.backward()` stands in an ordinary loop.
+        with torch.autocast(self.runtime.mesh.device.type, enabled=False):
+            self._execute_backward(action, message)
+
+    def _execute_backward(self, action: Action, message: Message | None) -> None:
+        where = action.stage, action.microbatch
+        if action.kind is Kind.BACKWARD:
             with self._splitting():  # of what is recomputed
                 self._backward(action, message)
         elif action.kind is Kind.BACKWARD_INPUT:
@@ -201,9 +223,9 @@ class _Step:
 
     def _forward(self, action: Action, message: Message | None) -> None:
         runtime, index = self.runtime, action.microbatch
-        links, key, trains = runtime.links[action.stage], self.keys[index], torch.is_grad_enabled()
+        links, trains = runtime.links[action.stage], torch.is_grad_enabled()
         if message is not None and trains:
-            specs = links.activations_in.specs(key)
+            specs = links.activations_in.specs(self._key_before(action.stage, index))
             self.arrived[action.stage, index] = [
                 tensor.requires_grad_() for tensor, spec in zip(message, specs, strict=True) if _needs_grad(spec)
             ]
@@ -211,16 +233,41 @@ class _Step:
         if links.activations_out is None:
             self.roots[action.stage, index] = self.loss_function(output, index)
             return
-        links.activations_out.send(output, key)
+        links.activations_out.send(output, self._key_after(action.stage, index))
         if trains:
             differentiable = [tensor for tensor in output if tensor is not None and tensor.requires_grad]
             edges = [get_gradient_edge(tensor) for tensor in differentiable]
             self.roots[action.stage, index] = (edges, specs_of(differentiable))
 
+    def _key_before(self, stage: int, index: int) -> tuple:
+        """What both sides know of the message that stage `stage` gets for a micro-batch."""
+        if stage not in self.trained_before:
+            source = self.runtime.links[stage].activations_in
+            if not torch.is_grad_enabled():
+                number = 0
+            elif isinstance(source, Channel):
+                number = source.receive_number()
+            else:
+                number = self.trained_after[stage - 1]
+            self.trained_before[stage] = number
+        return (*self.keys[index], self.trained_before[stage])
+
+    def _key_after(self, stage: int, index: int) -> tuple:
+        """The same of the message that it sends."""
+        if stage not in self.trained_after:
+            target = self.runtime.links[stage].activations_out
+            flags = [param.requires_grad for param in self.runtime.stage_parameters[stage]]
+            number = hash((self.trained_before.get(stage, 0), *flags)) if torch.is_grad_enabled() else 0
+            if isinstance(target, Channel) and torch.is_grad_enabled():
+                target.send_number(number)
+            self.trained_after[stage] = number
+        return (*self.keys[index], self.trained_after[stage])
+
     def _backward(self, action: Action, grads: Message | None) -> None:
         index, links = action.microbatch, self.runtime.links[action.stage]
         root = self.roots.pop((action.stage, index))
         if links.gradients_in is None:
+            _check_trains(root)
             (root * self.scale if self.scale != 1.0 else root).backward()
         else:
             edges, _ = root
@@ -231,6 +278,14 @@ class _Step:
             links.gradients_out.mark_known(self.keys[index], specs_of(arrived))
             grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in arrived)
             links.gradients_out.send(grads, self.keys[index])
+
+
+def _check_trains(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "the loss depends on no parameter that takes gradients (all have requires_grad=False); unfreeze some, or "
+            "call booster.execute_pipeline without optimizer= to evaluate"
+        )
 
 
 def _needs_grad(spec: TensorSpec | None) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -16,19 +14,23 @@ from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.debug.batches import check_batch
+from plugins.hybrid_parallel.debug.indices import naming_entry
 from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh
 from plugins.hybrid_parallel.model import HybridParallelModel
 from plugins.hybrid_parallel.pipeline.microbatch import (
     as_batch,
-    merge_outputs,
     nothing_of,
     num_rows,
     split_batch,
     stand_in,
     to_device,
 )
+from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
-from plugins.hybrid_parallel.step_loss import StepLoss
+from plugins.hybrid_parallel.step_loss import NoLoss, StepLoss
+from plugins.hybrid_parallel.zero.frozen import check_tied
+from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
+from shardformer.losses.terms import LOSS_KEYWORDS
 
 _MANY = 2**62  # more samples than any batch has
 
@@ -57,22 +59,30 @@ class PipelineStep:
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
-        uncast = getattr(self.criterion, "own_entries", ())  # counts in 16 bit would be rounded
+        uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts in 16 bit would be rounded
         batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype, uncast)
         if self.trains and self.model.checks_this_batch():
             check_batch(batch, self.mesh)
         if self.trains and self.config.debug:
             # What came apart between two steps is found before a pass has spread it.
             self.model.synchrony.run_at(self.config.synchrony_interval, self.model.optimizers)
+        if self.trains:
+            check_tied(self.model.tied, self.model.unwrap())
         count = self._num_microbatches(batch)
         own = split_batch(batch, count) if num_rows(batch) else []
         # Others wait for the experts here also where there is nothing of its own to do.
         microbatches = own or [stand_in(batch)] * count
-        loss = self.model.step_loss(own, self.criterion)
+        loss = self.model.step_loss(own, self.criterion, batch)
+        if self.trains and isinstance(loss, NoLoss):
+            raise ConfigurationError(
+                f"the batch has no labels (it has {', '.join(batch)}), so that there is no loss to train on; "
+                "give the model's labels in the batch, or pass a criterion"
+            )
         if self.trains:
             self.model.trace.begin(microbatches, loss.shares)
         outputs: list[Any] = []
-        self._run_schedule(microbatches, loss, bool(own), outputs if return_outputs else None)
+        with naming_entry(batch):
+            self._run_schedule(microbatches, loss, bool(own), outputs if return_outputs else None)
         for optimizer in self.model.optimizers if self.trains else ():
             optimizer.reducer.launch_rest()
         value, factor = loss.finish(return_loss)
@@ -132,15 +142,14 @@ class PipelineStep:
             outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)
             if keep is not None:
-                keep.append(_detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))
+                keep.append(detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))
             return share
 
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
             stack.enter_context(self.model.running())
             stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
-            for optimizer in self.model.optimizers if self.trains else ():
-                stack.enter_context(optimizer.accepting_gradients())
+            stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
             scale = self.model.optimizers[0].loss_scale.value if self.trains else 1.0
             if self.trains and runtime.recorder is not None:
                 stack.enter_context(runtime.recorder.step())
@@ -168,51 +177,3 @@ class PipelineStep:
         if self.mesh.size("pp") == 1:
             return merged
         return broadcast_outputs(merged, self.mesh, runtime.rank_of_last_stage)
-
-
-def _detached(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs.detach()
-    return type(outputs)(**{k: v.detach() for k, v in outputs.items() if isinstance(v, Tensor)})
-
-
-def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
-    """Send the last stage's outputs, from rank `source`, to all stages: a JSON header, then each tensor. No pickle."""
-    group = mesh.group("pp")
-    bare = isinstance(outputs, Tensor)
-    header = None
-    if outputs is not None:
-        items = {"": outputs} if bare else dict(outputs)
-        header = {
-            "class": None if bare else [type(outputs).__module__, type(outputs).__qualname__],
-            "tensors": {
-                key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in items.items()
-            },
-        }
-    header = _broadcast_json(header, group, source)
-    received = {}
-    for key, (dtype, shape) in header["tensors"].items():
-        mine = None if outputs is None else items[key].contiguous()
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device) if mine is None else mine
-        dist.broadcast(tensor, source, group=group)
-        received[key] = tensor
-    if header["class"] is None:
-        return received[""]
-    return _output_class(*header["class"])(**received)
-
-
-def _broadcast_json(value: Any, group: dist.ProcessGroup, source: int) -> Any:
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    is_source = dist.get_rank() == source
-    length = torch.tensor(len(payload) if is_source else 0)
-    dist.broadcast(length, source, group=group)
-    payload = payload if is_source else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(payload, source, group=group)
-    return json.loads(bytes(payload.tolist()))
-
-
-def _output_class(module: str, name: str) -> type:
-    """transformers' own output class of that name; any other becomes a plain dict."""
-    if not module.startswith("transformers."):
-        return dict
-    return getattr(importlib.import_module(module), name)

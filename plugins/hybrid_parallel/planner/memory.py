@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.build import build_optimizer, shard_model, wrap_model
+from plugins.hybrid_parallel.build import shard_model, wrap_model
+from plugins.hybrid_parallel.build_optimizer import build_optimizer
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.holdings import playing
 from plugins.hybrid_parallel.mesh import build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
-from shardformer.sharder import names_of_parameters
+from shardformer.parameter_names import names_of_parameters
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ def static_memory(
         shared = shard_model(model, config, mesh)
         built = wrap_model(model, config, mesh, 0, origin, shared)
         wrapped = build_optimizer(optim, groups, names, built, config, mesh)
-        built.model.optimizers.append(wrapped)
         for bucket in wrapped.buckets:
             for index, param in enumerate(bucket.params):
                 bucket.accumulate(index, torch.empty_like(param))

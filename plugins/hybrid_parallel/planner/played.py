@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.build import build_optimizer, shard_model, wrap_model
+from plugins.hybrid_parallel.build import shard_model, wrap_model
+from plugins.hybrid_parallel.build_optimizer import build_optimizer
 from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.mesh import build_mesh
 from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.planner.recording import Part
 from plugins.hybrid_parallel.planner.skeleton import LayerList, layer_lists, thin_out
+from shardformer.parameter_names import names_of_parameters
 from shardformer.policies.registry import policy_for
-from shardformer.sharder import names_of_parameters
 
 
 class Listener(Protocol):
@@ -68,7 +69,7 @@ def skeleton(
     model.train()
     built = wrap_model(model, config, mesh, 0, origin, shared)
     if optim is not None:
-        built.model.optimizers.append(build_optimizer(optim, groups, names, built, config, mesh))
+        build_optimizer(optim, groups, names, built, config, mesh)
     return model, lists, built.model
 
 
@@ -100,7 +101,7 @@ def give_values(module: nn.Module) -> None:
 
 def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Tensor:
     """The loss of a step, as `execute_pipeline` computes it."""
-    loss = wrapped.step_loss([batch], None)
+    loss = wrapped.step_loss([batch], None, batch)
     inputs = wrapped.inputs_of(batch, loss)
     with loss.reading(wrapped.unwrap()):
         return loss.share(wrapped.unwrap()(**inputs), 0)

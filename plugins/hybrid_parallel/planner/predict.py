@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import simulate
 from plugins.hybrid_parallel.planner.costs import (
@@ -28,6 +29,8 @@ from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
 from plugins.hybrid_parallel.planner.recording import Part
 from plugins.hybrid_parallel.planner.stages import ModelMap, StageParts
 from plugins.hybrid_parallel.planner.static import count_static, updated_elements
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Predictor:
         """
         key = tp_size, sequence
         if key not in self._profiles:
+            _logger.info("looking at the model under tp_size=%d%s", tp_size, ", sequence cut" if sequence else "")
             try:
                 self._profiles[key] = self.profiler.profile(tp_size, sequence)
             except ConfigurationError as error:

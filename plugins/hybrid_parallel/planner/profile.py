@@ -19,10 +19,20 @@ from plugins.hybrid_parallel.planner.batch import batch_of
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.measure import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.played import give_memory, quiet, skeleton, training_loss, watch_layers
-from plugins.hybrid_parallel.planner.recording import Operator, Part, PartRecord, PassRecord, Recorder
+from plugins.hybrid_parallel.planner.recording import (
+    MOST_OPERATORS,
+    Operator,
+    Part,
+    PartRecord,
+    PassRecord,
+    Recorder,
+    TooManyOperators,
+)
 from plugins.hybrid_parallel.planner.skeleton import LayerList
 from shardformer.loss_chunks import planned_for
 from shardformer.shard_spec import grad_group_of, spec_of
+
+_SHORT = 8, 16  # tokens of samples that any model is looked at with in seconds
 
 
 @dataclass(frozen=True)
@@ -198,18 +208,38 @@ def _talk(record: PassRecord, link: Any, ranks: int) -> float:
 def record(
     wrapped: HybridParallelModel, lists: Sequence[LayerList], rows: Sequence[int], length: int, device: str
 ) -> list[dict[Part, PartRecord]]:
-    """For each number of samples a forward and a backward pass on fake tensors, by part."""
+    """For each number of samples a forward and a backward pass on fake tensors, by part.
+
+    Raises:
+        TooManyOperators: it would take too long.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # One mode for all: tensors of another are copied.
     with FakeTensorMode(allow_non_fake_inputs=True), quiet(), _device_like(device), _one_text_a_row():
         give_memory(wrapped.unwrap())
-        return [_record(wrapped, lists, batch_of(wrapped.unwrap(), count, length)) for count in rows]
+
+        def look(count: int, length: int) -> Recorder:
+            return _record(wrapped, lists, batch_of(wrapped.unwrap(), count, length))
+
+        try:
+            return [look(count, length).parts for count in rows]
+        except TooManyOperators:
+            few, many = (look(1, short).num_operators for short in _SHORT)
+            raise _too_long(type(wrapped.unwrap()).__name__, length, few, many) from None
 
 
-def _record(
-    wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dict[str, Tensor]
-) -> dict[Part, PartRecord]:
+def _too_long(name: str, length: int, few: int, many: int) -> TooManyOperators:
+    """The mistake of samples of `length` tokens, from the numbers of operators of two short ones."""
+    a_token = max(1.0, (many - few) / (_SHORT[1] - _SHORT[0]))
+    longest = _SHORT[0] + max(0, int((MOST_OPERATORS - few) / a_token))
+    return TooManyOperators(
+        f"{name} runs its tokens one after the other, {a_token:,.0f} operators for each: samples of {length} tokens "
+        f"would take too long to look at; plan for {longest} tokens or fewer"
+    )
+
+
+def _record(wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dict[str, Tensor]) -> Recorder:
     module = wrapped.unwrap()
     recorder = Recorder(list(module.parameters()))
     hooks = watch_layers(module, lists, recorder)
@@ -226,7 +256,7 @@ def _record(
     finally:
         for hook in hooks:
             hook.remove()
-    return recorder.parts
+    return recorder
 
 
 @contextmanager

@@ -19,10 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from booster.errors import ConfigurationError
 from shardformer.loss_chunks import finds_gradients
 
 # Part of a model: ("layer", list, kind), or ("gap", list) for what runs in front of a list; the last gap is the head.
 Part = tuple
+
+
+class TooManyOperators(ConfigurationError):
+    """A pass has more than `MOST_OPERATORS`: a mistake of all layouts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class PartRecord:
     output: float = 0.0
 
 
+# Of one pass in both directions; a model that runs its tokens one after the other would take hours.
+MOST_OPERATORS = 50_000
 _COLLECTIVES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -94,6 +101,7 @@ class Recorder(TorchDispatchMode):
         parts: part -> what was seen of it.
         part: the one that runs.
         backwards: whether a backward pass runs.
+        num_operators: so far.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -101,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self.parts: dict[Part, PartRecord] = {}
         self.part: Part = ("gap", 0)
         self.backwards = False
+        self.num_operators = 0
         self._own = {_key(param) for param in parameters}
         self._saved: dict[int, Tensor] = {}
         self._alive: dict[int, int] = {}
@@ -130,6 +139,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func._schema.name
+        self.num_operators += 1
+        if self.num_operators > MOST_OPERATORS:
+            raise TooManyOperators(f"a pass has more than {MOST_OPERATORS:,} operators")
         if name == "aten::_local_scalar_dense":  # a number that Python asks for: there are no values
             return 0.0 if args[0].dtype.is_floating_point else 0
         result = _run(func, name, args, kwargs or {})

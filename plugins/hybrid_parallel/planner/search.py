@@ -9,6 +9,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.planner.costs import Prediction, TooLarge
 from plugins.hybrid_parallel.planner.layout import Layout, Space
 from plugins.hybrid_parallel.planner.predict import Predictor
+from plugins.hybrid_parallel.planner.recording import TooManyOperators
 
 # So many of the best by estimate have their schedules simulated.
 _SIMULATED = 30
@@ -55,6 +56,8 @@ def search(predictor: Predictor, space: Space, count: int = _SIMULATED) -> Plan:
             fitting.append(predictor.predict(layout, exact=False, limit=predictor.device.memory))
         except TooLarge as error:
             rejected.append(Rejection(str(layout), str(error), error.need))
+        except TooManyOperators:
+            raise
         except ConfigurationError as error:
             rejected.append(Rejection(str(layout), str(error)))
     fitting.sort(key=_merit)

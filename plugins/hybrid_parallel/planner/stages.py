@@ -16,8 +16,9 @@ from plugins.hybrid_parallel.planner.played import quiet
 from plugins.hybrid_parallel.planner.recording import Part
 from plugins.hybrid_parallel.planner.skeleton import LayerList, layer_lists, name_in_skeleton
 from shardformer import PipelineStageManager, Policy, ShardConfig
+from shardformer.parameter_names import alias_groups
 from shardformer.policies.registry import policy_for
-from shardformer.sharder import ModelSharder, alias_groups
+from shardformer.sharder import ModelSharder
 from shardformer.stage import StageCut
 
 

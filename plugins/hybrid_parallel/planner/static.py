@@ -8,7 +8,7 @@ from plugins.hybrid_parallel.config import HybridParallelConfig
 from plugins.hybrid_parallel.planner.memory import StaticMemory
 from plugins.hybrid_parallel.planner.profile import LocalParameter, Profile
 from plugins.hybrid_parallel.planner.stages import StageParts
-from plugins.hybrid_parallel.zero.bucket import places_in_bucket
+from plugins.hybrid_parallel.zero.bucket_layout import places_in_bucket
 from plugins.hybrid_parallel.zero.parameters import chunks_of
 
 # AdamW has two moments of each element, and a number of steps for each parameter.

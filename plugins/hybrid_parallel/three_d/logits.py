@@ -15,6 +15,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.three_d.patches import Patch
 from shardformer.collectives import copy_to_axis, gather_from_axis
 from shardformer.cross_entropy import cross_entropy_of_tokens
+from shardformer.index_range import check_indices
 from shardformer.layers.head import VocabParallelLMHead
 
 # (hidden states [batch, seq, hidden], what holds the tied weight) -> logits
@@ -87,6 +88,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: i
         rows = head.matrix.shape[0]
         if width == rows:
             vocab_range, group = head.vocab_range, head.group
+            check_indices(labels, head.full_out_features, "label", ignored=ignore_index)
         elif width != head.full_out_features:
             raise ConfigurationError(
                 f"vocab_parallel_cross_entropy got logits of width {width}; use those of a rank, {rows}, or of the "

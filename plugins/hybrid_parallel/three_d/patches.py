@@ -99,5 +99,6 @@ def _patched(path: str, module: nn.Module, patches: list[Patch]) -> Callable[...
     def forward(*args: Any, **kwargs: Any) -> Any:
         return new(*args, **kwargs)
 
+    forward.__module__ = __name__  # not a user's own forward: it is put around that of the sharded twin again
     forward.patched_module, forward.native_in_dict = module, vars(module).get("forward")
     return forward

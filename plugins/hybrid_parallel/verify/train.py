@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.outputs import Output, OutputLog
-from plugins.hybrid_parallel.verify.twin import Twin
 
 _LEARNING_RATE = 0.05
 _SEEDS = (1, 2, 3)
@@ -20,21 +19,37 @@ _LARGEST_LOSS = 1e4
 Arrays = dict[str, numpy.ndarray]
 
 
+class Subject(Protocol):
+    """What is trained: every process builds the same for itself."""
+
+    @property
+    def name(self) -> str:
+        """Of the model's class, for messages."""
+
+    def build(self) -> nn.Module:
+        """The model in training mode, without dropout."""
+
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
+        """The global batch of a step."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """What both trainings do.
 
     Attributes:
-        twin: what is trained.
+        twin: what is trained, a small one of a kind or a user's own.
         rows: samples of the global batch.
         steps: of the optimizer, plain SGD.
         options: of `HybridParallelPlugin`.
+        criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
     """
 
-    twin: Twin
+    twin: Subject
     rows: int
     steps: int
     options: dict[str, Any]
+    criterion: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass
@@ -88,9 +103,7 @@ def train_plainly(trial: Trial) -> Trace:
     batches = [trial.twin.batch(model, step, trial.rows) for step in range(trial.steps)]
     log, state = OutputLog(model), torch.get_rng_state()
     for batch in batches:
-        loss = model(**batch).loss
-        if loss is None:
-            raise ConfigurationError(f"{trial.twin.name} returns no loss for labels; use --head with another class")
+        loss = _loss(trial, model, batch)
         loss.backward()
         gradients = _arrays({name: param.grad for name, param in named.items() if param.grad is not None})
         optimizer.step()
@@ -103,7 +116,7 @@ def train_plainly(trial: Trial) -> Trace:
             f"the twin of {trial.twin.name} has losses {losses} unsharded, which nothing can be compared with; "
             "use --head with another class, or --precision fp64"
         )
-    if not torch.equal(torch.get_rng_state(), state) and _draws_numbers(trial.twin, batches[0]):
+    if not torch.equal(torch.get_rng_state(), state) and _draws_numbers(trial, batches[0]):
         raise ConfigurationError(
             f"{trial.twin.name} draws random numbers in training, so that no two runs agree; "
             "switch that off in its configuration"
@@ -131,7 +144,7 @@ def train_on_rank(trial: Trial, prepare: Callable[[], None] | None = None) -> Tr
     trace = Trace(plugin.stage_index, plugin.dp_rank, plugin.tp_rank)
     for batch in batches:
         share = _share(batch, trial.rows, plugin.dp_rank, plugin.dp_size)
-        loss = booster.execute_pipeline(iter([share]), model, optimizer=optimizer).loss.item()
+        loss = booster.execute_pipeline(iter([share]), model, trial.criterion, optimizer).loss.item()
         gradients = _arrays(optimizer.full_gradients())
         optimizer.step()
         optimizer.zero_grad()
@@ -150,10 +163,28 @@ def _before_microbatch(runtime: Any, log: OutputLog) -> None:
     runtime.before_microbatch = begin
 
 
-def _share(batch: dict[str, Tensor], rows: int, rank: int, world_size: int) -> dict[str, Tensor]:
+def _loss(trial: Trial, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The loss of the global batch, as a plain loop has it."""
+    if trial.criterion is None:
+        loss = getattr(model(**batch), "loss", None)
+        if loss is None:
+            raise ConfigurationError(
+                f"{trial.twin.name} returns no loss for this batch; use --head with another class, or a criterion"
+            )
+        return loss
+    own = getattr(trial.criterion, "own_entries", ())
+    found = trial.criterion(model(**{name: value for name, value in batch.items() if name not in own}), batch)
+    return found[0] / found[1] if isinstance(found, tuple) else found
+
+
+def _share(batch: dict[str, Any], rows: int, rank: int, world_size: int) -> dict[str, Any]:
     """A data-parallel rank's samples of a global batch."""
     first, last = rows * rank // world_size, rows * (rank + 1) // world_size
-    return {name: value[first:last] if len(value) == rows else value for name, value in batch.items()}
+
+    def cut(value: Any) -> Any:
+        return value[first:last] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+
+    return {name: cut(value) for name, value in batch.items()}
 
 
 def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
@@ -166,12 +197,12 @@ def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
     return _arrays({name: assemble(param, param.detach(), mesh.group(spec_of(param).axis)) for name, param in named})
 
 
-def _draws_numbers(twin: Twin, batch: dict[str, Tensor]) -> bool:
+def _draws_numbers(trial: Trial, batch: dict[str, Any]) -> bool:
     """Whether another seed in training gives another loss (a router that samples; dropout is off here)."""
-    model, losses = twin.build(), set()
+    model, losses = trial.twin.build(), set()
     for seed in _SEEDS:
         torch.manual_seed(seed)
-        losses.add(model(**batch).loss.item())
+        losses.add(_loss(trial, model, batch).item())
     return len(losses) > 1
 
 

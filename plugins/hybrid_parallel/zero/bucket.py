@@ -9,8 +9,7 @@ pieces of parameters, so that states and skipped updates stay those of single pa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,70 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.exchange import Exchange, PendingGather, PendingShard
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Piece, gaps_between, places_in_bucket
+from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
+from plugins.hybrid_parallel.zero.exchange import PendingGather, PendingShard
 from plugins.hybrid_parallel.zero.gradient_memory import GradientMemory
+from plugins.hybrid_parallel.zero.gradients_by_hand import GradientsByHand
 from shardformer.collectives import all_gather_flat
-from shardformer.shard_spec import pad_to_multiple
-
-# Parameters and shards start at multiples of this many elements: kernels read what begins in the middle of a cache line
-# more slowly (docs/levers.md).
-_ALIGNMENT = 16
+from shardformer.shard_spec import parameter_like
 
 
-@dataclass(frozen=True)
-class BucketOptions:
-    """What the buckets of one optimizer have in common.
-
-    Attributes:
-        dp_group: the ranks that hold the same pieces of these parameters, and see other tokens.
-        zero_stage: 0 or 1.
-        master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
-        whole_parameters: whether the optimizer needs parameters uncut (Adafactor, Muon).
-        bucket_bytes: upper limit of a bucket's gradients.
-        exchange: how shards of gradients and parameters get from rank to rank.
-    """
-
-    dp_group: ProcessGroup
-    zero_stage: int
-    master_weights: bool
-    whole_parameters: bool
-    bucket_bytes: int
-    exchange: Exchange
-
-    @property
-    def num_shards(self) -> int:
-        return dist.get_world_size(self.dp_group) if self.zero_stage else 1
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank counts what it has of these parameters, of which it may hold a copy (stage 0)."""
-        return self.zero_stage == 1 or dist.get_rank(self.dp_group) == 0
-
-    @property
-    def shard_index(self) -> int:
-        return dist.get_rank(self.dp_group) if self.zero_stage else 0
-
-
-class Piece:
-    """The part of one parameter that lies in this rank's shard.
-
-    Attributes:
-        index: the parameter's position in its bucket.
-        start, stop: range in the flattened parameter.
-        offset: where the piece starts in the shard.
-        parameter: what the optimizer updates; fp32 where there are master weights.
-    """
-
-    def __init__(self, index: int, start: int, stop: int, offset: int) -> None:
-        self.index, self.start, self.stop, self.offset = index, start, stop, offset
-        self.parameter: nn.Parameter | None = None
-
-    def view(self, shard: Tensor) -> Tensor:
-        """The piece's range of a flat tensor over the shard."""
-        return shard[self.offset : self.offset + self.stop - self.start]
-
-
-class Bucket:
+class Bucket(GradientsByHand):
     """Parameters of one dtype, one parameter group and one way of summing gradients.
 
     Args:
@@ -104,11 +50,12 @@ class Bucket:
         masters: dict[nn.Parameter, Tensor],
         tied_group: ProcessGroup | None = None,
     ) -> None:
+        super().__init__()
         self.params, self.options, self.group_index = list(params), options, group_index
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
         sizes = [param.numel() for param in params]
         self.offsets, size = places_in_bucket(sizes, options.num_shards, options.whole_parameters)
-        self._gaps = _gaps(self.offsets, sizes, size)
+        self._gaps = gaps_between(self.offsets, sizes, size)
         self.shard_size = size // options.num_shards
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
@@ -121,6 +68,8 @@ class Bucket:
             view = self.flat[offset : offset + param.numel()].view_as(param)
             view.copy_(param.data)
             param.data = view
+        for index, param in enumerate(self.params):
+            show_grad(param, self, index)
         self.pieces = self._make_pieces(sources, master_dtype)
 
         # Allocated on the first gradient. Where gradients are sharded, until they are reduced.
@@ -211,10 +160,14 @@ class Bucket:
             self.flat_grads = None
 
     def finish(self, used: set[int], factor: Tensor | None) -> None:
-        """Complete the reduction and add its result to what the shard has.
+        """`complete` and `keep`."""
+        self.complete(factor)
+        self.keep(used)
+
+    def complete(self, factor: Tensor | None) -> None:
+        """Complete the reduction.
 
         Args:
-            used: parameters that have a gradient on any data-parallel rank.
             factor: what this step's gradients are multiplied by.
         """
         self.collect()
@@ -223,15 +176,36 @@ class Bucket:
             dist.all_reduce(self._result, group=group)
         if factor is not None:
             self._result.mul_(factor.to(self._result.dtype))
-        if self.sum_groups or factor is not None or self.used:
+        if self.sum_groups or factor is not None:
             self._norm = None
+
+    def reduced_pieces(self, indices: Collection[int]) -> dict[int, Tensor]:
+        """This rank's pieces of reduced gradients that are not kept yet, by parameter."""
+        return {piece.index: piece.view(self._result) for piece in self.pieces if piece.index in indices}
+
+    def replace_reduced(self, index: int, local: Tensor) -> None:
+        """Put another gradient, in the parameter's shape, in the place of a reduced one."""
+        for piece in self.pieces:
+            if piece.index == index:
+                piece.view(self._result).copy_(local.reshape(-1)[piece.start : piece.stop])
+        self._norm = None
+
+    def keep(self, used: set[int]) -> None:
+        """Add the result of the reduction to what the shard has.
+
+        Args:
+            used: parameters that have a gradient on any data-parallel rank.
+        """
+        self.clear_stale()
         if self.used:
+            self._norm = None
             self.shard_grads.add_(self._result)
         elif self._result is self.flat_grads:
             # The result is the shard: the buffers change places instead of being copied.
             self.flat_grads, self.shard_grads = self.shard_grads, self.flat_grads
         else:
             self.shard_grads = self._result
+        self._stale.clear()
         self.used |= used
         self.adds = False
         self.written.clear()
@@ -248,10 +222,18 @@ class Bucket:
             return {index: self._grad_view(index) for index in range(len(self.params))}
         return None if self._own_norms is None else dict(enumerate(self._own_norms))
 
-    def clear_grads(self) -> None:
-        """Forget all gradients."""
-        if self.options.num_shards > 1:
-            self.shard_grads = None  # the activations of the next forward pass take the memory
+    def clear_grads(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or make those that are here zero, which moves parameters by momentum and decay."""
+        if not set_to_none:
+            if self.used:
+                self.shard_grads.zero_()
+            for index in self.written:
+                self._grad_view(index).zero_()
+            self._norm = None
+            return
+        if self.options.num_shards > 1 or self.is_shown:
+            self.drop_grads()  # the activations of the next forward pass take the memory
+        self._stale.clear()
         self.written.clear()
         self._lent.clear()
         self.used.clear()
@@ -262,6 +244,7 @@ class Bucket:
 
     def squared_norm(self) -> Tensor:
         """Sum of squares of this rank's reduced gradients (0-d, float64)."""
+        self.clear_stale()
         if not self.used:
             return torch.zeros((), dtype=torch.float64, device=self.flat.device)
         norm = torch.linalg.vector_norm(self.shard_grads) if self._norm is None else self._norm
@@ -269,9 +252,8 @@ class Bucket:
 
     def assign_grads(self, factor: Tensor | float | None) -> None:
         """Give each piece its gradient, times `factor`; pieces of unused parameters get none."""
-        if factor is not None and self.used:
-            self._norm = None
-            self.shard_grads.mul_(factor if isinstance(factor, float) else factor.to(self.shard_grads.dtype))
+        if factor is not None:
+            self.scale_grads(factor)
         for piece in self.pieces:
             grad = piece.view(self.shard_grads).view_as(piece.parameter) if piece.index in self.used else None
             piece.parameter.grad = grad if grad is None else grad.to(piece.parameter.dtype)
@@ -285,6 +267,34 @@ class Bucket:
         if self.options.num_shards == 1:
             return None
         return self.options.exchange.all_gather(self.flat)
+
+    def take_changed_weights(self) -> None:
+        """Take over parameters that somebody else has changed since the last step, in place or by `param.data = …`.
+
+        Raises:
+            ConfigurationError: one has another shape or dtype now.
+        """
+        for param, offset in zip(self.params, self.offsets, strict=True):
+            place = self.flat.data_ptr() + offset * self.flat.element_size()
+            if param.numel() and param.data_ptr() != place:
+                self._take_back(param, self.flat[offset : offset + param.numel()])
+        own = self.own_shard(self.flat)
+        for piece in self.pieces if self.has_masters else ():
+            master, present = piece.parameter.data.view(-1), piece.view(own)
+            rounded = master.to(present.dtype)
+            # A GPU would have to be waited for.
+            if present.device.type != "cpu" or not torch.equal(rounded, present):
+                master.copy_(torch.where(rounded == present, master, present.to(master.dtype)))
+
+    def _take_back(self, param: nn.Parameter, place: Tensor) -> None:
+        """Have a parameter whose `data` was replaced live in the bucket again."""
+        if param.dtype != place.dtype or param.numel() != place.numel():
+            raise ConfigurationError(
+                f"a parameter became a {tuple(param.shape)} of {param.dtype} after boost(), where its optimizer knows "
+                f"{place.numel()} values of {place.dtype}; change shapes and dtypes before boost()"
+            )
+        place.copy_(param.data.reshape(-1))
+        param.data = place.view(param.shape)
 
     def refresh_masters(self) -> None:
         """Take the parameters' present values as the optimizer's (after weights were loaded)."""
@@ -330,7 +340,8 @@ class Bucket:
             view = piece.view(shard if shard is not None else self.own_shard(self.flat))
             view.copy_(sources[index].reshape(-1)[start:stop])
             whole = stop - start == param.numel()
-            piece.parameter = nn.Parameter(view.view_as(param) if whole else view)
+            piece.parameter = parameter_like(param, view.view_as(param) if whole else view)
+            piece.parameter.requires_grad_(True)
             pieces.append(piece)
         return pieces
 
@@ -347,29 +358,3 @@ class Bucket:
     def _grad_view(self, index: int) -> Tensor:
         param, offset = self.params[index], self.offsets[index]
         return self.flat_grads[offset : offset + param.numel()].view_as(param)
-
-
-def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bool) -> tuple[list[int], int]:
-    """Where each parameter starts in the flat buffer, and the buffer's size, divisible by the number of shards."""
-    if not whole_parameters or num_shards == 1:
-        padded = [pad_to_multiple(size, _ALIGNMENT) for size in sizes]
-        offsets = [sum(padded[:index]) for index in range(len(sizes))]
-        return offsets, pad_to_multiple(sum(padded), num_shards * _ALIGNMENT)
-    # Whole parameters are dealt out, the largest first to the emptiest shard; shards are padded to the fullest.
-    loads, places = [0] * num_shards, [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        shard = loads.index(min(loads))
-        places[index] = (shard, loads[shard])
-        loads[shard] += pad_to_multiple(sizes[index], _ALIGNMENT)
-    shard_size = pad_to_multiple(max(loads), _ALIGNMENT)
-    return [shard * shard_size + start for shard, start in places], shard_size * num_shards
-
-
-def _gaps(offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """The ranges of a flat buffer that belong to no parameter."""
-    gaps, end = [], 0
-    for offset, size in sorted(zip(offsets, sizes, strict=True)):
-        if offset > end:
-            gaps.append((end, offset))
-        end = offset + size
-    return gaps if end == total else [*gaps, (end, total)]

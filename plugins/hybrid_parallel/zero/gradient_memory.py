@@ -41,6 +41,10 @@ class GradientMemory:
         if flat.device.type == "cpu":
             self._free.append(self._taken.pop(flat.data_ptr()))
 
+    def leave(self, flat: Tensor) -> None:
+        """Leave what `take` gave to those who still read it."""
+        self._taken.pop(flat.data_ptr(), None)
+
     def trim(self, count: int) -> None:
         """Keep the largest `count` buffers of those that are not in use."""
         self._free.sort(key=Tensor.numel, reverse=True)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket import Bucket, BucketOptions
+from booster.logging import get_logger
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from shardformer.shard_spec import grad_group_of, spec_of
 
-# These update each element by itself, so that a parameter may be cut anywhere.
-ELEMENTWISE = frozenset(
-    ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
-)
-
+_logger = get_logger(__name__)
 Sized = TypeVar("Sized", bound="HasElements")
 
 
@@ -43,11 +42,6 @@ class TiedParameter:
     counted: bool
 
 
-def is_elementwise(optim: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's class, or one that it derives from, updates each element by itself."""
-    return any(cls.__name__ in ELEMENTWISE and cls.__module__.startswith("torch.optim") for cls in type(optim).__mro__)
-
-
 def build_buckets(
     groups: Sequence[Sequence[nn.Parameter]],
     options: Mapping[str, BucketOptions],
@@ -66,7 +60,7 @@ def build_buckets(
     for group_index, params in enumerate(groups):
         kinds: dict[tuple, list[nn.Parameter]] = {}
         # The backward pass reaches the last parameters first: their bucket is reduced while it goes on.
-        for param in reversed([param for param in params if param.requires_grad]):
+        for param in reversed(params):
             tie = tied.get(param)
             order = -1 if tie is None else tie.order
             key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis)
@@ -96,24 +90,33 @@ def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:
         yield chunk
 
 
-def carry_state(
-    optim: torch.optim.Optimizer, old: Mapping[nn.Parameter, nn.Parameter], buckets: Sequence[Bucket]
-) -> None:
-    """Move the state that the optimizer already has to the pieces of its parameters (Adagrad starts with some).
+def take_states(
+    optim: torch.optim.Optimizer, old: Mapping[nn.Parameter, nn.Parameter]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Take the states out of an optimizer that has stepped, or starts with some (Adagrad), by local parameter.
 
     Args:
         old: local parameter -> the parameter that the optimizer was made with.
-        buckets: the buckets of the optimizer.
     """
-    before = dict(optim.state)
+    states = {local: state for local, param in old.items() if (state := optim.state.get(param))}
     optim.state.clear()
+    return states
+
+
+def place_states(
+    optim: torch.optim.Optimizer, states: dict[nn.Parameter, dict[str, Any]], buckets: Sequence[Bucket]
+) -> None:
+    """Give the pieces of parameters their part of the parameters' states.
+
+    Args:
+        states: whole states, by local parameter; those that have found their place are taken out.
+        buckets: where the pieces are.
+    """
     for bucket in buckets:
         for piece in bucket.pieces:
-            param = bucket.params[piece.index]
-            state = before.get(old[param])
+            state, spec = states.get(bucket.params[piece.index]), spec_of(bucket.params[piece.index])
             if not state:
                 continue
-            spec = spec_of(param)
 
             def cut(value: Any) -> Any:
                 if not isinstance(value, Tensor) or tuple(value.shape) != spec.full_shape:  # noqa: B023
@@ -122,29 +125,73 @@ def carry_state(
                 return local.to(piece.parameter.device).view_as(piece.parameter)  # noqa: B023
 
             optim.state[piece.parameter] = {key: cut(value) for key, value in state.items()}
+        for param in bucket.params:
+            states.pop(param, None)
 
 
-def check_optimizer(
-    optim: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], tp_size: int, ep_size: int = 1
-) -> None:
-    """Refuse an optimizer that cannot work on this layout.
+def check_gradients(model: nn.Module) -> None:
+    """Refuse gradients that exist already: they are of batches that every rank has seen, or of none that is known.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise ConfigurationError(
+                f"{name} has a gradient from before boost(); call model.zero_grad() before boost(), or run the "
+                "backward pass after it"
+            )
+
+
+def check_shared_parameters(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, Sequence[str]]) -> None:
+    """Refuse a parameter that two optimizers update.
 
     Args:
         names: id of each of the model's parameters -> its names.
 
     Raises:
-        ConfigurationError: it holds parameters that are not the model's, or needs whole parameters under tp or ep.
+        ConfigurationError: there is one.
+    """
+    seen: set[int] = set()
+    for optim in optimizers:
+        held = {id(param) for group in optim.param_groups for param in group["params"]}
+        if both := seen & held:
+            name = min(names[each][0] for each in both)
+            raise ConfigurationError(f"two optimizers hold {name}; give each parameter to one of them")
+        seen |= held
+
+
+def warn_of_untrained(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Name the parameters that take gradients, and that no optimizer holds: here these gradients are in no norm.
+
+    Args:
+        parameters: of the whole model, with their names.
+    """
+    held = {id(param) for optim in optimizers for group in optim.param_groups for param in group["params"]}
+    untrained = [name for name, param in parameters if param.requires_grad and id(param) not in held]
+    if untrained and optimizers and dist.get_rank() == 0:
+        _logger.warning(
+            "%s%s takes gradients and is in no optimizer: max_norm and clip_grad_norm_ do not count them, as torch's "
+            "clip_grad_norm_(model.parameters()) would; set requires_grad=False, or give it to an optimizer",
+            untrained[0],
+            f" (one of {len(untrained)})" if len(untrained) > 1 else "",
+        )
+
+
+def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[str]]) -> None:
+    """Refuse an optimizer of other parameters.
+
+    Args:
+        names: id of each of the model's parameters -> its names.
+
+    Raises:
+        ConfigurationError: it holds parameters that are not the model's.
     """
     for group in optim.param_groups:
         if any(id(param) not in names for param in group["params"]):
             raise ConfigurationError(
                 f"{type(optim).__name__} holds a parameter that is not in the model given to boost(); "
                 "make the optimizer from this model's parameters()"
-            )
-    if type(optim).__name__ == "LBFGS":
-        raise ConfigurationError("LBFGS needs a closure that runs the model again; use an optimizer such as AdamW")
-    for name, size in (("tp_size", tp_size), ("ep_size", ep_size)):
-        if size > 1 and type(optim).__name__ in ("Adafactor", "Muon"):
-            raise ConfigurationError(
-                f"{type(optim).__name__} reads whole parameters, which {name}={size} cuts; use {name}=1 or AdamW"
             )

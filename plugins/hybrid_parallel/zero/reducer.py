@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
 from plugins.hybrid_parallel.zero.exchange import Exchange
 from plugins.hybrid_parallel.zero.gradient_memory import GradientMemory
 from shardformer.weight_gradients import GradientPlace, offer_place
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks
 
 # Reductions at a time whose local gradients are kept on a CPU.
 _IN_FLIGHT = 2
@@ -38,28 +43,41 @@ class GradientReducer:
 
     def __init__(self, buckets: Sequence[Bucket], dp_group: ProcessGroup, overlap: bool, waits: bool = True) -> None:
         self.buckets, self.dp_group, self.overlap, self.waits = list(buckets), dp_group, overlap, waits
+        self.hooks: GradientHooks | None = None  # of the user's
         self.accepting = False  # inside a backward pass that the library runs
         self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
-        self._complete: list[set[int]] = [set() for _ in self.buckets]
+        self._complete: dict[Bucket, set[int]] = {}
         self._next = 0
         self._memories: dict[Exchange, GradientMemory] = {}
-        for bucket in self.buckets:
-            if bucket.options.num_shards > 1:
-                exchange, unit = bucket.options.exchange, bucket.options.bucket_bytes
-                bucket.memory = self._memories.setdefault(exchange, GradientMemory(exchange, unit))
         self.offers_places = False  # for products to write gradients to
-        for number, bucket in enumerate(self.buckets):
-            for index, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(self._hook(number, index))
-                if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
-                    offer_place(param, self._place(number, index))
-                    self.offers_places = True
+        for bucket in self.buckets:
+            self._connect(bucket)
 
     @property
     def pending(self) -> bool:
         """Whether there are local gradients that are not reduced yet."""
         return any(bucket.written for bucket in self.buckets)
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Take further buckets; tied ones stay last, and in one order on all stages."""
+        self.buckets = sorted([*self.buckets, *buckets], key=lambda bucket: bucket.tied_group is not None)
+        for bucket in buckets:
+            self._connect(bucket)
+
+    def _connect(self, bucket: Bucket) -> None:
+        self._complete[bucket] = set()
+        if bucket.options.num_shards > 1:
+            exchange, unit = bucket.options.exchange, bucket.options.bucket_bytes
+            bucket.memory = self._memories.setdefault(exchange, GradientMemory(exchange, unit))
+        for index, param in enumerate(bucket.params):
+            trains = param.requires_grad
+            param.requires_grad_()  # a parameter that is frozen takes no hook, but keeps one
+            param.register_post_accumulate_grad_hook(self._hook(bucket, index))
+            param.requires_grad_(trains)
+            if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
+                offer_place(param, self._place(bucket, index))
+                self.offers_places = True
 
     def begin_final_backward(self) -> None:
         """The next backward pass completes the gradients."""
@@ -67,7 +85,7 @@ class GradientReducer:
 
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
         """The gradients of these are complete."""
-        for bucket, done in zip(self.buckets, self._complete, strict=True):
+        for bucket, done in self._complete.items():
             done.update(index for index, param in enumerate(bucket.params) if param in parameters)
         if self.overlap:
             self._launch_complete()
@@ -86,58 +104,64 @@ class GradientReducer:
         """
         self.launch_rest()
         self._next = 0
-        self._complete = [set() for _ in self.buckets]
+        self._complete = {bucket: set() for bucket in self.buckets}
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
         # collectives of a group have to come in one order on all of its ranks.
         used, accumulated = self._agree_on_used(), any(bucket.adds for bucket in self.buckets)
-        for bucket, indices in zip(self.buckets, used, strict=True):
+        for number, bucket in enumerate(self.buckets):
             if bucket.tied_group is not None:
-                indices = self._agree_with_stages(bucket, indices)
-            bucket.finish(indices, factor)
+                used[number] = self._agree_with_stages(bucket, used[number])
+            bucket.complete(factor)
+        if self.hooks:
+            self.hooks.run(self.buckets, used)
+        for bucket, indices in zip(self.buckets, used, strict=True):
+            bucket.keep(indices)
         for memory in self._memories.values() if not accumulated else ():
             memory.trim(_KEPT)
 
     # What parameters hold is weak: nobody would collect a parameter that leads to itself by way of its hooks.
 
-    def _place(self, number: int, index: int) -> GradientPlace:
-        reference = weakref.ref(self)
+    def _place(self, of_bucket: Bucket, index: int) -> GradientPlace:
+        reference, bucket_reference = weakref.ref(self), weakref.ref(of_bucket)
 
         def place(dtype: torch.dtype) -> tuple[Tensor, bool] | None:
             reducer = reference()
             if reducer is None or not reducer.accepting:
                 return None
-            bucket = reducer.buckets[number]
+            bucket = bucket_reference()
             # A hook of the user's is to see the gradient of this pass, not the sum over passes.
             is_watched = bool(bucket.params[index]._backward_hooks)
             return None if is_watched or dtype != bucket.grad_dtype else bucket.lend(index)
 
         return place
 
-    def _hook(self, number: int, index: int) -> Callable[[nn.Parameter], None]:
-        reference = weakref.ref(self)
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[nn.Parameter], None]:
+        reference, bucket_reference = weakref.ref(self), weakref.ref(bucket)
 
         def take_gradient(param: nn.Parameter) -> None:
             reducer = reference()
             if reducer is not None:
-                reducer._take_gradient(param, number, index)
+                reducer._take_gradient(param, bucket_reference(), index)
 
         return take_gradient
 
-    def _take_gradient(self, param: nn.Parameter, number: int, index: int) -> None:
+    def _take_gradient(self, param: nn.Parameter, bucket: Bucket, index: int) -> None:
+        gradient = native_grad(param)
+        clear_native_grad(param)
         if not self.accepting:
             raise RuntimeError("call booster.backward(loss, optimizer) in the place of loss.backward()")
-        if param.grad is None:  # the first half of a backward pass puts it off
+        if gradient is None:  # the first half of a backward pass puts it off
             return
-        self.buckets[number].accumulate(index, param.grad)
-        param.grad = None
+        bucket.accumulate(index, gradient)
         self.arrival.setdefault(param, len(self.arrival))
         if self._final and self.overlap:
-            self._complete[number].add(index)
+            self._complete[bucket].add(index)
             self._launch_complete()
 
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets):
-            if len(self._complete[self._next]) < len(self.buckets[self._next].params):
+            bucket = self.buckets[self._next]
+            if len(self._complete[bucket]) < len(bucket.params):
                 return
             self._launch_next()
 

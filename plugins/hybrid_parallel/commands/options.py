@@ -1,0 +1,59 @@
+"""What commands check before they work: options that would say nothing, and files that could not be written."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from pathlib import Path
+
+from booster.errors import ConfigurationError
+
+
+def given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Names of the options that differ from their default."""
+    return [name for name, value in vars(options).items() if value != parser.get_default(name)]
+
+
+def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> None:
+    """Refuse an option that says nothing of what is asked for.
+
+    Args:
+        found: names of the options that were given.
+        used: those that say something.
+        what: is asked for, such as "a model".
+
+    Raises:
+        ConfigurationError: one says nothing.
+    """
+    unused = next((name for name in found if name not in used), None)
+    if unused is not None:
+        allowed = ", ".join(_spelled(name) for name in used)
+        raise ConfigurationError(f"{_spelled(unused)} says nothing of {what}; what is used there: {allowed}")
+
+
+def refuse_bad_places(*paths: Path | None) -> None:
+    """Refuse files that could not be written after a long work.
+
+    Raises:
+        ConfigurationError: a directory does not exist, or stands where the file would.
+    """
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(f"{path} cannot be written, {path.parent} is no directory; use one that exists")
+        if path is not None and path.is_dir():
+            raise ConfigurationError(f"{path} cannot be written, it is a directory; give the name of a file")
+
+
+def refuse_without_pipeline(ranks: int, schedule: str | None, chunks: int | None) -> None:
+    """Refuse what is said of a pipeline of one rank.
+
+    Raises:
+        ConfigurationError: a schedule other than the default, or a number of chunks.
+    """
+    if ranks == 1 and (schedule not in (None, "1f1b") or chunks is not None):
+        option = f"--schedule {schedule}" if schedule not in (None, "1f1b") else f"--chunks {chunks}"
+        raise ConfigurationError(f"{option} says nothing without a pipeline; add --pp 2, or more")
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")

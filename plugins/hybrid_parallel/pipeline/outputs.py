@@ -1,0 +1,107 @@
+"""Outputs of micro-batches: put together again, and sent from the last stage to all."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.agree import broadcast_json
+from plugins.hybrid_parallel.mesh import HybridMesh
+
+
+def detached(outputs: Any) -> Any:
+    """The tensors of `outputs`, which may lie in mappings and tuples, without their graph; None for anything else."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    if isinstance(outputs, Mapping):
+        return type(outputs)(**{key: detached(value) for key, value in outputs.items()})
+    return tuple(map(detached, outputs)) if isinstance(outputs, tuple | list) else None
+
+
+def merge_outputs(outputs: Sequence[Any]) -> Any:
+    """Concatenate the outputs of micro-batches along the samples; a single number and a cache are left out.
+
+    Raises:
+        ConfigurationError: micro-batches have values that differ in more than the number of samples.
+    """
+    if isinstance(outputs[0], Tensor) and not outputs[0].dim():
+        return torch.stack(list(outputs))
+    return _merge(outputs, "outputs")
+
+
+def _merge(values: Sequence[Any], name: str) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim():
+        shapes = [tuple(value.shape) for value in values]
+        if len({shape[1:] for shape in shapes}) > 1:
+            raise ConfigurationError(
+                f"{name} of micro-batches have shapes {shapes}, which cannot be put together; use num_microbatches=1, "
+                "or return_outputs=False"
+            )
+        return torch.cat(list(values))
+    if isinstance(first, Mapping):
+        merged = {key: _merge([value[key] for value in values], key) for key in first}
+        return type(first)(**{key: value for key, value in merged.items() if value is not None})
+    if isinstance(first, tuple | list):
+        return tuple(_merge(parts, name) for parts in zip(*values, strict=True))
+    return None
+
+
+def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
+    """Send the last stage's outputs, from rank `source`, to all stages: a JSON header, then each tensor. No pickle."""
+    group = mesh.group("pp")
+    header = broadcast_json(None if outputs is None else _describe(outputs), group, source)
+    mine = iter(()) if outputs is None else _tensors(outputs)
+
+    def receive(dtype: str, shape: list[int]) -> Tensor:
+        tensor = next(mine, None)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, source, group=group)
+        return tensor
+
+    def build(node: dict[str, Any] | None) -> Any:
+        if node is None:
+            return None
+        if "dtype" in node:
+            return receive(node["dtype"], node["shape"])
+        if "tuple" in node:
+            return tuple(map(build, node["tuple"]))
+        return _output_class(*node["class"])(**{key: build(each) for key, each in node["fields"].items()})
+
+    return build(header)
+
+
+def _describe(value: Any) -> dict[str, Any] | None:
+    """What JSON can say of nested outputs."""
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, Mapping):
+        cls = type(value)
+        return {
+            "class": [cls.__module__, cls.__qualname__],
+            "fields": {key: _describe(each) for key, each in value.items()},
+        }
+    return None if value is None else {"tuple": [_describe(each) for each in value]}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif value is not None:
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
+
+
+def _output_class(module: str, name: str) -> type:
+    """transformers' own output class of that name; any other becomes a plain dict."""
+    if not module.startswith("transformers."):
+        return dict
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,73 @@
+"""What `gradient_checkpointing` says of a model: which of its layers are recomputed in the backward pass."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from booster.errors import ConfigurationError
+from shardformer.attention import recompute_attention, uses_registry
+
+
+def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
+    """Refuse what the model cannot recompute.
+
+    Args:
+        wanted: the option `gradient_checkpointing`.
+
+    Raises:
+        ConfigurationError: it is no model of transformers, or one whose layers or attention cannot be reached.
+    """
+    if not wanted:
+        return
+    name = type(model).__name__
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise ConfigurationError(
+            f"gradient_checkpointing={wanted!r} needs a transformers model, not a {name}; "
+            "use gradient_checkpointing=None"
+        )
+    if wanted != "selective" and not getattr(model, "supports_gradient_checkpointing", True):
+        raise ConfigurationError(
+            f"gradient_checkpointing={wanted!r} recomputes layers, which transformers cannot for {name}; "
+            "use gradient_checkpointing=None"
+        )
+    if wanted == "selective" and not any(map(uses_registry, model.modules())):
+        raise ConfigurationError(
+            f"gradient_checkpointing='selective' cannot reach the attention of {name}, which is written out in its "
+            "modules; use 'full'"
+        )
+
+
+def recompute(wanted: str | float | None, model: nn.Module) -> None:
+    """Recompute attention, or all layers, of a whole model."""
+    if wanted == "selective":
+        recompute_attention(model)
+    elif wanted:
+        _recompute_layers(model)
+
+
+def recompute_share(model: nn.Module, share: float) -> None:
+    """Recompute the first `share` of this stage's layers: in a pipeline they wait longest for their backward pass.
+
+    Raises:
+        ConfigurationError: the model has no layers to choose from.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigurationError(
+            f"gradient_checkpointing={share} finds no layers to choose from in {type(model).__name__}; use 'full'"
+        )
+    for layer in layers[math.ceil(share * len(layers)) :]:
+        layer.gradient_checkpointing = False
+
+
+def _recompute_layers(model: nn.Module) -> None:
+    """By transformers' own switch, which newer releases call by another name."""
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)

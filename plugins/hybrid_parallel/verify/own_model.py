@@ -1,0 +1,124 @@
+"""Verification of anyone's own module: trained as it is, and under a layout, on a batch of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError, VerificationError
+from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
+from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.local_ranks import run_on_local_ranks
+from plugins.hybrid_parallel.mesh import control_group
+from plugins.hybrid_parallel.verify.compare import TOLERANCES, Verdict, compare
+from plugins.hybrid_parallel.verify.trace_json import trace_from_json, trace_to_json
+from plugins.hybrid_parallel.verify.train import Trial, train_on_rank, train_plainly
+from plugins.hybrid_parallel.verify.words import in_words
+
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """What every process builds for itself, always the same.
+
+    Attributes:
+        model_fn: makes the model.
+        given: the global batch of every step.
+        dtype: of the weights and of what is floating-point in the batch.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    given: Mapping[str, Any]
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return getattr(self.model_fn, "__qualname__", type(self.model_fn).__name__)
+
+    def build(self) -> nn.Module:
+        """The model in training mode, on the CPU, without dropout."""
+        torch.manual_seed(_SEED)
+        model = self.model_fn().to(device="cpu", dtype=self.dtype).train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        return model
+
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
+        """The same batch in every step."""
+        return {
+            name: value.to(device="cpu", dtype=self.dtype if value.is_floating_point() else None)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in self.given.items()
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a verification; `str` says it in words.
+
+    Attributes:
+        title: what was trained, and how.
+        precision: of both trainings.
+        verdict: of the comparison.
+    """
+
+    title: str
+    precision: str
+    verdict: Verdict
+
+    @property
+    def equal(self) -> bool:
+        """Whether both trainings agree in every loss, gradient and weight."""
+        return self.verdict.first is None
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *in_words(self.verdict, self.precision)])
+
+
+def verify_own_model(
+    model_fn: Callable[[], nn.Module],
+    batch: Mapping[str, Any],
+    config: HybridParallelConfig,
+    *,
+    criterion: Callable[[Any, Any], Any] | None = None,
+    steps: int = 2,
+    precision: str = "fp64",
+    timeout_s: float = 300.0,
+) -> Report:
+    """See `booster.verify`."""
+    if precision not in TOLERANCES:
+        raise ConfigurationError(f"precision='{precision}' cannot be compared in; use {' or '.join(TOLERANCES)}")
+    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
+    if rows == 0:
+        raise ConfigurationError("the batch holds no samples; give a mapping with tensors [samples, ...]")
+    options = {each.name: getattr(config, each.name) for each in fields(config)} | {"precision": "fp32"}
+    subject = OwnModel(model_fn, batch, torch.float64 if precision == "fp64" else torch.float32)
+    in_a_job = dist.is_initialized() and dist.get_world_size() > 1
+    world_size = dist.get_world_size() if in_a_job else config.tp_size * config.pp_size * config.cp_size
+    if not in_a_job:
+        world_size *= config.dp_size or config.ep_size
+        options["dp_size"] = config.dp_size or config.ep_size
+    trial = Trial(subject, rows, steps, options, criterion)
+    plain = train_plainly(trial)
+    if in_a_job:
+        found = all_gather_json(trace_to_json(train_on_rank(trial)), control_group())
+        ranks = [trace_from_json(each) for each in found]
+    else:
+        ranks = run_on_local_ranks(train_on_rank, world_size, trial, timeout_s=timeout_s)
+    sizes = " x ".join(f"{axis} {size}" for axis in ("tp", "pp", "cp") if (size := getattr(config, f"{axis}_size")) > 1)
+    title = (
+        f"{subject.name}, {sizes or 'data parallel'}, {world_size} ranks, {precision}, {steps} steps of {rows} samples"
+    )
+    report = Report(title, precision, compare(plain, ranks, TOLERANCES[precision]))
+    if not report.equal:
+        raise VerificationError(str(report))
+    return report

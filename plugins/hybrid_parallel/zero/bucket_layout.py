@@ -1,0 +1,98 @@
+"""Where parameters lie in a bucket's flat memory, and which part of them is a rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from plugins.hybrid_parallel.zero.exchange import Exchange
+from shardformer.shard_spec import pad_to_multiple
+
+# Parameters and shards start at multiples of this many elements: kernels read what begins in the middle of a cache line
+# more slowly (docs/levers.md).
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """What the buckets of one optimizer have in common.
+
+    Attributes:
+        dp_group: the ranks that hold the same pieces of these parameters, and see other tokens.
+        zero_stage: 0 or 1.
+        master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
+        whole_parameters: whether the optimizer needs parameters uncut (Adafactor, Muon).
+        bucket_bytes: upper limit of a bucket's gradients.
+        exchange: how shards of gradients and parameters get from rank to rank.
+        hidden_by: the options under which no rank has a whole gradient as plain torch would; None where all do.
+    """
+
+    dp_group: ProcessGroup
+    zero_stage: int
+    master_weights: bool
+    whole_parameters: bool
+    bucket_bytes: int
+    exchange: Exchange
+    hidden_by: str | None = None
+
+    @property
+    def num_shards(self) -> int:
+        return dist.get_world_size(self.dp_group) if self.zero_stage else 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts what it has of these parameters, of which it may hold a copy (stage 0)."""
+        return self.zero_stage == 1 or dist.get_rank(self.dp_group) == 0
+
+    @property
+    def shard_index(self) -> int:
+        return dist.get_rank(self.dp_group) if self.zero_stage else 0
+
+
+class Piece:
+    """The part of one parameter that lies in this rank's shard.
+
+    Attributes:
+        index: the parameter's position in its bucket.
+        start, stop: range in the flattened parameter.
+        offset: where the piece starts in the shard.
+        parameter: what the optimizer updates; fp32 where there are master weights.
+    """
+
+    def __init__(self, index: int, start: int, stop: int, offset: int) -> None:
+        self.index, self.start, self.stop, self.offset = index, start, stop, offset
+        self.parameter: nn.Parameter | None = None
+
+    def view(self, shard: Tensor) -> Tensor:
+        """The piece's range of a flat tensor over the shard."""
+        return shard[self.offset : self.offset + self.stop - self.start]
+
+
+def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bool) -> tuple[list[int], int]:
+    """Where each parameter starts in the flat buffer, and the buffer's size, divisible by the number of shards."""
+    if not whole_parameters or num_shards == 1:
+        padded = [pad_to_multiple(size, _ALIGNMENT) for size in sizes]
+        offsets = [sum(padded[:index]) for index in range(len(sizes))]
+        return offsets, pad_to_multiple(sum(padded), num_shards * _ALIGNMENT)
+    # Whole parameters are dealt out, the largest first to the emptiest shard; shards are padded to the fullest.
+    loads, places = [0] * num_shards, [(0, 0)] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        shard = loads.index(min(loads))
+        places[index] = (shard, loads[shard])
+        loads[shard] += pad_to_multiple(sizes[index], _ALIGNMENT)
+    shard_size = pad_to_multiple(max(loads), _ALIGNMENT)
+    return [shard * shard_size + start for shard, start in places], shard_size * num_shards
+
+
+def gaps_between(offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[tuple[int, int]]:
+    """The ranges of a flat buffer that belong to no parameter."""
+    gaps, end = [], 0
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+        if offset > end:
+            gaps.append((end, offset))
+        end = offset + size
+    return gaps if end == total else [*gaps, (end, total)]

@@ -1,0 +1,91 @@
+"""A parameter whose gradient lies in a bucket, as code that reads `param.grad` meets it.
+
+torch's own tools (`clip_grad_norm_`, `clip_grad_value_`, loops over `param.grad`) take None for "no gradient" and go on
+without a word. Where this rank has all of the gradient they get it, to read and to write in place; elsewhere they are
+told what does the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.zero.bucket import Bucket
+
+_NATIVE = torch._C.TensorBase.grad  # where autograd leaves the gradient of one pass
+
+
+class BucketParameter(nn.Parameter):
+    """A parameter of a bucket. What is made from it (a copy) is an ordinary parameter."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that its optimizer is going to take.
+
+        Raises:
+            ConfigurationError: ranks share it.
+        """
+        own, place = native_grad(self), _place_of(self)
+        if own is not None or place is None or torch.compiler.is_compiling():
+            return own
+        bucket, index = place
+        if not bucket.has_grad(index):
+            return None
+        _check_visible(bucket, index)
+        return bucket.reduced_grad(index)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        place = _place_of(self)
+        if place is None:
+            _NATIVE.__set__(self, value)
+            return
+        clear_native_grad(self)
+        bucket, index = place
+        if value is None:
+            bucket.forget_grad(index)
+        else:
+            _check_visible(bucket, index)
+            bucket.set_grad(index, value)
+
+
+def native_grad(param: nn.Parameter) -> Tensor | None:
+    """What autograd has left since somebody took it."""
+    return _NATIVE.__get__(param)
+
+
+def clear_native_grad(param: nn.Parameter) -> None:
+    """Take what autograd has left."""
+    _NATIVE.__set__(param, None)
+
+
+def show_grad(param: nn.Parameter, bucket: Bucket, index: int) -> None:
+    """Have `param.grad` find the gradient in its bucket."""
+    if type(param) is nn.Parameter:
+        param.__class__ = BucketParameter
+    param.bucket_place = weakref.ref(bucket), index
+
+
+def _place_of(param: nn.Parameter) -> tuple[Bucket, int] | None:
+    """The bucket and the index in it, weakly held."""
+    reference, index = param.__dict__.get("bucket_place", (None, 0))
+    bucket = None if reference is None else reference()
+    return None if bucket is None else (bucket, index)
+
+
+def _check_visible(bucket: Bucket, index: int) -> None:
+    reason = bucket.options.hidden_by
+    if reason is None and index in bucket.written:
+        reason = "no_sync"
+    if reason is not None:
+        raise ConfigurationError(
+            f"param.grad cannot be read or set under {reason}, where no rank has the gradient as plain torch would; in "
+            "the place of torch.nn.utils.clip_grad_norm_ use HybridParallelPlugin(max_norm=…) or "
+            "model.clip_grad_norm_(max_norm), for zeros optimizer.zero_grad(), to look optimizer.full_gradients()"
+        )

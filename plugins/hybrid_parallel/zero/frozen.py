@@ -1,0 +1,59 @@
+"""Frozen parameters: they cost no memory before they take gradients, and stages agree about those that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.parameters import TiedParameter
+
+
+class FrozenParameters:
+    """The parameters of an optimizer that took no gradients when the model was boosted.
+
+    Args:
+        groups: of each parameter group of the optimizer.
+        build_buckets: from parameters, by group, to their buckets.
+        states: what the optimizer already knows of some of them; taken from there when they are placed.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        build_buckets: Callable[[Sequence[Sequence[nn.Parameter]]], list[Bucket]],
+        states: dict[nn.Parameter, dict[str, Any]],
+    ) -> None:
+        self.groups, self.states = [list(group) for group in groups], states
+        self._build_buckets = build_buckets
+
+    def unfreeze(self, also: Collection[nn.Parameter] = ()) -> list[Bucket]:
+        """Buckets for those that take gradients by now, and for others that are asked for."""
+        chosen = [[param for param in group if param.requires_grad or param in also] for group in self.groups]
+        if not any(chosen):
+            return []
+        thawed = {param for group in chosen for param in group}
+        self.groups = [[param for param in group if param not in thawed] for group in self.groups]
+        return self._build_buckets(chosen)
+
+
+def check_tied(tied: Mapping[nn.Parameter, TiedParameter], model: nn.Module) -> None:
+    """Compare whether parameters that several stages hold take gradients: by name a script finds each under another.
+
+    Raises:
+        ConfigurationError: one is frozen on a part of its stages; on all of them alike.
+    """
+    for param, tie in sorted(tied.items(), key=lambda item: item[1].order):
+        flags = torch.tensor([int(param.requires_grad), int(not param.requires_grad)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=tie.group)
+        if flags.tolist() == [1, 1]:
+            name = next(name for name, other in model.named_parameters() if other is param)
+            raise ConfigurationError(
+                f"{name} is one weight on several pipeline stages, and only some of them have frozen it; set "
+                "requires_grad by every name that the tied weight has"
+            )

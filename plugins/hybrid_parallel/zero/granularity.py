@@ -1,0 +1,165 @@
+"""How much of its parameters an optimizer reads to update one value, found by trying the user's object.
+
+A class says little: a subclass of AdamW may divide by the norm of a tensor, and an optimizer from anywhere may be as
+elementwise as SGD. So a copy of the object, with small parameters in the place of the model's, takes some steps on them
+whole, cut in two, and alone; what comes out alike may be spread over ranks like that.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+
+# torch's own are known.
+_ELEMENTWISE = frozenset(
+    ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+)
+# By number of dims. Matrices also of a size from which on some optimizers treat them as such.
+_SHAPES = {1: [(7,), (12,)], 2: [(130, 129), (4, 6)], 3: [(5, 3, 4), (2, 3, 2)], 4: [(3, 2, 2, 2), (2, 2, 3, 1)]}
+_STEPS = 26  # preconditioners begin after some
+_SCALES = (1.0, 30.0, 0.03)  # of gradients, in turn: clipping shows in large ones alone
+_LR = 1e-2  # where a schedule begins with 0
+_CLOSE = {"rtol": 1e-5, "atol": 1e-13}
+
+
+class Granularity(IntEnum):
+    """What has to be on one rank."""
+
+    ELEMENT = 0
+    PARAMETER = 1
+    MODEL = 2
+
+
+def granularity_of(optim: torch.optim.Optimizer) -> Granularity:
+    """What the update of one value depends on. An object that cannot be tried is taken to read whole parameters."""
+    step, cls = vars(optim).get("step"), type(optim)
+    if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
+        return Granularity.PARAMETER  # the object has a step of its own, which steps this object alone
+    if cls.__module__.startswith("torch.optim") and cls.__name__ in _ELEMENTWISE:
+        return Granularity.ELEMENT
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return _try_out(optim)
+    except Exception:  # whatever a user's step may raise
+        return Granularity.PARAMETER
+
+
+def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, pp_size: int, num_shards: int) -> None:
+    """Refuse an optimizer that reads what a layout spreads over ranks.
+
+    Args:
+        num_shards: ranks over which ZeRO deals out the states.
+
+    Raises:
+        ConfigurationError: it reads more of its parameters than a rank has, or needs a closure.
+    """
+    name, granularity = type(optim).__name__, granularity_of(optim)
+    closure = inspect.signature(type(optim).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(f"{name} needs a closure that runs the model again; use an optimizer such as AdamW")
+    cuts = {"tp_size": tp_size, "ep_size": ep_size} if granularity >= Granularity.PARAMETER else {}
+    for option, size in cuts.items():
+        if size > 1:
+            raise ConfigurationError(
+                f"{name} reads whole parameters, which {option}={size} cuts; use {option}=1 or AdamW"
+            )
+    if granularity is Granularity.MODEL and max(pp_size, num_shards) > 1:
+        reason = f"pp_size={pp_size}" if pp_size > 1 else f"zero_stage=1 with {num_shards} replicas"
+        raise ConfigurationError(
+            f"{name} updates each parameter by what it finds in others, which {reason} has on other ranks; use "
+            "zero_stage=0 with pp_size=1 and tp_size=1, or AdamW"
+        )
+
+
+def _try_out(optim: torch.optim.Optimizer) -> Granularity:
+    values = [
+        [torch.randn(shape, dtype=torch.float64, generator=_generator(index)) for shape in _shapes(group["params"])]
+        for index, group in enumerate(optim.param_groups)
+    ]
+    whole = _moves(optim, values, lambda tensor: [tensor])
+    if not any(move.any() for group in whole for move in group):
+        return Granularity.PARAMETER
+    first = next(index for index, group in enumerate(values) if group)
+    alone = [group[: int(index == first)] for index, group in enumerate(values)]
+    if not _same(_moves(optim, alone, lambda tensor: [tensor])[first], whole[first][:1]):
+        return Granularity.MODEL
+    try:
+        cut = _moves(optim, values, _in_two)
+    except Exception:  # a step that takes matrices alone
+        return Granularity.PARAMETER
+    return Granularity.ELEMENT if all(map(_same, cut, whole)) else Granularity.PARAMETER
+
+
+def _moves(
+    optim: torch.optim.Optimizer, values: Sequence[Sequence[Tensor]], pieces_of: Callable[[Tensor], list[Tensor]]
+) -> list[list[Tensor]]:
+    """How far a copy of the optimizer moves parameters, by group, flat; it sees them in pieces."""
+    torch.manual_seed(0)
+    parameters = [[[nn.Parameter(part.clone()) for part in pieces_of(each)] for each in group] for group in values]
+    twin = _twin(optim, [[part for parts in group for part in parts] for group in parameters])
+    for step in range(_STEPS):
+        for number, (group, tensors) in enumerate(zip(parameters, values, strict=True)):
+            for index, (parts, tensor) in enumerate(zip(group, tensors, strict=True)):
+                generator = _generator(step, number, index)
+                gradient = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+                for part, its in zip(parts, pieces_of(gradient * _SCALES[step % len(_SCALES)]), strict=True):
+                    part.grad = its.clone()
+        with torch.enable_grad():
+            type(twin).step(twin)
+    return [
+        [
+            torch.cat([part.detach().flatten() for part in parts]) - tensor.flatten()
+            for parts, tensor in zip(group, tensors, strict=True)
+        ]
+        for group, tensors in zip(parameters, values, strict=True)
+    ]
+
+
+def _twin(optim: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+    """A copy of the object, without its state, for other parameters; the user's own are not touched."""
+    groups: list[dict[str, Any]] = [{"params": list(group)} for group in parameters]
+    state: dict[Any, Any] = defaultdict(dict)
+    memo: dict[int, Any] = {id(optim.param_groups): groups, id(optim.state): state}
+    for theirs, ours in zip(optim.param_groups, groups, strict=True):
+        memo |= {id(param): (ours["params"] or [nn.Parameter(torch.zeros(1))])[0] for param in theirs["params"]}
+        ours |= {key: copy.deepcopy(value, memo) for key, value in theirs.items() if key != "params"}
+        if "lr" in ours and ours["lr"] is not None and float(ours["lr"]) == 0.0:
+            ours["lr"] = _LR
+    twin = object.__new__(type(optim))
+    memo[id(optim)] = twin
+    twin.state, twin.param_groups = state, groups
+    for name, value in vars(optim).items():
+        if name.startswith("_optimizer_"):  # hooks of the user's
+            setattr(twin, name, OrderedDict())
+        elif name not in ("state", "param_groups", "step"):
+            setattr(twin, name, copy.deepcopy(value, memo))
+    return twin
+
+
+def _shapes(params: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
+    return [shape for dim in sorted({param.dim() for param in params}) for shape in _SHAPES.get(dim, ())]
+
+
+def _in_two(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.flatten()
+    return list(flat.split([flat.numel() // 3, flat.numel() - flat.numel() // 3]))
+
+
+def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(torch.allclose(each, other, **_CLOSE) for each, other in zip(found, expected, strict=True))
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    seed = 17
+    for number in numbers:
+        seed = seed * 1009 + number
+    return torch.Generator().manual_seed(seed)

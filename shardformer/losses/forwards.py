@@ -1,0 +1,62 @@
+"""What the forward of a model's class does about its loss, read from its source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+Forward = Callable[..., Any]
+
+
+@cache
+def calls_loss_function(forward: Forward) -> bool:
+    """Whether it calls transformers' `self.loss_function`."""
+    return bool(_loss_calls(forward))
+
+
+@cache
+def passes_keywords(forward: Forward) -> bool:
+    """Whether it hands keywords that it has no parameter for on to `self.loss_function` (`num_items_in_batch`, ...)."""
+    return any(keyword.arg is None for call in _loss_calls(forward) for keyword in call.keywords)
+
+
+@cache
+def adds_to_loss(forward: Forward) -> bool:
+    """Whether the loss is more than one call of `self.loss_function` and the auxiliary loss of routers."""
+    values = [node.value for node in ast.walk(_tree(forward)) if _assigns_loss(node)]
+    return len(_loss_calls(forward)) > 1 or not all(map(_is_known, values))
+
+
+@cache
+def uses(forward: Forward, name: str) -> bool:
+    """Whether it has a variable, a parameter or a text of that name."""
+    nodes = ast.walk(_tree(forward))
+    return any(name in (getattr(node, field, None) for field in ("id", "arg", "value")) for node in nodes)
+
+
+@cache
+def _tree(forward: Forward) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError):  # there is no source
+        return ast.Module([], [])
+
+
+def _loss_calls(forward: Forward) -> list[ast.Call]:
+    calls = (node for node in ast.walk(_tree(forward)) if isinstance(node, ast.Call))
+    return [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
+
+
+def _assigns_loss(node: ast.AST) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    return any(isinstance(target, ast.Name) and target.id == "loss" for target in targets)
+
+
+def _is_known(value: ast.AST) -> bool:
+    """None, the loss of a model inside, or an auxiliary loss with its factor."""
+    text = ast.unparse(value)
+    return text in ("None", "outputs.loss") or text.startswith("self.loss_function(") or "aux_loss" in text

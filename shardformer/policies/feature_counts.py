@@ -1,0 +1,56 @@
+"""Numbers of a module by which its forward takes the features of its layers apart: heads, and sizes of fused parts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+# A number of heads by its name: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
+_HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
+
+
+def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int]:
+    """Attributes of `module` that its forward reads and that have to shrink with a layer of it.
+
+    Args:
+        features: output features of the layer.
+        stride: equal parts that these are made of.
+    """
+    part = features // stride
+    numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    read = names_read(module)
+    return {
+        name: value
+        for name, value in numbers.items()
+        if name in read and ((_HEADS.fullmatch(name) and part % value == 0) or (stride > 1 and value == part))
+    }
+
+
+def names_read(module: nn.Module) -> set[str]:
+    """Names that the module's forward, and methods of the module that it calls, look up."""
+    found: set[str] = set()
+    todo = ["forward"]
+    while todo:
+        code = _code_of(getattr(module, todo.pop(), None))
+        names = set(_names_in(code)) - found if code is not None else set()
+        found |= names
+        todo += [name for name in names if inspect.isroutine(getattr(type(module), name, None))]
+    return found
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """None for what is not written in Python."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:  # functions and comprehensions inside
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,81 @@
+"""What a user has made of a module before it is sharded, and what would be lost with it if another took its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+_HOOKS = {
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
+_HOOK_OPTIONS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+)
+_OURS = ("shardformer.", "plugins.")
+_LIBRARIES = ("torch.nn.modules.", "transformers.", *_OURS)
+
+
+def hook_on(module: nn.Module) -> str | None:
+    """A kind of hook that a user has registered on the module, in words; None where there is none.
+
+    Those of transformers (noise on embeddings, inputs that need gradients) and of this package do not count.
+    """
+    for name, words in _HOOKS.items():
+        if any(not _module_of(hook).startswith(("transformers.", *_OURS)) for hook in getattr(module, name).values()):
+            return words
+    return None
+
+
+def user_code(module: nn.Module) -> str | None:
+    """What a layer of another class in the module's place would lose, in words; None where there is nothing."""
+    if parametrize.is_parametrized(module):
+        return f"a parametrization of its {', '.join(module.parametrizations)}"
+    if (hook := hook_on(module)) is not None:
+        return hook
+    forward = vars(module).get("forward")
+    if forward is not None and not _module_of(forward).startswith(_OURS):
+        return "a forward of its own"
+    definer = next(cls for cls in type(module).__mro__ if "forward" in vars(cls) or "__call__" in vars(cls))
+    if not definer.__module__.startswith(_LIBRARIES):
+        return f"the forward of {definer.__name__}"
+    if type(module).__module__.startswith("torch.nn.modules."):
+        usual = {"weight", "bias"}
+        added = [*(name for name in module._parameters if name not in usual), *module._buffers, *module._modules]
+        if added:
+            return f"{added[0]}, which was added to it"
+    kinds = {type(parameter) for parameter in module._parameters.values() if parameter is not None}
+    if kinds - {nn.Parameter}:
+        return f"weights of the kind {min(kind.__name__ for kind in kinds - {nn.Parameter})}"
+    return None
+
+
+def carry_over(native: nn.Module, new: nn.Module) -> None:
+    """Give a module that takes the place of `native` its mode, hooks and attributes."""
+    new.train(native.training)
+    for name in (*_HOOKS, *_HOOK_OPTIONS):
+        setattr(new, name, getattr(native, name))  # the same object: handles that remove hooks know it
+    for name, value in vars(native).items():
+        if not name.startswith("_") and not hasattr(new, name):
+            setattr(new, name, value)
+
+
+def hooked_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Path, module and hook of the modules that a user has registered hooks on."""
+    return ((path, module, hook) for path, module in model.named_modules() if (hook := hook_on(module)) is not None)
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """Where a function, a method, a part of a call or an object that can be called was defined."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__module__", None) or type(function).__module__

@@ -1,0 +1,69 @@
+"""A sample of the fuzzer: a fixed number of random scripts of a few seeds, none of which may fail.
+
+A failure prints the command that repeats the case; `docs/fuzzing.md` says how to read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from zoo_tests.campaigns.fuzz.campaign import command
+from zoo_tests.campaigns.fuzz.case import Case
+from zoo_tests.campaigns.fuzz.shrink import shrink
+from zoo_tests.campaigns.fuzz.space import draw
+from zoo_tests.campaigns.fuzz.trial import Outcome, Trials
+
+_SEEDS, _CASES = (12, 13), 10
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[Trials]:
+    with closing(Trials()) as trials:
+        yield trials
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_random_scripts(trials: Trials, seed: int) -> None:
+    outcomes = {command(case): trials.run(case) for case in (draw(seed, index) for index in range(_CASES))}
+    failures = {line: outcome.text for line, outcome in outcomes.items() if outcome.is_failure}
+    assert not failures, "\n".join(f"{line}\n{text}" for line, text in failures.items())
+    played = [outcome.kind for outcome in outcomes.values()]
+    assert played.count("exact") >= 0.6 * _CASES, played
+    assert "void" not in played, played
+
+
+@pytest.mark.slow
+def test_another_learning_rate_is_noticed(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side is told another rate, in the eighth digit."""
+    case = Case(family="llama", head="causal_lm", script=({"do": "step", "data": 0, "rows": 4},))
+    assert trials.run(case).kind == "exact"
+    submit = trials.worker.submit
+    other = case.but(optimizer={**case.optimizer, "lr": case.optimizer["lr"] * (1 + 1e-7)})
+    monkeypatch.setattr(trials.worker, "submit", lambda _, folder: submit(other, folder))
+    assert trials.run(case).kind == "differs"
+
+
+def test_shrinking_keeps_what_a_failure_needs() -> None:
+    """Here: two tensor-parallel ranks, and a step behind a freeze."""
+
+    def fails(case: Case) -> bool:
+        actions = [action["do"] for action in case.script]
+        return case.plugin.get("tp_size") == 2 and "freeze" in actions and "step" in actions[actions.index("freeze") :]
+
+    def run(case: Case) -> Outcome:
+        return Outcome("differs" if fails(case) else "exact", "", 0.0)
+
+    failing = next(case for case in (draw(3, index) for index in range(2000)) if fails(case) and case.world_size == 4)
+    smallest, _ = shrink(failing, run(failing), run, limit_s=60.0)
+    assert [action["do"] for action in smallest.script] == ["freeze", "step"]
+    assert smallest.world_size == 2 and dict(smallest.plugin) == {"tp_size": 2} and not smallest.config
+
+
+def test_a_case_survives_json() -> None:
+    case = draw(0, 0)
+    assert Case.from_json(case.to_json()) == Case.from_json(Case.from_json(case.to_json()).to_json())
+    assert draw(0, 0) == case and draw(0, 1) != case and draw(1, 0) != case

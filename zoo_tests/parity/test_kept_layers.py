@@ -1,0 +1,194 @@
+"""Layers that a user has changed train as in plain torch on every layout, or are refused by name.
+
+What breaks here first: a parallel layer that takes the place of a changed one. Look in `shardformer/kept_layers.py` and
+`shardformer/user_code.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from booster import Booster
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer.shard_spec import ShardSpec, spec_of
+from zoo_tests.case import Recipe, share_of
+from zoo_tests.oracle import loss_of
+from zoo_tests.ranks import distributed, run_on_ranks
+
+_SHAPE = (("num_hidden_layers", 2), ("num_key_value_heads", 1), ("intermediate_size", 82))
+_LLAMA = Recipe(family="llama", head="causal_lm", config=_SHAPE)
+_TIED = Recipe(family="llama", head="causal_lm", config=(*_SHAPE, ("tie_word_embeddings", True)))
+_GPT2 = Recipe(family="gpt2", head="lm_head", config=(("n_layer", 2),))
+
+
+class Louder(nn.Linear):
+    """A forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 1.3
+
+
+class Adapted(nn.Module):
+    """A wrapper as in tutorials on LoRA."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.in_features, self.out_features = inner, inner.in_features, inner.out_features
+        self.low = nn.Linear(inner.in_features, 2, bias=False, dtype=inner.weight.dtype)
+        self.high = nn.Linear(2, inner.out_features, bias=False, dtype=inner.weight.dtype)
+        for index, each in enumerate((self.low, self.high)):
+            nn.init.constant_(each.weight, 0.03 * (index + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.high(self.low(x).tanh())
+
+
+def _other_class(module: nn.Linear) -> None:
+    module.__class__ = Louder
+
+
+def _patched(module: nn.Module) -> None:
+    native = module.forward
+    module.forward = MethodType(lambda self, x: native(x) + 0.1 * x.mean(-1, keepdim=True), module)
+
+
+def _change_llama(model: nn.Module, seen: list[Tensor]) -> None:
+    """Something on every kind of layer."""
+    first, last = (layer for layer in model.model.layers)
+    first.self_attn.q_proj.register_forward_hook(lambda _, __, output: output * 1.5 + output.mean(-1, keepdim=True))
+    first.mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(-1, keepdim=True),))
+    first.self_attn.k_proj.register_full_backward_hook(lambda _, given, got: (given[0] * 2,))
+    parametrizations.weight_norm(first.mlp.gate_proj)
+    _patched(first.mlp.up_proj)
+    _other_class(last.self_attn.v_proj)
+    prune.random_unstructured(last.self_attn.o_proj, "weight", amount=0.4)
+    last.self_attn.k_proj = Adapted(last.self_attn.k_proj)
+    last.mlp.register_forward_hook(lambda _, __, output: output * 0.7)
+    last.input_layernorm.register_forward_hook(lambda _, __, output: output + 0.2)
+    last.register_full_backward_hook(lambda _, __, got: seen.append(got[0].norm().detach()))
+    model.lm_head.register_forward_hook(lambda _, __, output: output.tanh() * 3)
+
+
+def _change_tied(model: nn.Module, seen: list[Tensor]) -> None:
+    """The head has the weight of the changed embedding."""
+    model.model.embed_tokens.register_forward_hook(lambda _, __, output: output * 2)
+    model.model.embed_tokens.register_full_backward_hook(lambda _, __, got: seen.append(got[0].norm().detach()))
+
+
+def _change_gpt2(model: nn.Module, seen: list[Tensor]) -> None:
+    """Query, key and value in one layer, whose weight is transposed."""
+    for block in model.transformer.h:
+        block.attn.c_attn.register_forward_hook(lambda _, __, output: output * 1.1 + output.mean(-1, keepdim=True))
+        _patched(block.mlp.c_proj) if block.mlp.c_proj.nx == block.mlp.c_proj.nf else None
+        block.attn.c_proj.register_forward_pre_hook(lambda _, args: (args[0] * 0.8,))
+
+
+_MODELS: dict[str, tuple[Recipe, Callable[[nn.Module, list[Tensor]], None]]] = {
+    "llama": (_LLAMA, _change_llama),
+    "tied": (_TIED, _change_tied),
+    "gpt2": (_GPT2, _change_gpt2),
+}
+
+
+def _changed(name: str) -> tuple[nn.Module, list[Tensor]]:
+    recipe, change = _MODELS[name]
+    model, seen = recipe.model(), []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        change(model, seen)
+    return model, seen
+
+
+def _train(name: str, options: dict[str, Any] | None, steps: int = 2) -> tuple[dict[str, tuple[Tensor, Any]], list]:
+    """Values and specs of the parameters here, and what backward hooks saw."""
+    model, seen = _changed(name)
+    recipe = _MODELS[name][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if options is None:
+        for step in range(steps):
+            loss_of(model, recipe.zoo_head, recipe.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        booster = Booster(plugin=HybridParallelPlugin(**options))
+        model, optimizer = booster.boost(model, optimizer)
+        for step in range(steps):
+            share = share_of(recipe.batch(step), booster.plugin.dp_rank, booster.plugin.dp_size)
+            booster.execute_pipeline(iter([share]), model, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        model = model.unwrap()
+    named = model.named_parameters(remove_duplicate=False)
+    return {key: (value.detach().clone(), spec_of(value)) for key, value in named}, seen
+
+
+def _check(name: str, world_size: int, **options: Any) -> list[dict[str, ShardSpec]]:
+    expected, expected_seen = _train(name, None)
+    specs = []
+    for found, seen in run_on_ranks(world_size, _train, name, options):
+        for key, (value, spec) in found.items():
+            piece = spec.shard(expected[key][0])
+            torch.testing.assert_close(value, piece, rtol=1e-9, atol=1e-11, msg=lambda m, n=key: f"{n}: {m}")
+        if options.get("tp_size") == world_size:
+            torch.testing.assert_close(seen, expected_seen, rtol=1e-9, atol=1e-12)
+        specs.append({key: spec for key, (_, spec) in found.items()})
+    return specs
+
+
+@pytest.mark.parametrize("name", list(_MODELS))
+def test_changed_layers_under_tensor_parallelism(name: str) -> None:
+    specs = _check(name, 2, tp_size=2)[0]
+    if name == "llama":
+        assert specs["model.layers.0.self_attn.q_proj.weight"].dim is None
+        assert specs["model.layers.1.self_attn.q_proj.weight"].dim == 0  # nobody has changed it
+    if name == "tied":
+        assert specs["model.embed_tokens.weight"].dim is None
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options", [{"pp_size": 2, "num_microbatches": 2}, {"dp_size": 2}], ids=["pp2", "dp2"]
+)  # fmt: skip
+def test_changed_layers_under_pipelines_and_replicas(name: str, options: dict[str, int]) -> None:
+    _check(name, 2, **options)
+
+
+def _refused(model: nn.Module, message: str, **options: Any) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Booster(plugin=HybridParallelPlugin(**options)).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@distributed(2)
+def test_what_cannot_hold_is_refused_by_name() -> None:
+    tp = {"tp_size": 2}
+    model = _LLAMA.model()
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+    _refused(model, r"layers.1.mlp.act_fn has a forward hook, which would see a rank's share.*use tp_size=1", **tp)
+
+    model = _LLAMA.model()
+    wrapper = Adapted(model.model.layers[0].mlp.up_proj)
+    del wrapper.out_features
+    model.model.layers[0].mlp.up_proj = wrapper
+    _refused(model, r"mlp.up_proj \(a Adapted\) has the forward of Adapted.*give it the attribute out_features", **tp)
+
+    model = _LLAMA.model()
+    model.model.layers[0].mlp.extra = nn.Linear(3, 3)
+    _refused(model, r"says nothing about model.layers.0.mlp.extra \(a Linear\).*sharding_dim=-1.*TPInfo", **tp)
+
+    for options in ({"cp_size": 2}, {"tp_size": 2, "enable_sequence_parallelism": True}):
+        model = _LLAMA.model()
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        _refused(model, r"layers.0.mlp has a forward hook, which would see a part of each sequence under", **options)
+
+    for name, value, options in (("max_norm", 1.0, {"dp_size": 2}), ("sparse", True, tp)):
+        model = _LLAMA.model()
+        setattr(model.model.embed_tokens, name, value)
+        _refused(model, rf"model.embed_tokens has {name}=.*, (which|whose).*; use", **options)

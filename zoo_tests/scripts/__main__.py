@@ -1,0 +1,57 @@
+"""Runs all scripts under all layouts: `python -m zoo_tests.scripts --output docs/results/scripts.md`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from zoo_tests.ranks import stop_pools
+from zoo_tests.scripts.outcome import Outcome, compare
+from zoo_tests.scripts.port import LAYOUTS, NAMES, plain
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=NAMES, help="names of scripts")
+    parser.add_argument("--output", type=Path, help="the page to write")
+    options = parser.parse_args()
+    outcomes = {}
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as directory:
+            for layout, outcome in compare(name, Path(directory)).items():
+                outcomes[name, layout] = outcome
+                print(f"{name:24} {layout:4} {outcome.kind:8} {outcome.detail[:2000]}", flush=True)
+    stop_pools()
+    counts = Counter(outcome.kind for outcome in outcomes.values())
+    print(", ".join(f"{kind}: {count}" for kind, count in counts.items()))
+    if options.output is not None:
+        options.output.write_text(page(outcomes, options.only), encoding="utf-8")
+
+
+def page(outcomes: dict[tuple[str, str], Outcome], names: list[str]) -> str:
+    """The table, and the sentence of each refusal."""
+    counts = Counter(outcome.kind for outcome in outcomes.values())
+    lines = [
+        "# Scripts of real life",
+        "",
+        "Short training scripts as tutorials have them (`zoo_tests/scripts/plain`), run as they are, and on two ranks",
+        "with the lines that the README changes. Exact: every number that they print is that of the plain script, in",
+        "fp64. Written by `python -m zoo_tests.scripts --output docs/results/scripts.md`.",
+        "",
+        "Runs: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) + ".",
+        "",
+        f"| Script | What it does | {' | '.join(LAYOUTS)} |",
+        "|---" * (len(LAYOUTS) + 2) + "|",
+    ]
+    for name in names:
+        cells = " | ".join(outcomes[name, layout].kind for layout in LAYOUTS)
+        lines.append(f"| {name} | {plain(name).splitlines()[0].strip(chr(34))} | {cells} |")
+    lines += ["", "Refusals:", ""]
+    sentences = {outcome.detail.split(": ", 1)[-1] for outcome in outcomes.values() if outcome.kind == "refused"}
+    return "\n".join([*lines, *(f"- {sentence}" for sentence in sorted(sentences))]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

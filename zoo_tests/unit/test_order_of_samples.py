@@ -1,0 +1,176 @@
+"""The batches of all replicas together are those of torch's own loader: the same samples in the same order.
+
+Each kind of loader is iterated as scripts do: whole epochs, one that is left early, another loader in between.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.dataloader import ShardedDataLoader, shard_dataloader
+from plugins.hybrid_parallel.loading_stream import LoadingStream
+
+_SAMPLES, _BATCH, _RANKS = 23, 2, 2
+_DATA = TensorDataset(torch.arange(_SAMPLES))
+_WEIGHTS = [1.0 + index % 5 for index in range(_SAMPLES)]
+
+
+class _Shuffled(Sampler[int]):
+    """Draws from Python's and numpy's numbers, as a sampler of the user's may."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(_SAMPLES))
+        random.shuffle(order)
+        return iter(order[int(np.random.randint(3)) :])
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+
+class _ShuffledStream(IterableDataset):
+    """A buffer from which samples are drawn."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        buffer = list(range(_SAMPLES))
+        while buffer:
+            yield (torch.tensor(buffer.pop(random.randrange(min(4, len(buffer))))),)
+
+
+def _loader(batch_size: int, **options: Any) -> DataLoader:
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    return DataLoader(options.pop("dataset", _DATA), batch_size=batch_size, **options)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+_KINDS: dict[str, Callable[[int], DataLoader]] = {
+    "in order": lambda size: _loader(size),
+    "shuffle": lambda size: _loader(size, shuffle=True),
+    "shuffle, drop_last": lambda size: _loader(size, shuffle=True, drop_last=True),
+    "shuffle by workers": lambda size: _loader(size, shuffle=True, num_workers=2),
+    "generator": lambda size: _loader(size, shuffle=True, generator=_generator),
+    "generator of the sampler": lambda size: _loader(size, sampler=RandomSampler(_DATA, generator=_generator())),
+    "replacement": lambda size: _loader(size, sampler=RandomSampler(_DATA, replacement=True, num_samples=50)),
+    "weighted": lambda size: _loader(size, sampler=WeightedRandomSampler(_WEIGHTS, 19)),
+    "subset": lambda size: _loader(size, sampler=SubsetRandomSampler(range(3, 20))),
+    "own sampler": lambda size: _loader(size, sampler=_Shuffled()),
+    "batch sampler": lambda size: DataLoader(_DATA, batch_sampler=BatchSampler(RandomSampler(_DATA), size, False)),
+    "iterable": lambda size: _loader(size, dataset=_ShuffledStream()),
+    "iterable by a worker": lambda size: _loader(size, dataset=_ShuffledStream(), num_workers=1),
+}
+
+
+def _seed_all() -> None:
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+
+
+def _values(batches: Any, count: int | None = None) -> list[list[int]]:
+    return [batch[0].tolist() for _, batch in zip(range(count or 99), batches, strict=False)]
+
+
+def _iterate(training: DataLoader, evaluation: DataLoader) -> list[list[int]]:
+    """Two epochs, one that is left early and one more, with an evaluation in between."""
+    found = _values(training)
+    _values(evaluation)
+    found += _values(training)
+    found += _values(training, 2)
+    return found + _values(training)
+
+
+def _boosted(make: Callable[[int], DataLoader], rank: int, order: LoadingStream) -> ShardedDataLoader:
+    return shard_dataloader(make(_BATCH), rank, _RANKS, torch.device("cpu"), order)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_batches_of_all_replicas_are_those_of_torch(kind: str) -> None:
+    _seed_all()
+    expected = _iterate(_KINDS[kind](_BATCH * _RANKS), _KINDS["in order"](_BATCH))
+    _seed_all()
+    orders = [LoadingStream() for _ in range(_RANKS)]
+    shares = []
+    for rank, order in enumerate(orders):
+        loaders = [_boosted(_KINDS[name], rank, order) for name in (kind, "in order")]
+        shares.append(_iterate(*loaders))
+    assert [[index for part in parts for index in part] for parts in zip(*shares, strict=True)] == expected
+
+
+@pytest.mark.parametrize("left", [1, 3])
+@pytest.mark.parametrize("kind", ["shuffle", "generator", "replacement", "weighted", "shuffle by workers"])
+def test_the_order_goes_on_after_resuming(kind: str, left: int) -> None:
+    """Left in the middle of the second epoch, behind an evaluation that drew too."""
+    _seed_all()
+    order = LoadingStream()
+    training, evaluation = (_boosted(_KINDS[name], 1, order) for name in (kind, "in order"))
+    _values(training)
+    batches = iter(training)
+    _values(batches, len(training) - left)
+    _values(evaluation)
+    state = json.loads(json.dumps(training.state_dict()))
+    expected = _values(batches) + _values(training)
+    torch.manual_seed(99), random.seed(99)
+    other = _boosted(_KINDS[kind], 1, LoadingStream())
+    other.load_state_dict(state)
+    assert _values(other) + _values(other) == expected
+
+
+def test_a_loader_that_is_boosted_twice_is_shared_out_once() -> None:
+    once = _boosted(_KINDS["in order"], 1, LoadingStream())
+    assert shard_dataloader(once, 1, _RANKS, torch.device("cpu"), LoadingStream()) is once
+
+
+def test_a_sampler_that_yields_the_shares_of_the_layout_is_kept() -> None:
+    def loader(rank: int, count: int) -> DataLoader:
+        return DataLoader(_DATA, batch_size=_BATCH, sampler=DistributedSampler(_DATA, count, rank, seed=3))
+
+    for rank in range(_RANKS):
+        plain = loader(rank, _RANKS)
+        boosted = shard_dataloader(plain, rank, _RANKS, torch.device("cpu"), LoadingStream())
+        for epoch in (0, 1):
+            boosted.set_epoch(epoch)
+            assert _values(boosted) == _values(plain) and len(boosted) == len(plain)
+    with pytest.raises(ConfigurationError, match=r"DistributedSampler yields share 2 of 4, .* leave the sampler away"):
+        shard_dataloader(loader(2, 4), 0, _RANKS, torch.device("cpu"), LoadingStream())
+
+
+def _split_stream() -> DataLoader:
+    dataset = _ShuffledStream()
+    dataset._distributed = type("DistributedConfig", (), {"rank": 1, "world_size": 2})()
+    return DataLoader(dataset, batch_size=2)
+
+
+class _OwnLoader(DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_split_stream, "the dataset is share 1 of 2 already .*: give it the whole dataset"),
+        (lambda: _OwnLoader(_DATA), "_OwnLoader, which iterates in a way of its own"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(make: Callable[[], DataLoader], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        shard_dataloader(make(), 0, 2, torch.device("cpu"), LoadingStream())
