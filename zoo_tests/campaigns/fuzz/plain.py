@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import queue
+import contextlib
+import subprocess
 import sys
 import traceback
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,11 @@ from zoo_tests.campaigns.fuzz.script import Freezes, Player, Records, Side, quie
 from zoo_tests.campaigns.fuzz.setup import build_model, build_optimizer, build_scheduler, fingerprint, head_of
 from zoo_tests.case import LOSS_SCALE
 from zoo_tests.oracle import inputs_of, loss_of
-from zoo_tests.ranks import rank_context
 from zoo_tests.zoo import Batch
 
 _SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LIBRARY = ("booster", "shardformer", "plugins")
+_REPOSITORY = Path(__file__).parents[3]
 _NOISE = 1e-11  # of the largest gradient
 
 
@@ -130,40 +133,48 @@ def play_plainly(case: Case, directory: Path) -> tuple[Records, list[str]]:
 
 
 class PlainWorker:
-    """The process of the oracle, which plays case after case."""
+    """The process of the oracle, which plays case after case.
+
+    A Python of its own: a process forked from one that has imported the library would have imported it, too.
+    """
 
     def __init__(self) -> None:
-        self._process: Any = None
+        self._process: subprocess.Popen | None = None
 
     def submit(self, case: Case, directory: Path) -> None:
         """Begin to play a case."""
         if self._process is None:
-            context = rank_context()
-            self._tasks, self._answers = context.Queue(), context.Queue()
-            self._process = context.Process(target=_serve, args=(self._tasks, self._answers), daemon=True)
-            self._process.start()
-        self._tasks.put((case.to_json(), str(directory)))
+            self._connection, theirs = Pipe()
+            command = [sys.executable, "-m", "zoo_tests.campaigns.fuzz.plain", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, cwd=_REPOSITORY, pass_fds=[theirs.fileno()])
+            theirs.close()
+        self._connection.send((case.to_json(), str(directory)))
 
     def answer(self, timeout_s: float) -> tuple[str | None, Any]:
         """(error, None), or (None, records and noisy parameters) of the case that was submitted."""
-        try:
-            return self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            self.stop()
-            return f"no answer in {timeout_s:g} s", None
+        if self._connection.poll(timeout_s):
+            with contextlib.suppress(EOFError):
+                return self._connection.recv()
+        self.stop()
+        return f"no answer in {timeout_s:g} s", None
 
     def stop(self) -> None:
         """End the process; the next case starts another."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.wait()
+            self._connection.close()
             self._process = None
 
 
-def _serve(tasks: Any, answers: Any) -> None:
+def serve(connection: Connection) -> None:
+    """Play the cases that come, until nobody is at the other end."""
     torch.set_num_threads(1)
     while True:
-        text, directory = tasks.get()
+        try:
+            text, directory = connection.recv()
+        except EOFError:
+            return
         torch.manual_seed(0)
         try:
             with quietly():
@@ -171,4 +182,8 @@ def _serve(tasks: Any, answers: Any) -> None:
         except Exception:
             answer = (traceback.format_exc(), None)
         strangers = [name for name in sys.modules if name.partition(".")[0] in _LIBRARY]
-        answers.put((f"the oracle has imported {strangers[0]}", None) if strangers else answer)
+        connection.send((f"the oracle has imported {strangers[0]}", None) if strangers else answer)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
