@@ -7,13 +7,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NPROC ?= 4
+WORKERS ?= 2
 ARGS ?=
 
-.PHONY: help setup bert convergence test test-fast lint format bench wheel clean
+.PHONY: help setup bert convergence test test-fast campaigns lint format bench wheel clean
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
 	@echo "make test         the whole test suite; make test-fast leaves out the long tail"
+	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
 	@echo "make convergence  the loss curves of five layouts against the unsharded one"
 	@echo "make bench        the figures of the README, as ratios"
 	@echo "make lint | format | wheel | setup | clean"
@@ -34,11 +36,17 @@ bert: setup
 convergence: setup
 	$(BIN)/python examples/bert/convergence.py $(ARGS)
 
+# Two processes share the tests: while ranks of the one wait for each other, those of the other work.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest zoo_tests --numprocesses $(WORKERS) --dist worksteal
+
 test: setup
-	$(BIN)/python -m pytest zoo_tests $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: setup
-	$(BIN)/python -m pytest zoo_tests -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+campaigns: setup
+	$(BIN)/python -m pytest zoo_tests --campaigns -m campaign $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

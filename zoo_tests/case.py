@@ -49,7 +49,7 @@ class Recipe:
     optimizer: str = "sgd"
     precision: str = "fp64"
     max_norm: float | None = None
-    steps: int = 3
+    steps: int = 2
     rows: int = 9
     config: tuple[tuple[str, Any], ...] = ()
     frozen: tuple[str, ...] = ()

@@ -19,16 +19,26 @@ _SAMPLED = ("cli", "hybrid", "parity")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-support", action="store_true", help="write docs/results/support.md from what passes")
+    parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     poison_fresh_memory()
-    config.pluginmanager.register(SupportMatrix(config.getoption("--write-support")), "support-matrix")
+    matrix = SupportMatrix(config.getoption("--write-support"), hasattr(config, "workerinput"))
+    config.pluginmanager.register(matrix, "support-matrix")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every other variant of tests that start ranks is slow: the daily run is a sample of them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_every_other_as_slow(items)
+    if not config.getoption("--campaigns"):
+        campaigns = [item for item in items if item.get_closest_marker("campaign") is not None]
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if item not in campaigns]
+
+
+def _mark_every_other_as_slow(items: list[pytest.Item]) -> None:
+    """Of tests that start ranks the daily run is a sample."""
     variants: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.path.parent.name in _SAMPLED and item.get_closest_marker("slow") is None:

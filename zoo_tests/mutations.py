@@ -61,6 +61,16 @@ def run_tests(tests: Sequence[str]) -> _Outcomes:
     return outcomes
 
 
+def _find_tests(tests: Sequence[str]) -> None:
+    """Raises RuntimeError where a test of any mutant is not there: it may have got another name."""
+    output = io.StringIO()
+    arguments = ["-q", "-p", "no:cacheprovider", f"--rootdir={_REPOSITORY}", "--collect-only"]
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.chdir(_REPOSITORY):
+        code = pytest.main([*arguments, *tests])
+    if code != pytest.ExitCode.OK:
+        raise RuntimeError(f"not every test of a mutant was found:\n{output.getvalue()}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutants that are named, or all."""
     parser = argparse.ArgumentParser(prog="python -m zoo_tests.mutations", description=__doc__.splitlines()[0])
@@ -70,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in MUTANTS:
             parser.error(f"'{name}' is not a mutant; use one of: {', '.join(MUTANTS)}")
     use_mutant(None)
+    _find_tests(sorted({test for mutant in MUTANTS.values() for test in mutant.tests}))
     sound = run_tests(sorted({test for name in names for test in MUTANTS[name].tests}))
     if sound.failed or sound.broken:
         print("these tests fail without any mutant:", *sound.failed, *sound.broken, sep="\n  ")

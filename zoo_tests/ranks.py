@@ -39,10 +39,13 @@ _PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 )
-_GROUP_TIMEOUT = timedelta(seconds=30)
+_GROUP_TIMEOUT = timedelta(seconds=60)
 _LOOK_AGAIN = 50  # tasks
-# Layouts leave process groups behind, each with threads that wake up a hundred times a second.
-_TASKS_OF_A_PROCESS = 80
+# Layouts leave process groups behind. Each of gloo's has a thread that wakes up a hundred times a second and more: with
+# a hundred of them a rank, they took three quarters of both cores. Those of a new layout take 60 ms.
+_MOST_GROUPS = 24
+_TASKS_OF_A_PROCESS = 400
+_REST = -1  # in the place of the number of a task
 _GRACE_S = 1.0  # for the other ranks to fail too, once one has
 _STACK_DUMP_S = 0.3
 
@@ -51,7 +54,7 @@ class RankError(AssertionError):
     """One rank or more failed, or did not answer; the message has the traceback or the stack of each."""
 
 
-def distributed(world_size: int, timeout_s: float = 60.0) -> Callable[[Callable], Callable]:
+def distributed(world_size: int, timeout_s: float = 90.0) -> Callable[[Callable], Callable]:
     """Run the body of a test on `world_size` ranks, each with a gloo process group.
 
     Args:
@@ -70,7 +73,7 @@ def distributed(world_size: int, timeout_s: float = 60.0) -> Callable[[Callable]
     return decorate
 
 
-def run_on_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+def run_on_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float = 90.0, **kwargs: Any) -> list[Any]:
     """Run a module-level function on all ranks of a pool.
 
     Returns:
@@ -101,6 +104,7 @@ class RankPool:
         self.world_size, self.mutant = world_size, mutant
         self._context = rank_context()
         self._processes: list[Any] = []
+        self._num_groups = 0
         self._task_numbers = itertools.count()
 
     def run(self, function: Callable, args: tuple, kwargs: dict[str, Any], timeout_s: float) -> list[Any]:
@@ -110,6 +114,8 @@ class RankPool:
             self.stop()
         if not self._processes:
             self._start()
+        if self._num_groups > _MOST_GROUPS:
+            self.rest()
         for tasks in self._tasks:
             tasks.put((number, function.__module__, function.__qualname__, args, kwargs))
         answers = self._collect(number, timeout_s)
@@ -117,6 +123,13 @@ class RankPool:
         if errors or len(answers) < self.world_size:
             raise RankError(self._give_up(errors, answers))
         return [answers[rank][1] for rank in range(self.world_size)]
+
+    def rest(self) -> None:
+        """Let go of all process groups, whose threads would take time from other pools."""
+        if self._processes and self._num_groups > 1:
+            for tasks in self._tasks:
+                tasks.put((_REST,))
+        self._num_groups = 0
 
     def stop(self) -> None:
         """Kill all ranks; the next `run` starts new ones."""
@@ -158,7 +171,7 @@ class RankPool:
         deadline = time.monotonic() + timeout_s
         while len(answers) < self.world_size and time.monotonic() < deadline:
             try:
-                answered, rank, error, result = self._results.get(timeout=0.2)
+                answered, rank, error, result, num_groups = self._results.get(timeout=0.2)
             except queue.Empty:
                 if any(not process.is_alive() for process in self._processes):
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -166,6 +179,7 @@ class RankPool:
             if answered != number:
                 continue
             answers[rank] = (error, result)
+            self._num_groups = max(self._num_groups, num_groups)
             if error is not None:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         return answers
@@ -217,6 +231,9 @@ def _pool(world_size: int) -> RankPool:
         atexit.register(stop_pools)
     if world_size not in _POOLS:
         _POOLS[world_size] = RankPool(world_size, _mutant)
+    for size, pool in _POOLS.items():
+        if size != world_size:
+            pool.rest()
     return _POOLS[world_size]
 
 
@@ -250,10 +267,27 @@ def _serve(rank: int, world_size: int, directory: str, port: int, tasks: Any, re
             importlib.import_module("zoo_tests.mutants").apply(mutant)
         while True:
             number, *task = tasks.get()
+            if number == _REST:
+                _destroy_groups()
+                continue
             if number % _LOOK_AGAIN == 0:
                 gc.unfreeze()  # what was in use when it was frozen, and is no more
             error, result = _run_task(*task)
-            results.put((number, rank, error, result))
+            results.put((number, rank, error, result, len(dist.distributed_c10d._world.pg_map)))
+
+
+def _destroy_groups() -> None:
+    """All but the world."""
+    import torch.distributed as dist
+
+    from plugins.hybrid_parallel.mesh import forget_groups
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    forget_groups()
+    del group
+    gc.collect()  # their threads end with them
 
 
 def _run_task(module: str, qualname: str, args: tuple, kwargs: dict[str, Any]) -> tuple[str | None, Any]:

@@ -14,6 +14,7 @@ import pytest
 from zoo_tests.case import Case
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "support.md"
+_PROOF = "proof"  # the property of a report that travels from the process of the test
 FEATURES = (
     "tensor parallel",
     "pipeline",
@@ -29,30 +30,36 @@ FEATURES = (
 
 
 class SupportMatrix:
-    """Collects what passed; one object a session."""
+    """Collects what passed; one object a process of the session, of which the one that hears all reports counts.
 
-    def __init__(self, write: bool) -> None:
-        self.write = write
+    Args:
+        write: whether the page is written, and not compared.
+        is_worker: whether another process hears the reports of this one.
+    """
+
+    def __init__(self, write: bool, is_worker: bool) -> None:
+        self.write, self.is_worker = write, is_worker
         self.proved: dict[str, set[str]] = defaultdict(set)
         self.heads: dict[str, set[str]] = defaultdict(set)
-        self.cases: dict[str, Case] = {}
         self.failed = False
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             case = getattr(item, "callspec", None) and item.callspec.params.get("case")
             if isinstance(case, Case):
-                self.cases[item.nodeid] = case
+                proof = (case.recipe.family, case.recipe.zoo_head.model_class, sorted(features_of(case)))
+                item.user_properties.append((_PROOF, proof))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" or report.nodeid not in self.cases:
+        proof = dict(report.user_properties).get(_PROOF)
+        if report.when != "call" or proof is None:
             return
         if report.failed:
             self.failed = True
         if report.passed:
-            case = self.cases[report.nodeid]
-            self.proved[case.recipe.family] |= features_of(case)
-            self.heads[case.recipe.family].add(case.recipe.zoo_head.model_class)
+            family, model_class, features = proof
+            self.proved[family].update(features)
+            self.heads[family].add(model_class)
 
     def page(self) -> str:
         """The page that this run proves."""
@@ -72,6 +79,8 @@ class SupportMatrix:
         return "\n".join(lines) + "\n"
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.is_worker:
+            return
         committed = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
         if self.write:
             PAGE.write_text(self.page(), encoding="utf-8")

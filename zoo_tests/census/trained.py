@@ -16,6 +16,7 @@ from zoo_tests.census.tiny import build
 from zoo_tests.ranks import RankError, run_on_ranks
 
 _STEPS = 2
+_TIMEOUT_S = 90.0  # on a machine that does something else, too
 _LENGTH = 160  # of a reason
 _TOLERANCE, _FLOOR = 1e-3, 1e-4
 # Losses, gradients by every name, the first names of parameters with a gradient.
@@ -108,7 +109,7 @@ def _depends_on_random_numbers(head: HeadClass, gradients: dict[str, Tensor]) ->
 def sharded_verdict(head: HeadClass, layout: str, plain: Run, **options: Any) -> str:
     """ "exact", or the reason; `options` are further ones of the plugin."""
     try:
-        runs = run_on_ranks(LAYOUTS[layout].world_size, train_on_rank, head, layout, options, timeout_s=40.0)
+        runs = run_on_ranks(LAYOUTS[layout].world_size, train_on_rank, head, layout, options, timeout_s=_TIMEOUT_S)
     except RankError as error:
         lines = [line for line in str(error).splitlines() if "Error: " in line]
         return _short(lines[-1] if lines else "a rank did not answer")

@@ -22,8 +22,8 @@ from zoo_tests.campaigns.faults.watch import Outcome, WatchedJob
 FLAT, PIPELINE = LAYOUTS
 TRIALS = (
     Trial("killed", "execute_pipeline", 1, PIPELINE),
-    Trial("stopped", "step", 2, FLAT),
-    Trial("raising", "loader", 0, FLAT),
+    pytest.param(Trial("stopped", "step", 2, FLAT), marks=pytest.mark.campaign),
+    pytest.param(Trial("raising", "loader", 0, FLAT), marks=pytest.mark.campaign),
     Trial("skipping", "step", 3, FLAT),
 )
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
@@ -62,7 +62,7 @@ def test_a_fault_is_named_and_ends_the_job(trial: Trial) -> None:
     assert_ended(outcome)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_skipped_collective_that_hangs_nobody_is_found_by_counting(job: Callable[..., WatchedJob]) -> None:
     """The script's own sum pairs up with the library's norm from then on, and the other way round."""
     outcome = job("skipping", "metric", "2", FLAT_JSON, STEP_S="0.5").outcome()
@@ -84,7 +84,7 @@ def test_ranks_end_with_the_process_that_holds_the_store(job: Callable[..., Watc
     assert outcome.gone_s < GONE_WITHIN_S
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_torchrun_starts_the_ranks_again(job: Callable[..., WatchedJob]) -> None:
     """Nothing of the first attempt's failure is taken for one of the second."""
     outcome = job("killed", "step", "1", FLAT_JSON, launcher=RESTARTING).outcome_of_good_end()
@@ -119,7 +119,7 @@ def start_by_hand(job: Callable[..., WatchedJob], fault: str, rank: int, **envir
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.campaign)])
 def test_ranks_without_a_launcher_end_with_rank_0(job: Callable[..., WatchedJob], fault: str) -> None:
     """The store goes, or hangs, with it."""
     ranks = start_by_hand(job, fault, 0)
@@ -132,7 +132,7 @@ def test_ranks_without_a_launcher_end_with_rank_0(job: Callable[..., WatchedJob]
     assert all(outcome.code for outcome in outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rank_on_another_machine_that_is_gone_is_named(job: Callable[..., WatchedJob]) -> None:
     """Nobody sees its process; its connections are closed, and it answers no question."""
     outcomes = [one.outcome() for one in start_by_hand(job, "killed", 2, MACHINES="1")]
@@ -141,7 +141,7 @@ def test_a_rank_on_another_machine_that_is_gone_is_named(job: Callable[..., Watc
     assert all(outcome.code for outcome in outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_slow_ranks_are_no_fault(job: Callable[..., WatchedJob]) -> None:
     """For 30 s one rank sleeps, all hold the interpreter's lock, one computes, and all processes are stopped."""
     pauses = [("sleeping", "1"), ("holding", "-1"), ("computing", "1")]

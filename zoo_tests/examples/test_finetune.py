@@ -26,24 +26,24 @@ _FAST = ("--model", "tiny", "--batch-size", 8, "--max-length", 24)
 def test_finetune_to_a_directory_and_resume_under_another_layout(mrpc_directory: Path, tmp_path: Path) -> None:
     output, plot = tmp_path / "out", tmp_path / "plots" / "loss.png"
     common = (*_FAST, "--task", "mrpc", "--data-dir", mrpc_directory, "--output", output, "--plot", plot)
-    run = run_script("finetune.py", *common, "--tp", 2, "--pp", 2, ranks=4)
+    run = run_script("finetune.py", *common, "--tp", 2, ranks=2)
     assert run.returncode == 0, run.stderr
-    for word in ("accuracy", "F1", "loss", "samples/s", "peak memory, rank 3"):
+    for word in ("accuracy", "F1", "loss", "samples/s", "peak memory, rank 1"):
         assert word in run.stdout
     assert run.stdout.count("accuracy") == 1, "the table belongs to one rank"
     assert run.stderr.count("epoch 1/1:   0%") == 1, "the progress bar belongs to one rank"
     assert plot.read_bytes().startswith(b"\x89PNG")
     first = json.loads((output / "metrics.json").read_text())
     assert first["samples"] == 13
-    assert first["layout"] == {"tp": 2, "pp": 2, "dp": 1, "zero": 1}
+    assert first["layout"] == {"tp": 2, "pp": 1, "dp": 1, "zero": 1}
     assert len(first["train_losses"]) == 3
     assert _metrics_of_saved(output, mrpc_directory) == pytest.approx(_metrics_in(first), abs=1e-5)
 
-    run = run_script("finetune.py", *common, "--pp", 2, "--epochs", 2, "--resume", ranks=4)
+    run = run_script("finetune.py", *common, "--epochs", 2, "--resume", ranks=2)
     assert run.returncode == 0, run.stderr
     second = json.loads((output / "metrics.json").read_text())
     # Global batches of 16 now: two steps more, after those of the first run.
-    assert second["layout"] == {"tp": 1, "pp": 2, "dp": 2, "zero": 1}
+    assert second["layout"] == {"tp": 1, "pp": 1, "dp": 2, "zero": 1}
     assert second["train_losses"][:3] == first["train_losses"]
     assert len(second["train_losses"]) == 5
     assert second["samples"] == 13
@@ -97,7 +97,7 @@ def test_a_malformed_line_ends_all_ranks_with_one_sentence_and_loses_nothing(
     started = time.monotonic()
     arguments = (*_FAST, "--task", "mrpc", "--data-dir", mrpc_directory, "--output", kept.parent, "--tp", 2)
     run = run_script("finetune.py", *arguments, ranks=2)
-    assert time.monotonic() - started < 30  # 5 s on a quiet machine; the suite shares its cores
+    assert time.monotonic() - started < 90  # 5 s on a quiet machine; the suite shares its cores
     _assert_one_sentence(run.stderr, f"{path}, line 23: 4 fields; expected 5 tab-separated fields")
     assert run.returncode != 0
     assert kept.read_bytes() == b"earlier work"

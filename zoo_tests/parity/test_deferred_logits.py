@@ -59,7 +59,9 @@ def train_reading(case: Case, directory: Path) -> RankReport:
 
 
 def _case(family: str, head: str, layout: str, **options: Any) -> Case:
-    named = {key: options.pop(key) for key in ("precision", "frozen", "adapters", "optimizer") if key in options}
+    named = {
+        key: options.pop(key) for key in ("precision", "steps", "frozen", "adapters", "optimizer") if key in options
+    }
     config = tuple(options.pop("config", {}).items())
     sequence_parallel = options.pop("sp", False)
     recipe = Recipe(family=family, head=head, config=config, **named)
@@ -72,7 +74,7 @@ DEFERRING = [
     _case("bert", "masked_lm", "tp2"),
     _case("llama", "causal_lm", "tp2pp2", sp=True, config=_TIED),
     _case("gpt2", "lm_head", "pp2dp2"),
-    _case("llama", "causal_lm", "tp2", precision="fp16"),
+    _case("llama", "causal_lm", "tp2", precision="fp16", steps=3),
     _case("llama", "causal_lm", "pp2", pp_style="zero_bubble", num_microbatches=4, config=_UNTIED),
 ]
 SLOW = [

@@ -14,23 +14,22 @@ import pytest
 
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
-from zoo_tests.parity.test_parity import ENGINE_FAMILIES, matrix
+from zoo_tests.parity.test_parity import ENGINE_FAMILIES, TWO_MICROBATCHES
 from zoo_tests.zoo import FAMILIES
 
 
 def _heads() -> list:
-    elsewhere = set(matrix())
     cases = [
         Case(
-            recipe=Recipe(family=family, head=name, precision=members.precision),
+            recipe=Recipe(family=family, head=name, precision=members.precision, steps=1),
             layout=head.layout or layout,
-            options=(("num_microbatches", 1),) if head.samples_are_coupled else (),
+            options=(("num_microbatches", 1),) if head.samples_are_coupled else tuple(TWO_MICROBATCHES.items()),
         )
         for family, members in FAMILIES.items()
         for name, head in members.heads.items()
         for layout in (("tp2pp2", "dp2") if family in ENGINE_FAMILIES else ("tp2pp2",))
+        if name != members.main_head
     ]
-    cases = [case for case in cases if case not in elsewhere]
     return [pytest.param(case, id=str(case)) for case in cases]
 
 

@@ -26,6 +26,7 @@ from zoo_tests.ranks import distributed
 _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
 _FAST = ("megatron_bert", "biogpt", "olmo2")
+_EVERY = 4  # of the families is in the suite, all others in the campaign
 
 
 def _inexact() -> set[tuple[str, str]]:
@@ -43,13 +44,13 @@ def _cases() -> Iterator:
     for head in head_classes():
         if head.family in declared_plans() or head.family not in policies:
             families.setdefault(head.family, []).append(head)
-    for family, heads in families.items():
+    for number, (family, heads) in enumerate(families.items()):
         for layout in ("tp2pp2", "tp2", "pp2"):  # the first under which the family is exact
             bad = {name for name, where in inexact if where in ("plain", layout)}
             head = next((head for head in heads if head.name not in bad), None)
             if head is not None:
-                marks = () if family in _FAST else (pytest.mark.slow,)
-                yield pytest.param(head, layout, id=f"{head.name}-{layout}", marks=marks)
+                marks = pytest.mark.campaign if number % _EVERY else pytest.mark.slow
+                yield pytest.param(head, layout, id=f"{head.name}-{layout}", marks=() if family in _FAST else marks)
                 break
 
 
