@@ -95,14 +95,17 @@ def _saved(family: str, precision: str, factory: pytest.TempPathFactory) -> tupl
     return _SAVED[family, precision]
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS)
 @pytest.mark.parametrize(
-    ("family", "precision"),
+    ("family", "precision", "layout"),
     [
-        pytest.param("bert", "fp32", marks=pytest.mark.slow),
-        pytest.param("gpt2", "fp32", marks=pytest.mark.slow),
-        pytest.param("t5", "fp32", marks=pytest.mark.slow),
-        pytest.param("gpt2", "bf16", marks=pytest.mark.slow),
+        pytest.param(*run, layout, marks=pytest.mark.slow if layout in opening else pytest.mark.campaign)
+        for run, opening in {
+            ("bert", "fp32"): _LAYOUTS,
+            ("gpt2", "fp32"): ("tp2", "pp2", "pp2dp2"),
+            ("t5", "fp32"): ("tp2pp2", "dp2"),
+            ("gpt2", "bf16"): ("single", "tp2dp2"),
+        }.items()
+        for layout in _LAYOUTS
     ],
 )
 def test_all_layouts_open_all_others(

@@ -55,8 +55,13 @@ def _rest(case: Case) -> list[Trace]:
     return [trace[steps_of(case) // 2 + 1 :] for trace in _uninterrupted(case)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("field", FORGOTTEN)
+@pytest.mark.parametrize(
+    "field",
+    [
+        pytest.param(field, marks=pytest.mark.campaign if number % 5 else pytest.mark.slow)
+        for number, field in enumerate(FORGOTTEN)
+    ],
+)
 def test_every_field_of_the_state_is_needed(field: str, saved: Path) -> None:
     """Training without it may fail, or differ; it never goes unnoticed."""
     case = case_of("dp2", "fp16")
