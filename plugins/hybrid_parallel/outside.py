@@ -113,6 +113,10 @@ class GuardedModel(ModelWrapper):
         cut = (spec_of(param).full_shape != tuple(param.shape) for param in self.module.parameters())
         return self.mesh.size("pp") == 1 and not any(cut)
 
+    def unwrap(self) -> nn.Module:
+        self._wait_for_parameters()
+        return super().unwrap()
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         self._wait_for_parameters()
         return self.module.named_parameters(*args, **kwargs)

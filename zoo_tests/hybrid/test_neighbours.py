@@ -207,10 +207,9 @@ def _train(exchange: type[Exchange] | None, accumulates: bool, overlap: bool) ->
                 booster.backward(model(ids).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        if not overlap:  # the parameters are the user's again
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(0.9)
+        with torch.no_grad():  # the parameters are the user's again
+            for param in model.parameters():
+                param.mul_(0.9)
     optimizer.wait_for_parameters()
     return list(model.parameters())
 

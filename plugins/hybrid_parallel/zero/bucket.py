@@ -51,6 +51,8 @@ class Bucket(GradientsByHand):
         tied_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        self._arriving: PendingGather | None = None  # of parameters that nobody has asked for yet
+        self._versions: list[int] = []
         self.params, self.options, self.group_index = list(params), options, group_index
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
         sizes = [param.numel() for param in params]
@@ -258,15 +260,39 @@ class Bucket(GradientsByHand):
             grad = piece.view(self.shard_grads).view_as(piece.parameter) if piece.index in self.used else None
             piece.parameter.grad = grad if grad is None else grad.to(piece.parameter.dtype)
 
-    def publish(self) -> PendingGather | None:
-        """Write updated values to the parameters of all ranks; what to wait for, None where there is nobody else."""
+    def publish(self, overlaps: bool = False) -> PendingGather | None:
+        """Write updated values to the parameters of all ranks; what to wait for, None where there is nobody else.
+
+        Args:
+            overlaps: what comes next does not wait, until it wants the parameters.
+        """
         own = self.own_shard(self.flat)
         if self.has_masters:
             for piece in self.pieces:
                 piece.view(own).copy_(piece.parameter.detach().view(-1))
         if self.options.num_shards == 1:
             return None
-        return self.options.exchange.all_gather(self.flat)
+        gather = self.options.exchange.all_gather(self.flat, is_copied=overlaps)
+        if overlaps:
+            self._arriving, self._versions = gather, [param._version for param in self.params]
+        return gather
+
+    def arrive(self) -> None:
+        """Wait for the parameters of the last step.
+
+        Raises:
+            ConfigurationError: somebody has changed one before it was here.
+        """
+        if self._arriving is None:
+            return
+        self._arriving.wait()
+        self._arriving = None
+        if [param._version for param in self.params] != self._versions:
+            raise ConfigurationError(
+                "a parameter was changed in place between optimizer.step() and the next forward pass, while "
+                "overlap_allgather=True was still gathering it; reach it by model.named_parameters() or param.data, "
+                "which wait, or leave overlap_allgather out"
+            )
 
     def take_changed_weights(self) -> None:
         """Take over parameters that somebody else has changed since the last step, in place or by `param.data = …`.

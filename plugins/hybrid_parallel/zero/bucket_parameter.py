@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.bucket import Bucket
 
 _NATIVE = torch._C.TensorBase.grad  # where autograd leaves the gradient of one pass
+_NATIVE_DATA = torch._C.TensorBase.data
 
 
 class BucketParameter(nn.Parameter):
@@ -53,6 +54,18 @@ class BucketParameter(nn.Parameter):
         else:
             _check_visible(bucket, index)
             bucket.set_grad(index, value)
+
+    @property
+    def data(self) -> Tensor:
+        """The values, those of the last step."""
+        place = _place_of(self)
+        if place is not None:
+            place[0].arrive()
+        return _NATIVE_DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _NATIVE_DATA.__set__(self, value)
 
 
 def native_grad(param: nn.Parameter) -> Tensor | None:

@@ -53,8 +53,12 @@ class Exchange:
         """
         return PendingShard(shard, [reduce_scatter_flat(shard, flat, group=self.group, async_op=True)])
 
-    def all_gather(self, flat: Tensor) -> PendingGather:
-        """Fill `flat`, [ranks * shard], of which each rank has its own shard in place."""
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> PendingGather:
+        """Fill `flat`, [ranks * shard], of which each rank has its own shard in place.
+
+        Args:
+            is_copied: this rank's shard may be changed once `wait` is over, before all others have it.
+        """
         own = flat.view(dist.get_world_size(self.group), -1)[dist.get_rank(self.group)]
         return PendingGather([all_gather_flat(flat, own, group=self.group, async_op=True)])
 
@@ -142,7 +146,7 @@ class DirectExchange(Exchange):
         works += [dist.isend(rows[rank], group=self.group, group_dst=rank) for rank in self.others]
         return _SentShard(self, shard, works, {**parts, self.rank: rows[self.rank]})
 
-    def all_gather(self, flat: Tensor) -> PendingGather:
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> PendingGather:
         rows = flat.view(len(self.others) + 1, -1)
         works = [dist.irecv(rows[rank], group=self.group, group_src=rank) for rank in self.others]
         works += [dist.isend(rows[self.rank], group=self.group, group_dst=rank) for rank in self.others]
@@ -215,8 +219,8 @@ class SharedExchange(DirectExchange):
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> PendingShard:
         return _ReadShard(self, flat, shard)
 
-    def all_gather(self, flat: Tensor) -> PendingGather:
-        return _ReadGather(self, flat)
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> PendingGather:
+        return _ReadGather(self, flat, is_copied)
 
 
 class _ReadShard(_SentShard):
@@ -239,24 +243,35 @@ class _ReadShard(_SentShard):
 
 
 class _ReadGather(PendingGather):
-    def __init__(self, exchange: SharedExchange, flat: Tensor) -> None:
+    """One whose shards are read where they are, or in copies, which are let go of when all have read them."""
+
+    def __init__(self, exchange: SharedExchange, flat: Tensor, is_copied: bool) -> None:
         super().__init__()
         self._exchange, self._flat, self._turn = exchange, flat, exchange.next_turn()
-        self._places = exchange.tell(self._turn, _UPDATED, exchange.memory.place(flat))
+        self._rows = flat.view(len(exchange.others) + 1, -1)
+        self._copy: Tensor | None = None
+        if is_copied:
+            self._copy = exchange.memory.empty(self._rows.shape[1], flat.dtype)
+            self._copy.copy_(self._rows[exchange.rank])
+        told = flat if self._copy is None else self._copy
+        self._places = exchange.tell(self._turn, _UPDATED, exchange.memory.place(told))
         self._answers: Answers | None = None
 
     def wait(self) -> None:
         if self._answers is not None:
             return
-        rows = self._flat.view(len(self._exchange.others) + 1, -1)
         for rank, place in self._places().items():
-            for part, window in self._exchange.read(rank, place, rank, rows[rank]):
-                rows[rank][part].copy_(window)
+            row = rank if self._copy is None else 0
+            for part, window in self._exchange.read(rank, place, row, self._rows[rank]):
+                self._rows[rank][part].copy_(window)
         self._answers = self._exchange.tell(self._turn, _READ, 0)
 
     def close(self) -> None:
         self.wait()
         self._answers()
+        if self._copy is not None:
+            self._exchange.memory.release(self._copy)
+            self._copy = None
 
 
 def _add_up(parts: Mapping[int, Tensor], out: Tensor) -> None:

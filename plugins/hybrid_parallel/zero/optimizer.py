@@ -228,7 +228,9 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._close_gathers()
         self.take_changed_weights()
         self.optim.step()
-        self._gathers = [gather for bucket in self.buckets if (gather := bucket.publish()) is not None]
+        self._gathers = [
+            gather for bucket in self.buckets if (gather := bucket.publish(self.overlap_allgather)) is not None
+        ]
         if not self.overlap_allgather:
             self.wait_for_parameters()
             self._close_gathers()
@@ -236,7 +238,13 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.after_step()
 
     def wait_for_parameters(self) -> None:
-        """Wait until the parameters of the last step are here."""
+        """Wait until the parameters of the last step are here.
+
+        Raises:
+            ConfigurationError: somebody has changed one in place before it was.
+        """
+        for bucket in self.buckets:
+            bucket.arrive()
         for gather in self._gathers:
             gather.wait()
 

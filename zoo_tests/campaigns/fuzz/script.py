@@ -162,8 +162,10 @@ class Player:
 
     def _reload(self, action: Action) -> Records:
         self.side.reload(action, self._freezes)
-        hooked, self._hooks = list(self._hooks), {}
-        for name, factor in hooked:
+        before, self._hooks = self._hooks, {}
+        for handle in (each for handles in before.values() for each in handles):
+            handle.remove()  # the plain model is still the same
+        for name, factor in before:
             self._hook({"name": name, "factor": factor})
         return []
 

@@ -8,8 +8,16 @@ from typing import Any
 
 from zoo_tests.campaigns.fuzz.case import Case
 from zoo_tests.campaigns.fuzz.events import draw_script
-from zoo_tests.campaigns.fuzz.families import EXCHANGE_HEADS, FAMILIES, MIXTURES, SHARE_SEQUENCES, UNEVEN_HEADS
-from zoo_tests.zoo import Family
+from zoo_tests.campaigns.fuzz.families import (
+    EXCHANGE_HEADS,
+    FAMILIES,
+    FIXED_HEADS,
+    MIXTURES,
+    NOT_IN_16_BIT,
+    SHARE_SEQUENCES,
+    UNEVEN_HEADS,
+)
+from zoo_tests.zoo import Family, Head
 
 WORLD_SIZES = {1: 1, 2: 8, 3: 1, 4: 10}
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -54,6 +62,8 @@ def draw(seed: int, index: int) -> Case:
     precision = _precision(numbers, name, head, config)
     lora = _lora(numbers, name, sizes, precision)
     plugin = _options(numbers, name, sizes, config)
+    if precision == "fp64" and plugin.get("enable_fused_normalization"):
+        precision = "fp32"  # to which many a native norm rounds, and no fused one
     rows = _rows(numbers, name, head, plugin, world_size)
     optimizer = _optimizer(numbers, precision, bool(lora), sizes)
     case = Case(
@@ -64,8 +74,8 @@ def draw(seed: int, index: int) -> Case:
         world_size=world_size,
         plugin=plugin,
         optimizer=optimizer,
-        scheduler={} if optimizer["name"] == "Adafactor" else numbers.choice(_SCHEDULERS),
-        padding=numbers.choice(["mixed", "mixed", "right", "left", "none", "no mask"]),
+        scheduler=_scheduler(numbers, optimizer),
+        padding=numbers.choice(["mixed", "mixed", "right", "left", "none", *_without_mask(family.heads[head])]),
         rows=rows,
         lora=lora,
         frozen=("embed",) if not lora and numbers.chance(0.08) else (),
@@ -77,6 +87,8 @@ def draw(seed: int, index: int) -> Case:
         if not _fits(name, config, others) or optimizer["name"] == "Adafactor":
             others = sizes
         options = _options(numbers, name, others, config) | _kept(plugin)
+        if precision == "fp64":
+            options.pop("enable_fused_normalization", None)
         if "num_microbatches" in options:
             options["num_microbatches"] = min(options["num_microbatches"], rows // others["dp_size"])
         if family.heads[head].samples_are_coupled:
@@ -147,7 +159,7 @@ def _attention(numbers: Draw, name: str, sizes: Mapping[str, int]) -> dict[str, 
     """Numbers of heads that the tensor-parallel ranks share out."""
     family, tp_size = FAMILIES[name], sizes["tp_size"]
     field = _field(family, _HEADS)
-    if field is None or "encoder_layers" in family.config:
+    if field is None or "encoder_layers" in family.config or name in FIXED_HEADS:
         return {}
     heads = family.config[field]
     if numbers.chance(0.4) or tp_size == 3:
@@ -292,10 +304,23 @@ def _in_one_piece(plugin: dict[str, Any]) -> None:
 def _precision(numbers: Draw, name: str, head: str, config: Mapping[str, Any]) -> str:
     """16 bit where the loss of plain transformers is a reference in it; fp64 where transformers does not round."""
     chosen = FAMILIES[name].heads[head]
-    sixteen_bit = chosen.reference_loss is not None and name not in MIXTURES
+    sixteen_bit = chosen.reference_loss is not None and name not in (*MIXTURES, *NOT_IN_16_BIT)
     if sixteen_bit and numbers.chance(0.12):
         return numbers.choice(["bf16", "fp16"])
     return "fp32" if "attn_implementation" in config else FAMILIES[name].precision  # eager attention, too
+
+
+def _without_mask(head: Head) -> list[str]:
+    return [] if head.criterion is not None else ["no mask"]  # which may read it
+
+
+def _scheduler(numbers: Draw, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    if optimizer["name"] == "Adafactor":
+        return {}
+    chosen = dict(numbers.choice(_SCHEDULERS))
+    if chosen.get("name") == "OneCycleLR" and not optimizer.get("momentum") and "Adam" not in optimizer["name"]:
+        chosen["cycle_momentum"] = False  # there is none
+    return chosen
 
 
 def _optimizer(numbers: Draw, precision: str, adapted: bool, sizes: Mapping[str, int]) -> dict[str, Any]:
