@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from shardformer.collectives import (
     all_gather_dim,
@@ -25,6 +26,8 @@ from shardformer.collectives import (
 from shardformer.shard_spec import pad_to_multiple
 
 _SEQ_DIM = 1  # tensors are [batch, seq, hidden]
+# What may be asked of tokens that have not arrived yet.
+_OF_SHAPE = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device"))}
 
 
 class SequenceParallel:
@@ -130,6 +133,33 @@ def first_output(output: Any, change: Any) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
+class _AwaitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, pending: PendingGather) -> Tensor:
+        ctx.region = pending.region
+        return pending.wait().movedim(0, _SEQ_DIM)[:, : pending.length].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (reduce_scatter_dim(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None)
+
+
+class PendingTokens(Tensor):
+    """What stands for tokens that are on their way: its shape is known, and any operator on it waits for them.
+
+    A norm in front of a column-parallel layer reads them so, and so do hooks and adapters.
+    """
+
+    pending_gather: PendingGather
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _OF_SHAPE:
+            args, kwargs = tree_map_only(PendingTokens, lambda x: x.pending_gather.tokens(), (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class PendingGather:
     """A gather of the sequence that is on its way.
 
@@ -147,6 +177,7 @@ class PendingGather:
         self.rows = slice(rank * share, (rank + 1) * share)
         self.other_rows = [slice(0, self.rows.start), slice(self.rows.stop, share * region.world_size)]
         self._gathered = self.own.new_empty((share * region.world_size, *self.own.shape[1:]))
+        self._tokens: Tensor | None = None
         self._work = all_gather_flat(self._gathered, self.own, group=region.group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -157,10 +188,16 @@ class PendingGather:
         return self._gathered
 
     def placeholder(self) -> Tensor:
-        """[batch, seq, hidden], for column-parallel layers to recognise; its values are not there yet."""
-        whole = self._gathered.movedim(0, _SEQ_DIM)[:, : self.length]
+        """[batch, seq, hidden], for column-parallel layers to recognise; all other readers wait for its values."""
+        whole = self._gathered.movedim(0, _SEQ_DIM)[:, : self.length].as_subclass(PendingTokens)
         whole.pending_gather = self
         return whole
+
+    def tokens(self) -> Tensor:
+        """The gathered tokens, [batch, seq, hidden], differentiable, for readers that are no column-parallel layers."""
+        if self._tokens is None:
+            self._tokens = _AwaitSequence.apply(self.local, self)
+        return self._tokens
 
     @staticmethod
     def of(x: Tensor) -> PendingGather | None:
@@ -170,7 +207,7 @@ class PendingGather:
 def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool = False) -> None:
     """Let `module`, a tensor-parallel region, see the whole sequence.
 
-    With `overlaps` its column-parallel layers, the only readers of its input, wait for the tokens of other ranks.
+    With `overlaps` it begins without the tokens of other ranks: its column-parallel layers multiply its own meanwhile.
     """
 
     def start(x: Tensor) -> Tensor:

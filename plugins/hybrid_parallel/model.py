@@ -46,21 +46,23 @@ class WholeModel:
         config: its configuration, None for a model that is not transformers'.
         names: of its parameters and persistent buffers.
         aliases: name -> the other names of the same (tied) parameter.
+        listed_as: name of a tied parameter -> the one of its names that `named_parameters` lists.
         adapter_names: adapter of peft -> names of its tensors here -> in its file.
     """
 
     config: Any
     names: frozenset[str]
     aliases: Mapping[str, tuple[str, ...]]
+    listed_as: Mapping[str, str]
     adapter_names: Mapping[str, FileNames] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module) -> WholeModel:
-        aliases = {
-            name: tuple(other for other in names if other != name) for names in tied_names(model) for name in names
-        }
+        tied = tied_names(model)
+        aliases = {name: tuple(other for other in names if other != name) for names in tied for name in names}
+        listed_as = {name: names[0] for names in tied for name in names}
         config = copy.deepcopy(getattr(model, "config", None))
-        return WholeModel(config, frozenset(model.state_dict(keep_vars=True)), aliases, file_names(model))
+        return WholeModel(config, frozenset(model.state_dict(keep_vars=True)), aliases, listed_as, file_names(model))
 
 
 class HybridParallelModel(GuardedModel):
@@ -113,6 +115,26 @@ class HybridParallelModel(GuardedModel):
         refuse_backward(made)
         made.training = self.training  # that of each module was copied
         return made
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the names that the whole model lists.
+
+        A tied parameter that a stage holds as its head's weight is listed as the embedding's, as the unsharded model
+        does: whoever chooses parameters by their names then chooses the same on every stage.
+        """
+        listed_as = self.origin.listed_as if remove_duplicate else {}
+        for name, param in super().named_parameters("", recurse, remove_duplicate):
+            yield (f"{prefix}." if prefix else "") + listed_as.get(name, name), param
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load this rank's state dict, in which tied parameters have the names that it has or those that it lists."""
+        own = self.module.state_dict(keep_vars=True)
+        held_as = {self.origin.listed_as[name]: name for name in own if name in self.origin.listed_as}
+        if any(name not in own and name in held_as for name in state_dict):
+            state_dict = {name if name in own else held_as.get(name, name): each for name, each in state_dict.items()}
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     @property
     def dtype(self) -> torch.dtype:

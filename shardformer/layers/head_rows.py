@@ -65,5 +65,5 @@ class HeadRowsLinear(ParallelModule):
         bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
         pending = PendingGather.of(x)
         if pending is not None:  # no overlap for this rare layer
-            x = pending.region.gather(pending.local)
+            x = pending.tokens()
         return linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)

@@ -273,6 +273,25 @@ def test_a_state_dict_that_goes_back_leaves_the_master_weights() -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, pieces, strict=True))
 
 
+@distributed(2)
+def test_a_tied_weight_is_listed_by_one_name_on_all_stages() -> None:
+    case = Case(recipe=Recipe(family="bert", head="masked_lm"), layout="pp2")
+    model = boost(case).model
+    embedding = "bert.embeddings.word_embeddings.weight"
+    named = dict(model.named_parameters())
+    assert embedding in named
+    held = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert (embedding in held) == (dist.get_rank() == 0), "the last stage holds it as its head's"
+    with torch.no_grad():
+        named[embedding].mul_(0.5)  # as a script does that chooses by name, on every rank
+    model.load_state_dict({embedding: named[embedding] * 2}, strict=False)
+    both = torch.stack([named[embedding].sum(), -named[embedding].sum()])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    assert both[0] == -both[1], "the stages hold the same"
+    embeddings = case.recipe.model().get_input_embeddings().weight
+    torch.testing.assert_close(named[embedding].sum(), embeddings.sum())
+
+
 def _check_tiny_step(model: nn.Module, expected: dict[str, Tensor]) -> None:
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.detach().float(), expected[name], rtol=1e-2, atol=1e-3)

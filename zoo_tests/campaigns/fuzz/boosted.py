@@ -55,7 +55,7 @@ class Boosted(Side):
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [self.model.unwrap()]
+        return [self.model]
 
     def backward(self, batch: Batch, way: str, parts: int, is_last: bool) -> float:
         share = self._share(batch)

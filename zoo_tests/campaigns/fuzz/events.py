@@ -27,7 +27,7 @@ _WEIGHTS = {
 # With a 16-bit copy of the weights plain torch has no word for the others.
 _OF_SIXTEEN_BIT = ("evaluate", "forward", "reload", "lr")
 _FROZEN = ("embed", "bias", "norm", ".0.", "k_proj", "query", "dense", "classifier", "score", "mlp")
-_SCALED = ("bias", "norm", "LayerNorm", "embed", "q_proj", "dense", "down_proj")  # no head: a tied one has two names
+_SCALED = ("bias", "norm", "LayerNorm", "embed", "q_proj", "dense", "down_proj", "lm_head")
 _HOOKED = ("norm", "LayerNorm", "down_proj", "dense", "mlp", "o_proj", "embed_tokens", "q_proj")
 _GENERATES = ("causal_lm", "lm_head")
 

@@ -166,7 +166,8 @@ def _attention(numbers: Draw, name: str, sizes: Mapping[str, int]) -> dict[str, 
         heads = numbers.choice([3, 6, 12] if tp_size == 3 else [4, 8, 12])
         if name in UNEVEN_HEADS and numbers.chance(0.3):
             heads = numbers.choice([count for count in (3, 6, 8) if count >= tp_size])
-    if heads == family.config[field]:
+    rotated = family.config.get("hidden_size", 0) / heads * family.config.get("partial_rotary_factor", 2)
+    if heads == family.config[field] or rotated % 2:  # features are rotated in pairs
         return {}
     found = {field: heads}
     if "num_key_value_heads" in family.config:
