@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from benchmarks.harness import ratio, run_ranks, table, turns
-from shardformer.layers.head import VocabParallelLMHead, deferred_logits, parallel_logits
-from shardformer.losses.text import token_sum
+from shardformer.layers.lm_head import VocabParallelLMHead, deferred_logits, parallel_logits
+from shardformer.loss.text import token_sum
 
 REPEATS = 3  # one less at full size, where a step takes a minute
 FULL, QUICK = (128_256, 4096, 512), (32_000, 4096, 256)  # vocabulary, sequence, hidden size

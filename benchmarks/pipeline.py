@@ -18,11 +18,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from benchmarks.harness import ratio, run_ranks, table, turns
-from plugins.hybrid_parallel.mesh import build_mesh
+from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
-from shardformer.stage import run_stage
+from shardformer.stages.stage import run_stage
 
 MICROBATCHES, ROWS, LENGTH = 8, 4, 128
 

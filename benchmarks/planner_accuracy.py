@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from benchmarks.harness import run_ranks
 from plugins.hybrid_parallel.planner.calibrate import calibrate
+from plugins.hybrid_parallel.planner.kernel_timing import Case
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.measure import Case
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.stages import ModelMap
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
 
 _LENGTH, _BATCH, _ROWS = 192, 8, (1, 8)
 _LAYOUTS = (

@@ -14,7 +14,7 @@ from plugins.hybrid_parallel.planner.device import PRESETS
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.stages import ModelMap
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
 
 # Both systems fuse most of what lies between products of matrices; transformers' own operators run one by one.
 _FUSED = 0.4

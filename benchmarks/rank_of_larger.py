@@ -20,10 +20,10 @@ from plugins.hybrid_parallel.planner.device import PRESETS
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.stages import ModelMap
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer import ShardConfig, ShardFormer
-from shardformer.layers.head import parallel_logits
-from shardformer.losses import head_loss_of
+from shardformer.layers.lm_head import parallel_logits
+from shardformer.policies.head_losses import head_loss_of
 
 _CPU = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 4096}
 _GPU = {

@@ -21,7 +21,7 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.pipeline.simulate import simulate
-from shardformer import weight_gradients
+from shardformer.matmul import weight_grad as weight_gradients
 
 RANKS, MICROBATCHES, LAYERS = 4, 4, 8
 

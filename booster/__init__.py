@@ -1,6 +1,6 @@
 """Booster: hybrid-parallel training of Hugging Face models behind one call."""
 
-from booster.auto import auto_accelerate
+from booster.auto_accelerate import auto_accelerate
 from booster.booster import Booster
 from booster.errors import ConfigurationError, VerificationError
 from booster.launch import launch, launch_from_torch

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from shardformer.json_text import read_json_object
+from shardformer.utils.json import read_json_object
 
 
 class SavedCheckpoint:

@@ -1,8 +1,6 @@
 """The sharding engine: parallel layers, policies, the sharder and pipeline stages."""
 
-from shardformer.layers import ParallelModule
-from shardformer.lazy import LazyInitContext, record_module_init
-from shardformer.parallel_groups import (
+from shardformer.compat.atorch.parallel_groups import (
     ParallelGroups,
     create_parallel_group,
     destroy_parallel_group,
@@ -10,17 +8,18 @@ from shardformer.parallel_groups import (
     parallel_group_size,
     parallel_rank,
 )
+from shardformer.compat.atorch.randomizer import MultiDimParallelRandomizer, Randomizer, get_randomizer, init_randomizer
+from shardformer.layers import ParallelModule
+from shardformer.lazy import LazyInitContext, record_module_init
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.registry import policy_for, register_policy
-from shardformer.policies.slots import Argument, Col_Layer, Layer, Row_Layer, SlotPolicy
-from shardformer.policies.tp_info import TPInfo
-from shardformer.randomizer import MultiDimParallelRandomizer, Randomizer, get_randomizer, init_randomizer
+from shardformer.policies.user.slots import Argument, Col_Layer, Layer, Row_Layer, SlotPolicy
+from shardformer.policies.user.tp_info import TPInfo
 from shardformer.shard_config import ShardConfig
-from shardformer.shard_model import ShardModel
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.sharder import ModelSharder
-from shardformer.shardformer import ShardFormer
-from shardformer.stage import PipelineStageManager, StageLayout
+from shardformer.shardformer import ShardFormer, ShardModel
+from shardformer.stages.stage import PipelineStageManager, StageLayout
 
 __all__ = [
     "Argument",

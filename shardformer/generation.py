@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.rng import adopt_first_generator
+from shardformer.distributed.random import adopt_first_generator
 from shardformer.shard_config import ShardConfig
 
 

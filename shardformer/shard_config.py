@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardformer.context import ContextAxis
-from shardformer.sequence import SequenceParallel
-from shardformer.stage import PipelineStageManager
+from shardformer.context_parallel.zigzag import ContextAxis
+from shardformer.sequence_parallel.split_gather import SequenceParallel
+from shardformer.stages.stage import PipelineStageManager
 
 SequenceMode = Literal["split_gather", "all_to_all", "ring_attn"]
 
@@ -42,7 +42,7 @@ class ShardConfig:
             features of every linear layer and gathers, 0 the input features and adds, so that activations stay whole.
         expert_parallel_process_group: the ranks that hold other experts, and see other tokens; None where all hold all.
         expert_capacity_factor: an expert takes at most this multiple of a fair share of a sequence's tokens, see
-            `shardformer.experts`; None to take all.
+            `shardformer.expert_parallel.experts`; None to take all.
         make_vocab_size_divisible_by: a vocabulary is padded to a multiple of this times the ranks.
 
     Raises:

@@ -11,29 +11,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.attention import log_once, use_backend, use_sharded_attention, uses_registry
-from shardformer.attention.context import use_context_attention
 from shardformer.attention.scores import return_whole_scores
-from shardformer.attention.ulysses import SequenceExchange
-from shardformer.context_sharding import context_problems, share_sequences
-from shardformer.experts import check_experts, deal_out_experts
-from shardformer.kept_layers import KeptLayers, Replacement
+from shardformer.context_parallel.attention import use_context_attention
+from shardformer.expert_parallel.experts import check_experts, deal_out_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.losses import routers_are_asked
-from shardformer.module_names import told
-from shardformer.parameter_names import alias_groups, retie
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Policy,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.head_losses import routers_are_asked
 from shardformer.policies.registry import policy_for
-from shardformer.policies.whole_activations import WholeActivationsPolicy
-from shardformer.sequence import gather_on_entry, slice_positions, wrap_layers
+from shardformer.policies.user.uniform import WholeActivationsPolicy
+from shardformer.sequence_parallel.split_gather import gather_on_entry, slice_positions, wrap_layers
+from shardformer.sequence_parallel.ulysses import SequenceExchange
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
-from shardformer.stage import StageCut, StandIn, has_module, replace_module
-from shardformer.user_code import carry_over
+from shardformer.stages.stage import StageCut, StandIn, has_module, replace_module
+from shardformer.transforms.context_parallel import context_problems, share_sequences
+from shardformer.transforms.replicated_layers import KeptLayers, Replacement
+from shardformer.utils.customizations import carry_over
+from shardformer.utils.module_paths import told
+from shardformer.utils.parameter_names import alias_groups, retie
 
 SharedParameters = list[dict[int, Tensor]]
 

@@ -46,7 +46,7 @@ def apply(name: str) -> None:
 
 
 def _no_data_parallel_reduction() -> None:
-    from plugins.hybrid_parallel.zero.exchange import Exchange, PendingShard, SharedExchange
+    from plugins.hybrid_parallel.zero.comm.collectives import Exchange, PendingShard, SharedExchange
 
     def keep_own(self: Exchange, flat: Tensor, shard: Tensor) -> PendingShard:
         shard.copy_(flat.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
@@ -56,7 +56,7 @@ def _no_data_parallel_reduction() -> None:
 
 
 def _mean_of_means() -> None:
-    from plugins.hybrid_parallel.step_loss import HeadStepLoss
+    from plugins.hybrid_parallel.loss.step_loss import HeadStepLoss
 
     def share(self: HeadStepLoss, outputs: Any, index: int) -> Tensor:
         microbatch = self.microbatches[index]
@@ -77,14 +77,14 @@ def _no_optimizer_step() -> None:
 
 
 def _own_dropout_mask_on_every_rank() -> None:
-    from plugins.hybrid_parallel import build
+    from plugins.hybrid_parallel.setup import model as build
 
     make_stream = build._stream
     build._stream = lambda mesh, seed: make_stream(mesh, seed + mesh.rank("tp"))
 
 
 def _same_dropout_mask_in_all_heads() -> None:
-    from shardformer import rng
+    from shardformer.distributed import random as rng
 
     seed_generators = rng._seed_default_generators
     rng._seed_default_generators = lambda seed: seed_generators(min(seed, 2**40))
@@ -136,20 +136,20 @@ def _bad_copies_do_not_count() -> None:
 
 
 def _copies_are_not_compared() -> None:
-    from plugins.hybrid_parallel.debug import synchrony
+    from plugins.hybrid_parallel.debug import consistency as synchrony
 
     differences = synchrony._differences
     synchrony._differences = lambda scope: iter(()) if scope.words == "tensor-parallel" else differences(scope)
 
 
 def _batches_by_names_alone() -> None:
-    from plugins.hybrid_parallel.debug import batches
+    from plugins.hybrid_parallel.data import batch_check as batches
 
     batches.checksum = lambda tensor: 0
 
 
 def _labels_not_shifted() -> None:
-    from shardformer import losses
+    from shardformer.policies import head_losses as losses
 
     def unshifted(model: nn.Module) -> losses.HeadLoss:
         loss = losses.masked_lm(model)
@@ -160,13 +160,14 @@ def _labels_not_shifted() -> None:
 
 
 def _experts_read_alone() -> None:
-    from shardformer.policies import plan_changes, plan_styles
+    from shardformer.policies import module_edits as plan_styles
+    from shardformer.policies.plans import styles as plan_changes
 
     plan_changes.STYLES["moe_tp_experts"] = plan_changes._hooked(plan_styles.reduce_output)
 
 
 def _encoder_learns_nothing() -> None:
-    from shardformer.stand_ins import Finished
+    from shardformer.stages.placeholders import Finished
 
     forward = Finished.forward
 
@@ -179,7 +180,7 @@ def _encoder_learns_nothing() -> None:
 
 
 def _encoder_read_as_a_slice() -> None:
-    from shardformer.policies.shorthand import Shorthand
+    from shardformer.policies.rules import Shorthand
 
     column = Shorthand.column
 
@@ -191,8 +192,8 @@ def _encoder_read_as_a_slice() -> None:
 
 def _gradient_of_experts_summed_twice() -> None:
     """A block that runs whole is entered by a gather that sums gradients, although each rank has all of them."""
-    from shardformer.policies import plan_sequence
-    from shardformer.sequence import SequenceParallel, first_input, first_output
+    from shardformer.policies.plans import sequence as plan_sequence
+    from shardformer.sequence_parallel.split_gather import SequenceParallel, first_input, first_output
 
     def summed(module: nn.Module, region: SequenceParallel) -> None:
         module.register_forward_pre_hook(lambda _, a, k: first_input(a, k, region.gather), with_kwargs=True)
@@ -209,7 +210,7 @@ def _forget_sums(bucket: Any, chosen: Callable[[nn.Parameter], bool]) -> None:
 
 def _patch_buckets(change: Callable[[Any, Any], None]) -> None:
     """Change every bucket after it was made; `change` gets the bucket and the tied parameters."""
-    from plugins.hybrid_parallel import build_optimizer as build
+    from plugins.hybrid_parallel.setup import optimizer as build
 
     build_buckets = build.build_buckets
 

@@ -280,7 +280,7 @@ def _destroy_groups() -> None:
     """All but the world."""
     import torch.distributed as dist
 
-    from plugins.hybrid_parallel.mesh import forget_groups
+    from plugins.hybrid_parallel.distributed.mesh import forget_groups
 
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from booster.errors import ConfigurationError
-from booster.failure.report import REPORT_VARIABLE
+from booster.failure.failure_report import REPORT_VARIABLE
 from booster.shadows import hidden_beside
 
 _PROG = "booster run"

@@ -6,7 +6,7 @@ thread is blocked in a collective. This is not error handling: nothing is retrie
 called (by `booster.launch`), everything here does nothing.
 """
 
-from booster.failure.process import guard, install, publish, report_uncaught, staying_outermost
-from booster.failure.report import Failure
+from booster.failure.failure_report import Failure
+from booster.failure.hooks import guard, install, publish, report_uncaught, staying_outermost
 
 __all__ = ["Failure", "guard", "install", "publish", "report_uncaught", "staying_outermost"]

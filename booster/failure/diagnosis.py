@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from booster.failure.collectives import GroupRecord
-from booster.failure.report import Failure, ranks_text
+from booster.failure.collective_counts import GroupRecord
+from booster.failure.failure_report import Failure, ranks_text
 
 Answer = TypeVar("Answer", bound=Hashable)
 

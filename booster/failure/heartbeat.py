@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from booster.failure.report import Failure, ranks_text
+from booster.failure.failure_report import Failure, ranks_text
 
 _BEATS_PER_LIMIT = 12
 

@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
+from booster.failure.desync import Findings, Inquiries
+from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, ranks_text
 from booster.failure.heartbeat import Heartbeat
-from booster.failure.inquiry import Findings, Inquiries
-from booster.failure.link import Link
-from booster.failure.operations import Operations
+from booster.failure.operation_log import Operations
 from booster.failure.peers import Address, Peer, StoppedPeers
-from booster.failure.report import REPORT_VARIABLE, Failure, ending, is_timeout, ranks_text
-from booster.failure.waiting import MainThread, current_wait, wait_of_error
+from booster.failure.stack_probe import MainThread, current_wait, wait_of_error
+from booster.failure.store_client import Link
 from booster.logging import get_logger
 
 _logger = get_logger(__name__)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from booster.failure.operations import Page
+from booster.failure.operation_log import Page
 
 _STOPPED = "T"  # by a signal; a debugger's is "t"
 _DEAD = ("Z", "X")

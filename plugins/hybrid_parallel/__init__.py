@@ -5,13 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.auto.accelerate import AccelerateResult, auto_accelerate
-    from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
-    from plugins.hybrid_parallel.three_d.logits import vocab_parallel_cross_entropy, vocab_parallel_logit_helper
+    from plugins.hybrid_parallel.compat.atorch.auto_accelerate import AccelerateResult, auto_accelerate
+    from plugins.hybrid_parallel.compat.deepspeed_3d.config import DeepSpeed3DParallelConfig
+    from plugins.hybrid_parallel.compat.deepspeed_3d.logits import (
+        vocab_parallel_cross_entropy,
+        vocab_parallel_logit_helper,
+    )
 
 __all__ = [
     "AccelerateResult",
@@ -25,11 +28,11 @@ __all__ = [
 
 # The planner and pydantic take longer to import than the plugin, which needs neither.
 _ON_DEMAND = {
-    "AccelerateResult": "auto.accelerate",
-    "auto_accelerate": "auto.accelerate",
-    "DeepSpeed3DParallelConfig": "three_d.config",
-    "vocab_parallel_cross_entropy": "three_d.logits",
-    "vocab_parallel_logit_helper": "three_d.logits",
+    "AccelerateResult": "compat.atorch.auto_accelerate",
+    "auto_accelerate": "compat.atorch.auto_accelerate",
+    "DeepSpeed3DParallelConfig": "compat.deepspeed_3d.config",
+    "vocab_parallel_cross_entropy": "compat.deepspeed_3d.logits",
+    "vocab_parallel_logit_helper": "compat.deepspeed_3d.logits",
 }
 
 

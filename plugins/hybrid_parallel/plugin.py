@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,29 +18,29 @@ from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
 from booster.errors import ConfigurationError
+from booster.extensions import load_extension
 from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
-from plugins.hybrid_parallel.boosted import check_boosted_model, check_boosted_optimizer
-from plugins.hybrid_parallel.build import build_model, check_options_against_model
-from plugins.hybrid_parallel.build_optimizer import build_optimizer
-from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.debug.batches import FIRST_STEPS, check_loss
-from plugins.hybrid_parallel.debug.collectives import checked_collectives, naming_ranks
-from plugins.hybrid_parallel.debug.options import check_options
-from plugins.hybrid_parallel.given import check_optimizers_as_given, model_as_given
-from plugins.hybrid_parallel.loading import Loading
-from plugins.hybrid_parallel.mesh import REPLICAS, HybridMesh, build_mesh
-from plugins.hybrid_parallel.model import HybridParallelModel
-from plugins.hybrid_parallel.pipeline.microbatch import as_batch, next_batch
-from plugins.hybrid_parallel.pipeline.step import PipelineStep
-from plugins.hybrid_parallel.placement import in_blocks, ranks_of
-from plugins.hybrid_parallel.zero.guards import refuse_backward
+from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_loss
+from plugins.hybrid_parallel.data.loading import Loading
+from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
+from plugins.hybrid_parallel.debug.options_check import check_options
+from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives, naming_ranks
+from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
+from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh, build_mesh
+from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
+from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
+from plugins.hybrid_parallel.setup.optimizer import build_optimizer
+from plugins.hybrid_parallel.train_step import PipelineStep
+from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, accepting_gradients
-from shardformer.json_text import read_json_object
-from shardformer.parameter_names import names_of_parameters
+from shardformer.utils.json import read_json_object
+from shardformer.utils.parameter_names import names_of_parameters
 
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.three_d.config import DeepSpeed3DParallelConfig
+_EXTENSIONS = "plugins.hybrid_parallel"  # entry points
 
 
 class HybridParallelPlugin(Plugin):
@@ -76,7 +76,7 @@ class HybridParallelPlugin(Plugin):
             ConfigurationError: the file does not exist or is not a JSON object, or what it holds is refused.
         """
         # Here, because pydantic takes as long to import as this plugin.
-        from plugins.hybrid_parallel.json_form import is_description, options_of
+        from plugins.hybrid_parallel.config.json_layout import is_description, options_of
 
         options = path_or_dict
         if not isinstance(options, dict):
@@ -93,23 +93,23 @@ class HybridParallelPlugin(Plugin):
 
     @staticmethod
     def from_3d_config(
-        config: DeepSpeed3DParallelConfig,
+        config: Any,
         parallel_config: tuple[Sequence[tuple[str, int]], Sequence[int] | None],
         **overrides: Any,
     ) -> HybridParallelPlugin:
         """Make a plugin from ATorch's configuration of 3D parallelism.
 
         Args:
-            config: seed, rules of sharding, patches, head, batches, DeepSpeed's configuration.
+            config: a `DeepSpeed3DParallelConfig`: seed, rules of sharding, patches, head, batches, and DeepSpeed's
+                own configuration.
             parallel_config: `([("tensor", t), ("data", d), ("pipeline", p)], None)`, as of `create_parallel_group`.
             overrides: options of the plugin that count more.
 
         Raises:
             ConfigurationError: these do not fit each other or the world.
         """
-        from plugins.hybrid_parallel.three_d.plugin import ThreeDPlugin  # which derives from this class
-
-        return ThreeDPlugin(config, parallel_config, **overrides)
+        # Above this module: it derives from this class.
+        return load_extension(_EXTENSIONS, "from_3d_config")(config, parallel_config, **overrides)
 
     # ----- where this rank is -----
 
@@ -273,9 +273,8 @@ class HybridParallelPlugin(Plugin):
 
     def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
         """See `booster.verify`."""
-        from plugins.hybrid_parallel.verify.own_model import verify_own_model  # which trains by this class
-
-        return verify_own_model(model_fn, batch, self.config, **options)
+        # Above this module: it trains by this class.
+        return load_extension(_EXTENSIONS, "verify")(model_fn, batch, self.config, **options)
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int, shuffle: bool = False, drop_last: bool = False, **kwargs: Any

@@ -1,7 +1,13 @@
 """Attention: which kernel runs, on which heads, and from which random stream."""
 
-from shardformer.attention.backends import Backend, log_once, use_backend
-from shardformer.attention.registry import call_kernel, recompute_attention, use_sharded_attention, uses_registry
+from shardformer.attention.backends import Backend, log_once
+from shardformer.attention.registry import (
+    call_kernel,
+    recompute_attention,
+    use_backend,
+    use_sharded_attention,
+    uses_registry,
+)
 
 __all__ = [
     "Backend",

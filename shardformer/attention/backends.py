@@ -99,37 +99,6 @@ def _check_named(
         raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
 
 
-def use_backend(model: nn.Module, request: bool | str, device: str, dtype: torch.dtype) -> None:
-    """Let every attention of `model` that goes through transformers' registry use the backend; log what stays slow.
-
-    Raises:
-        ValueError: see `choose_backend`.
-    """
-    from shardformer.attention.registry import uses_registry
-
-    found = False
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) is None or not uses_registry(module):
-            continue
-        found = True
-        owner = module if hasattr(module, "_supports_sdpa") else model
-        backend = choose_backend(
-            request,
-            supports_flash=getattr(owner, "_supports_flash_attn", False),
-            supports_sdpa=getattr(owner, "_supports_sdpa", False),
-            soft_caps=getattr(config, "attn_logit_softcapping", None) is not None,
-            device=device,
-            dtype=dtype,
-        )
-        if backend.implementation is not None:
-            config._attn_implementation = backend.implementation
-        elif backend.reason:
-            log_once(type(model).__name__, f"keeps its own attention: {backend.reason}")
-    if not found:
-        log_once(type(model).__name__, "keeps its own attention: it is written out in the model's modules")
-
-
 def log_once(name: str, what: str) -> None:
     """A warning that does not repeat."""
     if (name, what) not in _logged:

@@ -16,9 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backends import SDPA, keeps_scores, sdpa_without_slow_kernels, xformers_attention
-from shardformer.attention.ulysses import SequenceExchange
-from shardformer.rng import parallel_region
+from shardformer.attention.backends import (
+    SDPA,
+    choose_backend,
+    keeps_scores,
+    log_once,
+    sdpa_without_slow_kernels,
+    xformers_attention,
+)
+from shardformer.distributed.random import parallel_region
+from shardformer.sequence_parallel.ulysses import SequenceExchange
 
 _PREFIX = "sharded_"
 
@@ -63,6 +70,35 @@ def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str],
 def uses_registry(module: nn.Module) -> bool:
     """Families that choose a kernel themselves compare the name in the configuration: it has to stay what it is."""
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def use_backend(model: nn.Module, request: bool | str, device: str, dtype: torch.dtype) -> None:
+    """Let every attention of `model` that goes through transformers' registry use the backend; log what stays slow.
+
+    Raises:
+        ValueError: see `choose_backend`.
+    """
+    found = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) is None or not uses_registry(module):
+            continue
+        found = True
+        owner = module if hasattr(module, "_supports_sdpa") else model
+        backend = choose_backend(
+            request,
+            supports_flash=getattr(owner, "_supports_flash_attn", False),
+            supports_sdpa=getattr(owner, "_supports_sdpa", False),
+            soft_caps=getattr(config, "attn_logit_softcapping", None) is not None,
+            device=device,
+            dtype=dtype,
+        )
+        if backend.implementation is not None:
+            config._attn_implementation = backend.implementation
+        elif backend.reason:
+            log_once(type(model).__name__, f"keeps its own attention: {backend.reason}")
+    if not found:
+        log_once(type(model).__name__, "keeps its own attention: it is written out in the model's modules")
 
 
 def _register(name: str, implementation: str) -> None:

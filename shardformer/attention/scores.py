@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import gather_from_axis
+from shardformer.distributed.collectives import gather_from_axis
 
 _FIELDS = "attentions"  # attentions, cross_attentions, encoder_attentions, ...
 

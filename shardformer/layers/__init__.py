@@ -2,9 +2,9 @@
 
 from shardformer.layers.dropout import ParallelDropout, SharedDropout
 from shardformer.layers.embedding import HeadParallelEmbedding, VocabParallelEmbedding
-from shardformer.layers.head import VocabParallelLMHead, parallel_logits
-from shardformer.layers.head_rows import HeadRowsLinear
 from shardformer.layers.linear import ColumnParallelLinear, RowParallelLinear, SharedInput
+from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
+from shardformer.layers.multi_query_linear import HeadRowsLinear
 from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
 

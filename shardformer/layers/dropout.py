@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.random import parallel_region
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.rng import parallel_region
 
 
 class SharedDropout(ParallelModule):

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.collectives import reduce_from_axis
-from shardformer.index_range import check_indices
+from shardformer.distributed.collectives import reduce_from_axis
+from shardformer.layers.index_range import check_indices
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.matmul.weight_grad import embedding
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple, shard_parameter
-from shardformer.weight_gradients import embedding
 
 
 class VocabParallelEmbedding(ParallelModule):

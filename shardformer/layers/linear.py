@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.autocast import autocast
-from shardformer.collectives import (
+from shardformer.distributed.collectives import (
     cut_features,
     gather_from_axis,
     join_features,
@@ -25,12 +24,13 @@ from shardformer.collectives import (
     split_to_axis,
     world_timeout,
 )
-from shardformer.layers.linear_functions import ColumnLinear, GatheredLinear
+from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.outer_call import call_through
-from shardformer.sequence import PendingGather, SequenceParallel, first_input
+from shardformer.matmul.autocast import autocast
+from shardformer.matmul.weight_grad import linear
+from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
-from shardformer.weight_gradients import linear
+from shardformer.utils.outer_call import call_through
 
 
 class ColumnParallelLinear(ParallelModule):

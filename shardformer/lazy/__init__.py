@@ -1,6 +1,5 @@
 """Lazy initialisation: a model is built without values, sharded, and only then given those of its own pieces."""
 
-from shardformer.lazy.context import LazyInitContext, record_module_init
 from shardformer.lazy.materialize import (
     WeightReader,
     materialize,
@@ -8,7 +7,8 @@ from shardformer.lazy.materialize import (
     waits_for_values,
     weight_reader_of,
 )
-from shardformer.lazy.recorded import RecordedValues, is_recorded
+from shardformer.lazy.recording import LazyInitContext, record_module_init
+from shardformer.lazy.replay import RecordedValues, is_recorded
 
 __all__ = [
     "LazyInitContext",

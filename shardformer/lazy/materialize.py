@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shardformer.lazy.recorded import RecordedValues
-from shardformer.partial_gradients import sum_in_backward
+from shardformer.layers.partial_gradients import sum_in_backward
+from shardformer.lazy.replay import RecordedValues
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, parameter_like, spec_of
 
 # (name of the parameter, which piece of it is here) -> the values of that piece.

@@ -17,10 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shardformer.lazy.log import undisturbed
-from shardformer.lazy.recorded import RecordedValues
-from shardformer.lazy.recorder import DispatchRecorder
-from shardformer.lazy.weight_files import WeightFileError, has_bin_files, open_tensors, read_piece, weight_files
+from shardformer.lazy.dispatch_mode import DispatchRecorder
+from shardformer.lazy.init_log import undisturbed
+from shardformer.lazy.weight_files import WeightFileError, open_tensors, read_piece
 from shardformer.shard_spec import ShardSpec
 
 
@@ -67,65 +66,6 @@ def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
                 f"{path} is no safetensors file; save the model as safetensors, or, where you trust it, use "
                 "record_module_init(allow_bin=True)"
             )
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A directory as a model's weights.
-
-    Attributes:
-        values: of the model's parameters and buffers, read a piece at a time.
-        missing: names that the files lack.
-        unexpected: names that the model lacks.
-        mismatched: (name, shape in the files, shape in the model).
-    """
-
-    values: RecordedValues
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
-
-
-def open_directory(model_class: type, config: Any, directory: Path, dtype: torch.dtype, allow_bin: bool) -> Opened:
-    """The weights of a directory, as transformers' `from_pretrained` understands it for a model class.
-
-    Raises:
-        WeightFileError: a file is missing or broken, or is not to be loaded.
-    """
-    from shardformer.lazy.context import record_module_init
-
-    if not (allow_bin and has_bin_files(directory)):
-        weight_files(directory)  # transformers looks for a directory that does not exist on its hub
-    try:
-        with record_module_init(allow_bin), _without_progress_bar():
-            model, info = model_class.from_pretrained(
-                directory,
-                config=config,
-                dtype=dtype,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                local_files_only=True,
-            )
-    except (RuntimeError, KeyError) as error:
-        raise WeightFileError(f"{directory} cannot be read as a {model_class.__name__}: {error}") from error
-    mismatched = [(name, tuple(found), tuple(expected)) for name, found, expected in info["mismatched_keys"]]
-    return Opened(
-        RecordedValues(model, seed=0), sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(mismatched)
-    )
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """No value is read here: a bar, on each rank, would show nothing."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardformer.json_text import read_json_object
 from shardformer.shard_spec import ShardSpec
+from shardformer.utils.json import read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

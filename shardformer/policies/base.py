@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.context import Positions
+from shardformer.context_parallel.zigzag import Positions
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_config import ShardConfig
-from shardformer.stage import StageLayout
+from shardformer.stages.stage import StageLayout
+from shardformer.utils.phrases import divisors_phrase
 
 
 @dataclass
@@ -202,9 +203,3 @@ class Policy(ABC):
     def postprocess(self) -> nn.Module:
         """Work on the model after everything is replaced; returns the model."""
         return self.model
-
-
-def divisors_phrase(count: int) -> str:
-    """The divisors of `count` as a phrase: "1, 2 or 4"."""
-    divisors = [str(size) for size in range(1, count + 1) if count % size == 0]
-    return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

@@ -10,15 +10,15 @@ from functools import cache
 from torch import nn
 
 from shardformer.policies.base import Policy
-from shardformer.policies.declared import declared_plan_of
+from shardformer.policies.plans.declared import declared_plan_of
 
 _REGISTERED: dict[str, str] = {}
 
 
 @cache
 def family_policies() -> dict[str, type[Policy]]:
-    """Family of transformers -> its policy: every class of this package that names a family."""
-    package = importlib.import_module("shardformer.policies")
+    """Family of transformers -> its policy: every class of the package `families` that names one."""
+    package = importlib.import_module("shardformer.policies.families")
     modules = [
         importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
     ]
@@ -69,11 +69,11 @@ def policy_for(model: nn.Module) -> Policy:
             return policy()
         declared = declared_plan_of(cls)
         if declared is not None:
-            from shardformer.policies.hf_plan import PlanPolicy
+            from shardformer.policies.plans.policy import PlanPolicy
 
             return PlanPolicy(declared)
     if getattr(model, "tp_plan", None):
-        from shardformer.policies.hf_plan import PlanPolicy
+        from shardformer.policies.plans.policy import PlanPolicy
 
         return PlanPolicy()
     name = type(model).__name__

@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch import nn
 
-from plugins.hybrid_parallel.verify.twin import TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, build_small, small_config
 from zoo_tests.census.classes import HeadClass
 
 # Windows also where a family's own configuration has none.

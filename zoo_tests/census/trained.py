@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.verify.batches import batch_for
+from plugins.hybrid_parallel.verify.random_batch import batch_for
 from zoo_tests.case import LAYOUTS
 from zoo_tests.census.classes import HeadClass
 from zoo_tests.census.tiny import build

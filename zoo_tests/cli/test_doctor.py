@@ -1,6 +1,6 @@
 """`booster doctor`: what is there, what is missing, and how fast ranks reach each other.
 
-What breaks here first: a rule by which the library chooses a kernel and that `commands/optimisations.py` does not ask.
+What breaks here first: a rule by which the library chooses a kernel and that `cli/optimizations.py` does not ask.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.hybrid_parallel.planner import measure_links
-from plugins.hybrid_parallel.planner.measure_links import measure_axis
+from plugins.hybrid_parallel.planner import link_benchmark as measure_links
+from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
 from zoo_tests.cli.started import Started
 from zoo_tests.cli.test_commands import outcome
 from zoo_tests.ranks import distributed

@@ -1,6 +1,6 @@
 """`booster plan`: the table, the file that `from_config` reads, and one sentence for each mistake.
 
-What breaks here first: an option, or what a refused model says. Look in `plugins/hybrid_parallel/commands/plan.py`.
+What breaks here first: an option, or what a refused model says. Look in `plugins/hybrid_parallel/cli/plan.py`.
 """
 
 from __future__ import annotations

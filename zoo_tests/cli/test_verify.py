@@ -22,11 +22,11 @@ import torch
 import transformers
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.commands.verify import in_words
-from plugins.hybrid_parallel.local_ranks import RankFailure, run_on_local_ranks
-from plugins.hybrid_parallel.verify.outputs import Output, difference
-from plugins.hybrid_parallel.verify.trial import Verification, verify
-from plugins.hybrid_parallel.verify.twin import TwinSizes, head_counts, small_config
+from plugins.hybrid_parallel.cli.verify import in_words
+from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
+from plugins.hybrid_parallel.verify.module_outputs import Output, difference
+from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, head_counts, small_config
+from plugins.hybrid_parallel.verify.verify import Verification, verify
 from shardformer.shard_spec import Part, ShardSpec
 from zoo_tests.cli import verify_faults
 from zoo_tests.cli.test_commands import outcome
@@ -310,7 +310,7 @@ def test_a_mistake_on_a_rank_is_the_callers() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     script = (
-        "from plugins.hybrid_parallel.local_ranks import run_on_local_ranks\n"
+        "from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks\n"
         "from zoo_tests.cli.verify_faults import leave_pid_and_sleep\n"
         f"run_on_local_ranks(leave_pid_and_sleep, 2, {str(tmp_path)!r}, timeout_s=60.0)"
     )

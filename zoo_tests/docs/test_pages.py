@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from plugins.hybrid_parallel import HybridParallelConfig
-from shardformer.policies.declared import declared_plans
+from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import supported_classes
 from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_of
 
@@ -78,6 +78,12 @@ def test_goals_of_make_exist(page: Path) -> None:
     goals = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
     used = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert used <= goals
+
+
+def test_the_order_of_the_folders_is_that_of_the_code() -> None:
+    written = runpy.run_path(str(REPOSITORY / "docs" / "figures" / "draw_folders.py"))["with_pictures"]
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert written(page) == page, "python docs/figures/draw_folders.py writes it anew"
 
 
 def test_files_of_the_architecture_exist() -> None:

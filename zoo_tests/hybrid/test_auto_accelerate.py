@@ -19,7 +19,7 @@ import booster
 from booster import launch_from_torch
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import DeepSpeed3DParallelConfig, auto_accelerate
-from plugins.hybrid_parallel.auto.strategy import plugin_of
+from plugins.hybrid_parallel.compat.atorch.strategy import plugin_of
 from zoo_tests.cli.started import Started
 from zoo_tests.ranks import run_on_ranks
 

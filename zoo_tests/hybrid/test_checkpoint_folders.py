@@ -1,7 +1,7 @@
 """Folders of checkpoints: which is the latest, which are kept, whose files stay; saves that training goes on beside.
 
 What breaks here first: something removed that is a user's, and a snapshot of another moment than that of the call. Look
-in `directory.py`, `background.py` and `staging.py` of `plugins/hybrid_parallel/checkpoint`.
+in `directory.py`, `background.py` and `state/staging.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint import partial
-from plugins.hybrid_parallel.checkpoint.store import write_tensors
+from plugins.hybrid_parallel.checkpoint.state import atomic_save as partial
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.hybrid.test_checkpoint_files import names
 from zoo_tests.ranks import distributed
 
-PUBLISH = "plugins.hybrid_parallel.checkpoint.partial.PartialCheckpoint.publish"
+PUBLISH = "plugins.hybrid_parallel.checkpoint.state.atomic_save.PartialCheckpoint.publish"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Sequences that ranks share, beyond what the zoo trains: packed documents, criteria, memory, checkpoints.
 
-What breaks here first: a criterion or an output that sees a part of a sequence. Look in `shardformer/context.py`.
+What breaks here first: a criterion or an output that sees a part of a sequence. Look in
+`shardformer/context_parallel/zigzag.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What expert parallelism shares with the rest of the plugin: refusals, loops, comparisons of ranks, what ranks hold.
 
 What breaks here first: something that takes all replicas for copies of each other. Look at `replicas_of` of
-`plugins/hybrid_parallel/mesh.py`.
+`plugins/hybrid_parallel/distributed/mesh.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from booster import Booster
 from booster.errors import ConfigurationError, SynchronyError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
-from plugins.hybrid_parallel.checkpoint.local_tensors import local_tensors
-from plugins.hybrid_parallel.holdings import holdings, in_words
+from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.inspect.shard_report import holdings, in_words
 from plugins.hybrid_parallel.zero.optimizer import assemble
 from shardformer import record_module_init, spec_of
 from shardformer.lazy import materialize

@@ -1,7 +1,7 @@
 """What `booster inspect` says that ranks hold is what ranks hold.
 
 What breaks here first: something in the sharder that asks for values, or for a device. Look in
-`plugins/hybrid_parallel/holdings.py`.
+`plugins/hybrid_parallel/inspect/shard_report.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from plugins.hybrid_parallel import HybridParallelConfig
-from plugins.hybrid_parallel.holdings import holdings, in_words
-from plugins.hybrid_parallel.holdings_page import page
+from plugins.hybrid_parallel.inspect.html import page
+from plugins.hybrid_parallel.inspect.shard_report import holdings, in_words
 from zoo_tests.case import Case, Recipe
 from zoo_tests.cli.test_commands import outcome
 from zoo_tests.ranks import run_on_ranks

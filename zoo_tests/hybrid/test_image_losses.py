@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.losses import head_loss_of
+from shardformer.policies.head_losses import head_loss_of
 from zoo_tests.oracle import inputs_of
 from zoo_tests.ranks import distributed
 from zoo_tests.zoo import FAMILIES, Batch

@@ -1,6 +1,6 @@
 """The load-balancing loss of routers is part of the loss where it is asked for, and never dropped in silence.
 
-It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/losses/routers.py`.
+It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/loss/routers.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loss of a step: every form of criterion is the mean over the global batch, never a mean of means.
 
 What breaks here first: micro-batches and shares of unequal size, up to an empty one. Look in
-`plugins/hybrid_parallel/step_loss.py`.
+`plugins/hybrid_parallel/loss/step_loss.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ranks of one machine that read each other's memory.
 
 What breaks here first: memory that is reused while another rank still reads it, a rank that waits for one that died, or
-files that stay open. Look in `plugins/hybrid_parallel/zero/host_memory.py`, `host_lines.py` and `neighbours.py`.
+files that stay open. Look in `shared_memory.py`, `signal_sockets.py` and `local_peers.py` of
+`plugins/hybrid_parallel/zero/comm`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.exchange import DirectExchange, Exchange, SharedExchange, exchange_of
-from plugins.hybrid_parallel.zero.host_lines import Line, Lines
-from plugins.hybrid_parallel.zero.host_memory import HostMemory, NeighbourMemory
+from plugins.hybrid_parallel.zero.comm.collectives import DirectExchange, Exchange, SharedExchange, exchange_of
+from plugins.hybrid_parallel.zero.comm.shared_memory import HostMemory, NeighbourMemory
+from plugins.hybrid_parallel.zero.comm.signal_sockets import Line, Lines
 from zoo_tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -154,12 +155,12 @@ def _kinds(make: Callable[[], Any]) -> list[type[Exchange]]:
 
 def _one_sees_no_neighbours() -> Any:
     """A rank in a container of its own, which the others cannot look into."""
-    hidden = mock.patch("plugins.hybrid_parallel.zero.neighbours.NeighbourMemory", side_effect=PermissionError)
+    hidden = mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.NeighbourMemory", side_effect=PermissionError)
     return hidden if dist.get_rank() == 1 else contextlib.nullcontext()
 
 
 def _another_system() -> Any:
-    return mock.patch("plugins.hybrid_parallel.zero.neighbours.HostMemory", side_effect=OSError)
+    return mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.HostMemory", side_effect=OSError)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,9 @@ def _train(exchange: type[Exchange] | None, accumulates: bool, overlap: bool) ->
     model = nn.Sequential(nn.Embedding(11, 16), *(nn.Linear(16, 16) for _ in range(8)))
     made = contextlib.nullcontext()
     if exchange is not None:
-        made = mock.patch("plugins.hybrid_parallel.zero.exchange.SharedExchange", exchange)
+        made = mock.patch("plugins.hybrid_parallel.zero.comm.collectives.SharedExchange", exchange)
         if exchange is DirectExchange:
-            made = mock.patch("plugins.hybrid_parallel.zero.exchange.meet_neighbours", lambda group: None)
+            made = mock.patch("plugins.hybrid_parallel.zero.comm.collectives.meet_neighbours", lambda group: None)
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
         booster = Booster(plugin=plugin)

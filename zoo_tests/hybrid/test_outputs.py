@@ -1,7 +1,7 @@
 """What `execute_pipeline` returns: the outputs of plain transformers on every rank, and refusals that say what to do.
 
 What breaks here first: an output class whose tensors are not cut along the samples. Look in
-`plugins/hybrid_parallel/pipeline/step.py` and `pipeline/microbatch.py`.
+`plugins/hybrid_parallel/train_step.py` and `data/microbatch.py`.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def test_batch_normalisation_is_told_where_the_batch_is_cut(num_microbatches: in
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("plugins.hybrid_parallel.build")
+    logger = logging.getLogger("plugins.hybrid_parallel.setup.model")
     logger.addHandler(handler)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     Booster(plugin=HybridParallelPlugin(num_microbatches=num_microbatches)).boost(model)

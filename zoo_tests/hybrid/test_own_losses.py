@@ -20,7 +20,7 @@ from transformers import (
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.losses import head_loss_of, known_head
+from shardformer.policies.head_losses import head_loss_of, known_head
 from shardformer.policies.registry import supported_classes
 from zoo_tests.case import LAYOUTS, Recipe
 from zoo_tests.ranks import run_on_ranks

@@ -1,6 +1,6 @@
 """Documents packed into a row see each other exactly where those of the plain model do, in both loops.
 
-transformers keeps them apart without a cache only. Look in `shardformer/packed_documents.py`.
+transformers keeps them apart without a cache only. Look in `shardformer/attention/packed_documents.py`.
 """
 
 from __future__ import annotations

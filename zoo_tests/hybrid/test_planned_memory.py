@@ -1,7 +1,7 @@
 """The planner's memory beside what ranks hold: states to the byte, activations as torch counts them.
 
 What breaks here first: what a layer saves for its backward pass, or which layers are taken to be alike. Look in
-`plugins/hybrid_parallel/planner/static.py`, `profile.py`, `skeleton.py` and `stages.py`.
+`plugins/hybrid_parallel/planner/memory_model.py`, `profile.py`, `pruned_model.py` and `stage_map.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from plugins.hybrid_parallel import HybridParallelConfig
 from plugins.hybrid_parallel.planner.device import PRESETS
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.memory import static_memory
+from plugins.hybrid_parallel.planner.memory_model import count_static
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.stages import ModelMap
-from plugins.hybrid_parallel.planner.static import count_static
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from zoo_tests.case import Case, Recipe
 from zoo_tests.hybrid.test_static_memory import HEADS, LAYOUTS
 from zoo_tests.ranks import run_on_ranks

@@ -1,8 +1,8 @@
 """What a user says of a model's loss counts: keywords in the batch, a function, a forward, a hook of his own.
 
 Each is trained by both loops on several layouts, beside the same call of the plain model on the whole global batch.
-What breaks here first: a loss that is taken for the head's. Look in `shardformer/losses/own.py` and
-`plugins/hybrid_parallel/loss_choice.py`.
+What breaks here first: a loss that is taken for the head's. Look in `shardformer/loss/replaced.py` and
+`plugins/hybrid_parallel/loss/choice.py`.
 """
 
 from __future__ import annotations

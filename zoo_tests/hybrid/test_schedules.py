@@ -1,7 +1,7 @@
 """Pipelines whose ranks hold several stages: outputs, checkpoints, lazy models, debug mode, what a step records.
 
 What breaks here first: a module that one stage of a rank sees in the place of another's. Look in
-`shardformer/stage_view.py`; where weights are wrong, in `shardformer/weight_gradients.py`.
+`shardformer/stages/virtual_stages.py`; where weights are wrong, in `shardformer/matmul/weight_grad.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.pipeline.record import read_timelines
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
+from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer, record_module_init
-from shardformer.stand_ins import StandIn
-from shardformer.weight_gradients import finish_backward, linear, own_native_products, splitting_backward
+from shardformer.matmul.weight_grad import finish_backward, linear, own_native_products, splitting_backward
+from shardformer.stages.placeholders import StandIn
 from zoo_tests.case import Case, Recipe
 from zoo_tests.oracle import inputs_of, train_plainly
 from zoo_tests.ranks import distributed, run_on_ranks

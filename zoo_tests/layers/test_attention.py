@@ -15,7 +15,7 @@ from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
 from shardformer import ShardConfig, ShardFormer
-from shardformer.rng import SharedStream
+from shardformer.distributed.random import SharedStream
 from zoo_tests.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 

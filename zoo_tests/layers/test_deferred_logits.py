@@ -1,7 +1,7 @@
 """The stand-in that a head returns for logits that only a loss reads: looking costs nothing, using it gives logits.
 
 What breaks here first: a way to reach the numbers that does not compute them, or a head that is left changed. Look in
-`shardformer/deferred_logits.py` and `layers/head.py`.
+`shardformer/cross_entropy/deferred_logits.py` and `layers/lm_head.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import shardformer.deferred_logits as module
-from shardformer.deferred_logits import DeferredLogits, HeadCall, defer, loss_of, saves_memory
+import shardformer.cross_entropy.deferred_logits as module
+from shardformer.cross_entropy.chunking import chunk_bytes, planned_for
+from shardformer.cross_entropy.deferred_logits import DeferredLogits, HeadCall, defer, loss_of, saves_memory
 from shardformer.layers import VocabParallelLMHead
-from shardformer.layers.head import deferred_logits
-from shardformer.loss_chunks import chunk_bytes, planned_for
-from shardformer.weight_gradients import own_native_products, splitting_backward
+from shardformer.layers.lm_head import deferred_logits
+from shardformer.matmul.weight_grad import own_native_products, splitting_backward
 from zoo_tests.layers.native import EXACT, check_gradients, fill, known
 from zoo_tests.ranks import distributed
 

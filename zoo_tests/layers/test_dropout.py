@@ -1,7 +1,7 @@
 """Dropout: one mask for all ranks where activations are replicated, a mask a rank where they are cut.
 
 What breaks here first: a stream that the ranks no longer share after one of them drew more numbers. Look in
-`shardformer/rng.py` and `shardformer/layers/dropout.py`.
+`shardformer/distributed/random.py` and `shardformer/layers/dropout.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardformer.distributed.random import SharedStream
 from shardformer.layers import ParallelDropout, SharedDropout
-from shardformer.rng import SharedStream
 from zoo_tests.ranks import distributed
 
 

@@ -1,7 +1,7 @@
 """Tokens that travel to experts on other ranks find what they would find at home, and so do their gradients.
 
 What breaks here first: the order of rows that come back, ranks that nothing is sent to, choices of no expert. Look in
-`shardformer/expert_dispatch.py`.
+`shardformer/expert_parallel/token_dispatcher.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardformer.expert_dispatch import Capacity, ExpertDispatch
-from shardformer.sequence import SequenceParallel
+from shardformer.expert_parallel.token_dispatcher import Capacity, ExpertDispatch
+from shardformer.sequence_parallel.split_gather import SequenceParallel
 from zoo_tests.layers.native import EXACT, known
 from zoo_tests.ranks import distributed
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer import ShardConfig, ShardFormer
-from shardformer.layers import fused
-from shardformer.layers.fused import bias_dropout_add, bias_gelu, swiglu
+from shardformer.layers import fused_ops as fused
+from shardformer.layers.fused_ops import bias_dropout_add, bias_gelu, swiglu
 from zoo_tests.zoo import FAMILIES
 
 

@@ -1,7 +1,7 @@
 """The loss of a head that works through the tokens in chunks, against `F.cross_entropy` of all logits at once.
 
 What breaks here first: a chunk that is smaller than the others, a rank without a valid row, or sums in 16 bit. Look in
-`shardformer/head_cross_entropy.py`.
+`shardformer/cross_entropy/fused_linear.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardformer.head_cross_entropy import head_cross_entropy_sum
+from shardformer.cross_entropy.fused_linear import head_cross_entropy_sum
 from shardformer.layers import VocabParallelLMHead
 from zoo_tests.layers.native import EXACT, check_gradients, fill, known
 from zoo_tests.ranks import distributed

@@ -1,6 +1,7 @@
 """Matrix products in 8 bit: close to exact ones where sizes allow them, exact where not, and in the right layers.
 
-What breaks here first: a scale that overflows, a gradient of a transposed weight. Look in `shardformer/products.py`.
+What breaks here first: a scale that overflows, a gradient of a transposed weight.
+Look in `shardformer/matmul/backends.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.products import FP8, NATIVE
+from shardformer.matmul.backends import FP8, NATIVE
 from zoo_tests.ranks import run_on_ranks
 
 

@@ -1,7 +1,7 @@
 """Attention over keys that travel from rank to rank is attention over all keys, forward and backward.
 
 What breaks here first: a block at the wrong place, rows that see nothing, the sum of exponentials of 16-bit inputs.
-Look in `shardformer/attention/ring.py` and `blocks.py`.
+Look in `shardformer/context_parallel/ring.py` and `blockwise.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.attention.blocks import Block, Softmax, attend, merge
-from shardformer.attention.ring import ring_attention
-from shardformer.context import ContextAxis, ContextPass
+from shardformer.context_parallel.blockwise import Block, Softmax, attend, merge
+from shardformer.context_parallel.ring import ring_attention
+from shardformer.context_parallel.zigzag import ContextAxis, ContextPass
 from zoo_tests.ranks import distributed
 
 _HEADS, _KV_HEADS, _SIZE, _LENGTH = 6, 2, 8, 23

@@ -1,7 +1,7 @@
 """Split-gather sequence parallelism, with lengths that the ranks do not divide.
 
 What breaks here first: padding of the sequence, and partial gradients of what sees a slice of the tokens. Look in
-`shardformer/sequence.py`.
+`shardformer/sequence_parallel/split_gather.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer import ShardSpec
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
-from shardformer.sequence import SequenceParallel, gather_on_entry, wrap_layers
+from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry, wrap_layers
 from shardformer.shard_spec import annotate
 from zoo_tests.layers.native import EXACT, check_gradients, fill, known
 from zoo_tests.ranks import distributed

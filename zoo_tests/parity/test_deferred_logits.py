@@ -1,7 +1,7 @@
 """Training whose loss never sees all logits, held to plain training: kinds of heads, layouts, precisions, schedules.
 
 Models of tests are so small that their logits are computed at once; here they are not. What breaks here first: a head
-that something besides the loss reads. Look in `shardformer/deferred_logits.py` and `layers/head.py`.
+that something besides the loss reads. Look in `shardformer/cross_entropy/deferred_logits.py` and `layers/lm_head.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import shardformer.deferred_logits as deferred_logits
-import shardformer.loss_chunks as loss_chunks
-import shardformer.losses.text as text
+import shardformer.cross_entropy.chunking as loss_chunks
+import shardformer.cross_entropy.deferred_logits as deferred_logits
+import shardformer.loss.text as text
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
 from zoo_tests.sharded import RankReport, train_sharded

@@ -1,7 +1,8 @@
 """Layers that a user has changed train as in plain torch on every layout, or are refused by name.
 
-What breaks here first: a parallel layer that takes the place of a changed one. Look in `shardformer/kept_layers.py` and
-`shardformer/user_code.py`.
+What breaks here first: a parallel layer that takes the place of a changed one. Look in
+`shardformer/transforms/replicated_layers.py` and
+`shardformer/utils/customizations.py`.
 """
 
 from __future__ import annotations

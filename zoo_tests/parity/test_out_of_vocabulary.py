@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.cross_entropy import cross_entropy_sum
-from shardformer.index_range import OutOfVocabularyError, check_indices
+from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
+from shardformer.layers.index_range import OutOfVocabularyError, check_indices
 from zoo_tests.case import Case, Recipe
 from zoo_tests.oracle import loss_of
 from zoo_tests.ranks import distributed

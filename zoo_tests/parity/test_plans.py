@@ -16,7 +16,7 @@ from torch import nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.policies.declared import declared_plans
+from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies
 from zoo_tests.census.classes import HeadClass, head_classes
 from zoo_tests.census.trained import plain_run, sharded_verdict

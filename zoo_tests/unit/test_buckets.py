@@ -1,7 +1,7 @@
 """Where parameters lie in a bucket, and which optimizers may have them cut.
 
 What breaks here first: a parameter that straddles a shard's end, or a whole one that does. Look in
-`plugins/hybrid_parallel/zero/bucket.py` (`places_in_bucket`) and `zero/parameters.py`.
+`plugins/hybrid_parallel/zero/bucket.py` (`places_in_bucket`) and `zero/grouping.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
-from plugins.hybrid_parallel.zero.exchange import Exchange
-from plugins.hybrid_parallel.zero.parameters import check_optimizer
+from plugins.hybrid_parallel.zero.comm.collectives import Exchange
+from plugins.hybrid_parallel.zero.grouping import check_optimizer
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 

@@ -1,6 +1,6 @@
 """The options of HybridParallelPlugin: every rule, all problems at once, and a value that would do in each.
 
-What breaks here first: a rule that is dropped with a refactoring. Look in `plugins/hybrid_parallel/config.py`.
+What breaks here first: a rule that is dropped with a refactoring. Look in `plugins/hybrid_parallel/config/options.py`.
 """
 
 from __future__ import annotations

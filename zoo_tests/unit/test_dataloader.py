@@ -1,7 +1,7 @@
 """Shares of data loaders: together they are the global batches, and every sample comes once.
 
 What breaks here first: the last short batch, and the order of samples on other ranks. Look in
-`plugins/hybrid_parallel/dataloader.py`.
+`plugins/hybrid_parallel/data/dataloader.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel import dataloader as module
-from plugins.hybrid_parallel.data_shares import DataParallelBatchSampler
-from plugins.hybrid_parallel.dataloader import ShardedDataLoader
-from plugins.hybrid_parallel.loading_stream import LoadingStream
+from plugins.hybrid_parallel.data import dataloader as module
+from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
+from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.data.shares import DataParallelBatchSampler
 
 CPU = torch.device("cpu")
 

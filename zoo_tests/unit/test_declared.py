@@ -1,7 +1,7 @@
 """Plans that are declared here: which end of a path counts, what the tree tells of stages, what is refused.
 
 What breaks here first: an end that fits more than it means, a layer that returns another tuple. Look in
-`shardformer/policies/declared.py` and `plan_tree.py`.
+`shardformer/policies/plans/declared.py` and `stage_inference.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import transformers
 from torch import nn
 
 from shardformer import ShardConfig
-from shardformer.policies.declared import DeclaredPlan, declared_plans
-from shardformer.policies.plan_changes import STYLES
-from shardformer.policies.plan_tree import num_outputs
+from shardformer.policies.plans.declared import DeclaredPlan, declared_plans
+from shardformer.policies.plans.stage_inference import num_outputs
+from shardformer.policies.plans.styles import STYLES
 from shardformer.policies.registry import policy_for
-from shardformer.stage import AddsNothing, Received
-from shardformer.stand_ins import Arrival, Entered, Skipped
+from shardformer.stages.placeholders import Arrival, Entered, Skipped
+from shardformer.stages.stage import AddsNothing, Received
 
 
 class Layer(nn.Module):

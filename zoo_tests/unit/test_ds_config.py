@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.three_d.ds_config import Bf16, DeepSpeedConfig, Fp16, Zero, read_ds_config
-from plugins.hybrid_parallel.three_d.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from plugins.hybrid_parallel.compat.deepspeed_3d.ds_config import Bf16, DeepSpeedConfig, Fp16, Zero, read_ds_config
+from plugins.hybrid_parallel.compat.deepspeed_3d.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def _options(values: dict[str, Any], dp_size: int = 2) -> dict[str, Any]:

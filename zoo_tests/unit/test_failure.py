@@ -20,7 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from booster.failure import guard
-from booster.failure.collectives import GroupRecord
+from booster.failure.collective_counts import GroupRecord
+from booster.failure.desync import _is_proved
 from booster.failure.diagnosis import (
     Snapshot,
     compare_counts,
@@ -28,13 +29,12 @@ from booster.failure.diagnosis import (
     diagnose_mismatch,
     diagnose_standstill,
 )
+from booster.failure.failure_report import Failure, ending, is_about_communication, ranks_text
 from booster.failure.heartbeat import Heartbeat
-from booster.failure.inquiry import _is_proved
-from booster.failure.link import Link
-from booster.failure.operations import Operations, Page
+from booster.failure.operation_log import Operations, Page
 from booster.failure.peers import Address, Peer, StoppedPeers
-from booster.failure.report import Failure, ending, is_about_communication, ranks_text
-from booster.failure.waiting import Wait, wait_of, waits_for_ranks
+from booster.failure.stack_probe import Wait, wait_of, waits_for_ranks
+from booster.failure.store_client import Link
 
 STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"
 

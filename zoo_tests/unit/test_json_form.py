@@ -8,7 +8,7 @@ import pytest
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.placement import Device, in_blocks
+from plugins.hybrid_parallel.distributed.device_mapping import Device, in_blocks
 
 # The example of the description that this form follows: eight stages on cards of five numbers each.
 EXAMPLE = {

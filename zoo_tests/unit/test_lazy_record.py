@@ -1,7 +1,7 @@
 """What `record_module_init` remembers, and what doing it over gives.
 
 What breaks here first: an operation that the recorder takes for a view, or one that it takes to overwrite what it
-reads. Look in `shardformer/lazy/recorder.py` and `log.py`.
+reads. Look in `shardformer/lazy/dispatch_mode.py` and `init_log.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardformer import LazyInitContext, record_module_init
 from shardformer.lazy import materialize, waits_for_values
-from shardformer.lazy.log import Step
+from shardformer.lazy.init_log import Step
 from zoo_tests.zoo import FAMILIES
 
 _MISTAKE = 1e-7  # chance that a right distribution fails, for one parameter

@@ -1,6 +1,6 @@
 """Random numbers that loading draws: other ones on every replica, and one warning where they are not the plain ones.
 
-If this fails, look in `plugins/hybrid_parallel/loading_draws.py` and `held_generators.py`.
+If this fails, look in `plugins/hybrid_parallel/data/random_draws.py` and `generators.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from plugins.hybrid_parallel import data_agreement
-from plugins.hybrid_parallel.dataloader import ShardedDataLoader, shard_dataloader
-from plugins.hybrid_parallel.held_generators import generators_of
-from plugins.hybrid_parallel.loading_stream import LoadingStream
+from plugins.hybrid_parallel.data import agreement as data_agreement
+from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
+from plugins.hybrid_parallel.data.generators import generators_of
+from plugins.hybrid_parallel.data.random_stream import LoadingStream
 
 GENERATOR = torch.Generator()
 DATA = TensorDataset(torch.arange(8))

@@ -1,6 +1,6 @@
 """Rectangles of whole tensors, and the manifest that lists them.
 
-What fails here first is a range that is covered twice or not at all. Look in `logical.py` and `manifest.py` of
+What fails here first is a range that is covered twice or not at all. Look in `global_tensor.py` and `manifest.py` of
 `plugins/hybrid_parallel/checkpoint`.
 """
 
@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.logical import LogicalTensor, Rectangle, rectangles_of_range
-from plugins.hybrid_parallel.checkpoint.manifest import Chunk, Manifest, SavedFile, SavedTensor, sequence_of
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor, Rectangle, rectangles_of_range
+from plugins.hybrid_parallel.checkpoint.state.manifest import Chunk, Manifest, SavedFile, SavedTensor, sequence_of
 from shardformer.shard_spec import Part, ShardSpec
 
 _EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True)

@@ -1,7 +1,7 @@
 """Cutting a batch into micro-batches and merging their outputs.
 
 What breaks here first: tensors without a sample dim, and parts of unequal size. Look in
-`plugins/hybrid_parallel/pipeline/microbatch.py` and `outputs.py`.
+`plugins/hybrid_parallel/data/microbatch.py` and `outputs.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.pipeline.microbatch import as_batch, num_rows, signature, split_batch, to_device
+from plugins.hybrid_parallel.data.microbatch import as_batch, num_rows, signature, split_batch, to_device
 from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
 
 

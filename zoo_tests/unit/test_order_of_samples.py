@@ -26,8 +26,8 @@ from torch.utils.data import (
 )
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.dataloader import ShardedDataLoader, shard_dataloader
-from plugins.hybrid_parallel.loading_stream import LoadingStream
+from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
+from plugins.hybrid_parallel.data.random_stream import LoadingStream
 
 _SAMPLES, _BATCH, _RANKS = 23, 2, 2
 _DATA = TensorDataset(torch.arange(_SAMPLES))

@@ -17,17 +17,18 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import simulate
+from plugins.hybrid_parallel.planner.activations_in_flight import most_alive
 from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
-from plugins.hybrid_parallel.planner.in_flight import most_alive
+from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.layout import Layout, Space
-from plugins.hybrid_parallel.planner.measure import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.report import draw, to_json, to_text, utilization
 from plugins.hybrid_parallel.planner.search import search
-from plugins.hybrid_parallel.planner.stages import ModelMap
-from plugins.hybrid_parallel.planner.table import draw, to_json, to_text, utilization
-from shardformer import deferred_logits, loss_chunks
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
+from shardformer.cross_entropy import chunking as loss_chunks
+from shardformer.cross_entropy import deferred_logits
 
 _LENGTH = 64
 

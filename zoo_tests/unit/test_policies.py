@@ -22,15 +22,15 @@ from shardformer import (
     ShardFormer,
     StageLayout,
     SubModuleReplacementDescription,
-    losses,
     policy_for,
     register_policy,
 )
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
+from shardformer.policies import head_losses as losses
 from shardformer.policies import registry
-from shardformer.policies.bert import BertPolicy
-from shardformer.policies.llama import LlamaPolicy
-from shardformer.stage import Received
+from shardformer.policies.families.bert import BertPolicy
+from shardformer.policies.families.llama import LlamaPolicy
+from shardformer.stages.stage import Received
 from zoo_tests.zoo import FAMILIES
 
 

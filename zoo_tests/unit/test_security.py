@@ -1,7 +1,7 @@
 """The library runs no code that it finds in a file or is sent by a peer: its source is read for what could do so.
 
 What fails here first is a convenient `torch.load` or an object collective. Use safetensors and JSON, between ranks
-`plugins.hybrid_parallel.checkpoint.agree`.
+`plugins.hybrid_parallel.distributed.agreement`.
 """
 
 from __future__ import annotations

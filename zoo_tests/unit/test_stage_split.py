@@ -1,7 +1,7 @@
 """Which layers a stage holds: by count, by cost, by hand.
 
-What breaks here first: layer counts that no number of stages divides. Look in `shardformer/stage.py` and
-`shardformer/stage_split.py`.
+What breaks here first: layer counts that no number of stages divides. Look in `shardformer/stages/stage.py` and
+`shardformer/stages/partition.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from shardformer import PipelineStageManager
 from shardformer.policies.registry import policy_for
-from shardformer.stage import StageCut
-from shardformer.stage_split import balanced_split
+from shardformer.stages.partition import balanced_split
+from shardformer.stages.stage import StageCut
 
 
 def _counts(num_stages: int, num_layers: int) -> list[int]:

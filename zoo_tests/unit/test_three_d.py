@@ -32,12 +32,12 @@ from transformers import (
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import DeepSpeed3DParallelConfig, HybridParallelPlugin, vocab_parallel_cross_entropy
-from plugins.hybrid_parallel.pipeline.microbatch import to_device
-from plugins.hybrid_parallel.three_d.batches import adapted, names_of_inputs
-from plugins.hybrid_parallel.three_d.patches import ForwardPatches, find_patched
-from plugins.hybrid_parallel.three_d.tied import with_tied_head
+from plugins.hybrid_parallel.compat.deepspeed_3d.batches import adapted, names_of_inputs
+from plugins.hybrid_parallel.compat.deepspeed_3d.patches import ForwardPatches, find_patched
+from plugins.hybrid_parallel.compat.deepspeed_3d.tied import with_tied_head
+from plugins.hybrid_parallel.data.microbatch import to_device
 from shardformer import TPInfo
-from shardformer.module_names import ends_in
+from shardformer.utils.module_paths import ends_in
 
 GROUPS = ([("tensor", 2), ("data", 3), ("pipeline", 4)], None)
 GPT2 = GPT2Config(vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=8)

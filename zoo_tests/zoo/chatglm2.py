@@ -24,7 +24,7 @@ CHATGLM2 = Family(
     },
     attention_dropout="attention_dropout",
     attention_output="self_attention.dense",
-    module="shardformer.modeling.chatglm2",
+    module="shardformer.models.chatglm2",
 )
 
 FAMILIES = {"chatglm2": CHATGLM2}

@@ -17,16 +17,21 @@ from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import CheckpointIO
-from plugins.hybrid_parallel.boosted import check_boosted_model, check_boosted_optimizer
-from plugins.hybrid_parallel.checkpoint.adapters import (
+from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.checkpoint.model_files.load import load_model_files
+from plugins.hybrid_parallel.checkpoint.model_files.peft import (
     has_adapters,
     load_adapter_files,
     refuse_bare_adapters,
     save_adapter_files,
 )
-from plugins.hybrid_parallel.checkpoint.agree import all_gather_json, gather_json, together
-from plugins.hybrid_parallel.checkpoint.background import BackgroundWriter
-from plugins.hybrid_parallel.checkpoint.directory import (
+from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
+from plugins.hybrid_parallel.checkpoint.state.atomic_save import PartialCheckpoint, partial_directory
+from plugins.hybrid_parallel.checkpoint.state.background import BackgroundWriter
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
+from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.state.retention import (
     MANIFEST,
     checkpoints_in,
     data_file,
@@ -34,16 +39,11 @@ from plugins.hybrid_parallel.checkpoint.directory import (
     keep_latest,
     remove_remains,
 )
-from plugins.hybrid_parallel.checkpoint.load_model import load_model_files
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest, SavedFile, header_checksum, merge_tensors
-from plugins.hybrid_parallel.checkpoint.model_state import buffers_of_earlier_stages
-from plugins.hybrid_parallel.checkpoint.partial import PartialCheckpoint, partial_directory
-from plugins.hybrid_parallel.checkpoint.save_model import save_model_files
-from plugins.hybrid_parallel.checkpoint.staging import Staging
-from plugins.hybrid_parallel.checkpoint.store import write_tensors
-from plugins.hybrid_parallel.checkpoint.training_state import Snapshot, restore, take_snapshot
-from plugins.hybrid_parallel.mesh import HybridMesh, control_group
-from shardformer.collectives import world_timeout
+from plugins.hybrid_parallel.checkpoint.state.staging import Staging
+from plugins.hybrid_parallel.checkpoint.state.training_state import Snapshot, restore, take_snapshot
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, together
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
+from shardformer.distributed.collectives import world_timeout
 
 _logger = get_logger(__name__)
 

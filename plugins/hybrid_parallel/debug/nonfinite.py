@@ -7,45 +7,21 @@ together and put in the order of cause, so that all ranks say the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from booster.errors import NonFiniteError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
+from plugins.hybrid_parallel.debug.finding import GRADIENT, INPUT, KINDS, LOSS, WEIGHT, Finding, describe, is_bad
 from plugins.hybrid_parallel.debug.trace import StepTrace
-from plugins.hybrid_parallel.mesh import HybridMesh
-
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.zero.bucket import Bucket
-    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
 _logger = get_logger(__name__)
-# In the order of cause: a weight that is nan makes the losses nan, and they the gradients.
-WEIGHT, INPUT, MODULE, LOSS, BACKWARD, GRADIENT = KINDS = ("weight", "input", "module", "loss", "backward", "gradient")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is not finite.
-
-    Attributes:
-        kind: one of `KINDS`.
-        order: place among findings of its kind; the smallest was first.
-        text: what it is, with the number of its bad values.
-        place: the rank, in words; empty where the rank does not matter.
-    """
-
-    kind: str
-    order: tuple[int, ...]
-    text: str
-    place: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text} on {self.place}" if self.place else self.text
 
 
 def first_findings(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> list[Finding]:
@@ -88,20 +64,6 @@ def refuse_or_skip(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: H
         raise NonFiniteError(text)
     if torch.distributed.get_rank() == 0:
         _logger.warning("skipped: %s", text)
-
-
-def describe(tensor: Tensor) -> str:
-    """How many of its values are what: "2 of 55 values nan"."""
-    tensor = tensor.detach()
-    num_nan, num_inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-    kinds = [f"{count} {kind}" for count, kind in ((num_nan, "nan"), (num_inf, "inf")) if count]
-    return f"{' and '.join(kinds)} of {tensor.numel()} values"
-
-
-def is_bad(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor has nan or inf."""
-    # Detached: what a check saves would be counted as a tensor that recomputation has to save again.
-    return not bool(torch.isfinite(tensor.detach()).all())
 
 
 def _weights(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator[Finding]:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.debug.watch import ModuleWatch
+from plugins.hybrid_parallel.debug.finding import Finding
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 
 Microbatches = Sequence[Mapping[str, Any]]
+
+
+class PassWatch(Protocol):
+    """What looks at the modules of a pass while it goes on."""
+
+    def begin_pass(self, number: int) -> None:
+        """Pass `number` since the last step begins."""
+
+    def forget(self) -> None:
+        """The passes so far belong to a step that is over."""
+
+    def accept(self) -> None:
+        """The gradients of the step are finite."""
+
+    def findings(self, mesh: HybridMesh) -> list[Finding]:
+        """What this rank saw that was not finite."""
 
 
 class StepTrace:
@@ -25,7 +41,7 @@ class StepTrace:
     def __init__(self) -> None:
         self.microbatches: Microbatches = ()
         self.losses: list[list[tuple[int, Tensor]]] = []
-        self.watch: ModuleWatch | None = None
+        self.watch: PassWatch | None = None
         self._is_over = False
 
     def begin(self, microbatches: Microbatches, losses: list[tuple[int, Tensor]]) -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.agree import broadcast_json
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.distributed.agreement import broadcast_json
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 
 
 def detached(outputs: Any) -> Any:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.mesh import HybridMesh, link_group
-from plugins.hybrid_parallel.pipeline.microbatch import signature
+from plugins.hybrid_parallel.data.microbatch import signature
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, link_group
 from plugins.hybrid_parallel.pipeline.p2p import Channel, LocalChannel, PendingReceive, Specs, TensorSpec, specs_of
-from plugins.hybrid_parallel.pipeline.record import ScheduleRecorder
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
-from shardformer.autocast import autocast_dtype
-from shardformer.stage import run_stage
-from shardformer.stand_ins import Message
-from shardformer.weight_gradients import PutOff, finish_backward, splitting_backward
+from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
+from shardformer.matmul.autocast import autocast_dtype
+from shardformer.matmul.weight_grad import PutOff, finish_backward, splitting_backward
+from shardformer.stages.placeholders import Message
+from shardformer.stages.stage import run_stage
 
 # (outputs, index of the micro-batch) -> its share of the loss, 0-d, or None when there is nothing to differentiate
 LossFunction = Callable[[Any, int], Tensor | None]

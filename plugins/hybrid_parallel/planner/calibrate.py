@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.local_ranks import devices_for, run_on_local_ranks
-from plugins.hybrid_parallel.mesh import current_device
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.local_ranks import devices_for, run_on_local_ranks
+from plugins.hybrid_parallel.distributed.mesh import current_device
 from plugins.hybrid_parallel.planner.device import Device, Link
-from plugins.hybrid_parallel.planner.measure import Case, MeasuredParts, measure_parts
-from plugins.hybrid_parallel.planner.measure_links import measure_axis
+from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, measure_parts
+from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
 
 _TIMEOUT_S = 600.0
 _MATMUL_SIZES = (128, 256, 512, 1024)

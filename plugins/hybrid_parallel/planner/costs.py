@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.holdings import in_bytes
+from plugins.hybrid_parallel.inspect.shard_report import in_bytes
 from plugins.hybrid_parallel.pipeline.schedule import Kind
 from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.layout import Layout

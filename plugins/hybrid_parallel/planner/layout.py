@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
 
 RECOMPUTATIONS = (None, 0.5, "full")
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.build import shard_model, wrap_model
-from plugins.hybrid_parallel.build_optimizer import build_optimizer
-from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.holdings import playing
-from plugins.hybrid_parallel.mesh import build_mesh
-from plugins.hybrid_parallel.model import HybridParallelModel, WholeModel
-from shardformer.parameter_names import names_of_parameters
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.mesh import build_mesh
+from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
+from plugins.hybrid_parallel.setup.optimizer import build_optimizer
+from shardformer.utils.parameter_names import names_of_parameters
 
 
 @dataclass(frozen=True)

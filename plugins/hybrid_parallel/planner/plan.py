@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.local_ranks import run_on_local_ranks
-from plugins.hybrid_parallel.planner.batch import batch_of
+from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
 from plugins.hybrid_parallel.planner.device import Device
+from plugins.hybrid_parallel.planner.kernel_timing import Case
 from plugins.hybrid_parallel.planner.layout import Space
-from plugins.hybrid_parallel.planner.measure import Case
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.search import Plan, search
-from plugins.hybrid_parallel.planner.stages import ModelMap
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
+from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 
 _TIMEOUT_S = 600.0
 

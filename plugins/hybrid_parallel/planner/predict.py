@@ -11,6 +11,7 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import simulate
+from plugins.hybrid_parallel.planner.activations_in_flight import most_alive
 from plugins.hybrid_parallel.planner.costs import (
     Memory,
     Prediction,
@@ -22,13 +23,12 @@ from plugins.hybrid_parallel.planner.costs import (
     shared_over,
 )
 from plugins.hybrid_parallel.planner.device import Device
-from plugins.hybrid_parallel.planner.in_flight import most_alive
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.memory import StaticMemory
+from plugins.hybrid_parallel.planner.memory_model import count_static, updated_elements
+from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
-from plugins.hybrid_parallel.planner.recording import Part
-from plugins.hybrid_parallel.planner.stages import ModelMap, StageParts
-from plugins.hybrid_parallel.planner.static import count_static, updated_elements
+from plugins.hybrid_parallel.planner.stage_map import ModelMap, StageParts
 
 _logger = get_logger(__name__)
 

@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.holdings import playing
-from plugins.hybrid_parallel.model import HybridParallelModel
-from plugins.hybrid_parallel.planner.batch import batch_of
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.inspect.shard_report import playing
 from plugins.hybrid_parallel.planner.device import Device
-from plugins.hybrid_parallel.planner.measure import Case, MeasuredParts, PartTimes
-from plugins.hybrid_parallel.planner.played import give_memory, quiet, skeleton, training_loss, watch_layers
-from plugins.hybrid_parallel.planner.recording import (
+from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
+from plugins.hybrid_parallel.planner.op_recorder import (
     MOST_OPERATORS,
     Operator,
     Part,
@@ -28,8 +26,10 @@ from plugins.hybrid_parallel.planner.recording import (
     Recorder,
     TooManyOperators,
 )
-from plugins.hybrid_parallel.planner.skeleton import LayerList
-from shardformer.loss_chunks import planned_for
+from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet, skeleton, training_loss, watch_layers
+from plugins.hybrid_parallel.planner.pruned_model import LayerList
+from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
+from shardformer.cross_entropy.chunking import planned_for
 from shardformer.shard_spec import grad_group_of, spec_of
 
 _SHORT = 8, 16  # tokens of samples that any model is looked at with in seconds

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.planner.costs import Prediction, TooLarge
 from plugins.hybrid_parallel.planner.layout import Layout, Space
+from plugins.hybrid_parallel.planner.op_recorder import TooManyOperators
 from plugins.hybrid_parallel.planner.predict import Predictor
-from plugins.hybrid_parallel.planner.recording import TooManyOperators
 
 # So many of the best by estimate have their schedules simulated.
 _SIMULATED = 30

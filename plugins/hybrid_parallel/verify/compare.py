@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy
 import torch
 
-from plugins.hybrid_parallel.verify.outputs import Output, difference, relative
+from plugins.hybrid_parallel.verify.module_outputs import Output, difference, relative
 from plugins.hybrid_parallel.verify.train import Arrays, Step, Trace
 
 _LOST = float("inf")

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError, VerificationError
-from plugins.hybrid_parallel.checkpoint.agree import all_gather_json
-from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.local_ranks import run_on_local_ranks
-from plugins.hybrid_parallel.mesh import control_group
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
+from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Verdict, compare
+from plugins.hybrid_parallel.verify.report import in_words
 from plugins.hybrid_parallel.verify.trace_json import trace_from_json, trace_to_json
 from plugins.hybrid_parallel.verify.train import Trial, train_on_rank, train_plainly
-from plugins.hybrid_parallel.verify.words import in_words
 
 _SEED = 1
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from plugins.hybrid_parallel.verify.outputs import Output
+from plugins.hybrid_parallel.verify.module_outputs import Output
 from plugins.hybrid_parallel.verify.train import Arrays, Step, Trace
 from shardformer.shard_spec import Part, ShardSpec
 

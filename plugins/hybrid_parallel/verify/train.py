@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.verify.outputs import Output, OutputLog
+from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
 
 _LEARNING_RATE = 0.05
 _SEEDS = (1, 2, 3)
@@ -131,7 +131,7 @@ def train_on_rank(trial: Trial, prepare: Callable[[], None] | None = None) -> Tr
         prepare: called before anything else; for tests, which break something.
     """
     from booster import Booster
-    from plugins.hybrid_parallel import HybridParallelPlugin
+    from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
     if prepare is not None:
         prepare()
@@ -189,7 +189,7 @@ def _share(batch: dict[str, Any], rows: int, rank: int, world_size: int) -> dict
 
 def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
     """All ranks of a stage call this alike."""
-    from plugins.hybrid_parallel.zero.optimizer import assemble
+    from plugins.hybrid_parallel.zero.assemble import assemble
     from shardformer.shard_spec import spec_of
 
     mesh = plugin.grid

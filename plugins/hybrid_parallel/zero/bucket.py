@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Piece, gaps_between, places_in_bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
-from plugins.hybrid_parallel.zero.exchange import PendingGather, PendingShard
-from plugins.hybrid_parallel.zero.gradient_memory import GradientMemory
-from plugins.hybrid_parallel.zero.gradients_by_hand import GradientsByHand
-from shardformer.collectives import all_gather_flat
+from plugins.hybrid_parallel.zero.comm.collectives import PendingGather, PendingShard
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradientMemory
+from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand
+from shardformer.distributed.collectives import all_gather_flat
 from shardformer.shard_spec import parameter_like
 
 
@@ -87,6 +87,11 @@ class Bucket(GradientsByHand):
         self._result: Tensor | None = None
         self._norm: Tensor | None = None  # of the result
         self._own_norms: Sequence[Tensor] | None = None
+
+    @property
+    def hidden_by(self) -> str | None:
+        """The option under which no rank has whole gradients to read."""
+        return self.options.hidden_by
 
     # ----- accumulation and reduction -----
 

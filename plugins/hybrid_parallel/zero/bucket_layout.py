@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.exchange import Exchange
+from plugins.hybrid_parallel.zero.comm.collectives import Exchange
 from shardformer.shard_spec import pad_to_multiple
 
 # Parameters and shards start at multiples of this many elements: kernels read what begins in the middle of a cache line

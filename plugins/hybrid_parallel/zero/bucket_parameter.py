@@ -8,18 +8,40 @@ told what does the same on all ranks.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.zero.bucket import Bucket
-
 _NATIVE = torch._C.TensorBase.grad  # where autograd leaves the gradient of one pass
 _NATIVE_DATA = torch._C.TensorBase.data
+
+
+class GradOwner(Protocol):
+    """A bucket, as its parameters see it; parameters are named by their index there."""
+
+    written: set[int]
+
+    @property
+    def hidden_by(self) -> str | None:
+        """The option under which no rank has whole gradients."""
+
+    def has_grad(self, index: int) -> bool:
+        """Whether there is a gradient since the last step."""
+
+    def reduced_grad(self, index: int) -> Tensor:
+        """The gradient, reduced over replicas."""
+
+    def set_grad(self, index: int, value: Tensor) -> None:
+        """Put another gradient in its place."""
+
+    def forget_grad(self, index: int) -> None:
+        """Have no gradient."""
+
+    def arrive(self) -> None:
+        """Wait for parameters that are still gathered."""
 
 
 class BucketParameter(nn.Parameter):
@@ -78,22 +100,22 @@ def clear_native_grad(param: nn.Parameter) -> None:
     _NATIVE.__set__(param, None)
 
 
-def show_grad(param: nn.Parameter, bucket: Bucket, index: int) -> None:
+def show_grad(param: nn.Parameter, bucket: GradOwner, index: int) -> None:
     """Have `param.grad` find the gradient in its bucket."""
     if type(param) is nn.Parameter:
         param.__class__ = BucketParameter
     param.bucket_place = weakref.ref(bucket), index
 
 
-def _place_of(param: nn.Parameter) -> tuple[Bucket, int] | None:
+def _place_of(param: nn.Parameter) -> tuple[GradOwner, int] | None:
     """The bucket and the index in it, weakly held."""
     reference, index = param.__dict__.get("bucket_place", (None, 0))
     bucket = None if reference is None else reference()
     return None if bucket is None else (bucket, index)
 
 
-def _check_visible(bucket: Bucket, index: int) -> None:
-    reason = bucket.options.hidden_by
+def _check_visible(bucket: GradOwner, index: int) -> None:
+    reason = bucket.hidden_by
     if reason is None and index in bucket.written:
         reason = "no_sync"
     if reason is not None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.parameters import TiedParameter
+from plugins.hybrid_parallel.zero.grouping import TiedParameter
 
 
 class FrozenParameters:

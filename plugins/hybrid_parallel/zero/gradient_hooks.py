@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.loss_scale import LossScale
-from plugins.hybrid_parallel.mesh import HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.loss_scale import LossScale
+from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.optimizer import assemble
-from shardformer.rng import SharedStream
+from shardformer.distributed.random import SharedStream
 from shardformer.shard_spec import spec_of
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]

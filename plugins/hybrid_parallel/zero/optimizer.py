@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,18 +12,32 @@ from torch import Tensor, nn
 
 from booster import failure
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
-from plugins.hybrid_parallel.debug.trace import StepTrace
-from plugins.hybrid_parallel.loss_scale import LossScale
-from plugins.hybrid_parallel.mesh import HybridMesh
-from plugins.hybrid_parallel.outside import GuardedOptimizer
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.guards import GuardedOptimizer
+from plugins.hybrid_parallel.loss.loss_scale import LossScale
+from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.exchange import PendingGather
+from plugins.hybrid_parallel.zero.comm.collectives import PendingGather
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
-from plugins.hybrid_parallel.zero.parameters import place_states
+from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
 from shardformer.shard_spec import spec_of
+
+
+class PassRecord(Protocol):
+    """What is kept of the passes since the last step."""
+
+    microbatches: Sequence[Mapping[str, Any]]
+
+    def add_loss(self, loss: Tensor) -> None:
+        """The loss of an ordinary loop's pass."""
+
+    def end_step(self) -> None:
+        """The optimizer takes its step."""
+
+    def accept(self) -> None:
+        """The gradients of the step are finite."""
 
 
 class HybridParallelOptimizer(GuardedOptimizer):
@@ -38,6 +52,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         max_norm: clip the global gradient norm to this.
         nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
         trace: what is known of the passes of a step.
+        on_nonfinite: raises, or says why the step is skipped; called on all ranks.
         mesh: the grid of ranks.
         overlap_allgather: leave the gathering of parameters running until the next forward pass.
         peers: all optimizers of the model, this one too as soon as it is made.
@@ -61,7 +76,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         loss_scale: LossScale,
         max_norm: float | None,
         nonfinite: str,
-        trace: StepTrace,
+        trace: PassRecord,
+        on_nonfinite: Callable[[HybridParallelOptimizer], None],
         overlap_allgather: bool,
         peers: list[HybridParallelOptimizer],
         frozen: FrozenParameters,
@@ -70,7 +86,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         super().__init__(optim)
         self.buckets, self.names, self.mesh = list(buckets), dict(names), mesh
         self.reducer, self.loss_scale, self.max_norm = reducer, loss_scale, max_norm
-        self.nonfinite, self.trace, self.num_steps = nonfinite, trace, 0
+        self.nonfinite, self.trace, self.on_nonfinite = nonfinite, trace, on_nonfinite
+        self.num_steps = 0
         self.overlap_allgather, self.peers, self.frozen = overlap_allgather, peers, frozen
         self.aliases: Mapping[str, tuple[str, ...]] = {}
         self.after_step: Callable[[], None] | None = None  # in debug mode
@@ -296,7 +313,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         if not self.step_was_skipped:
             self.trace.accept()
         elif not scale_may_be_why:
-            refuse_or_skip(self, self.trace, self.mesh)
+            self.on_nonfinite(self)
 
     def _hold_at(self, scale: float) -> None:
         """Bring the gradients that are here to another scale: those of the next pass are added to them."""
@@ -350,18 +367,3 @@ def clip_grad_norm_(optimizers: Sequence[HybridParallelOptimizer], max_norm: flo
     for bucket in (bucket for optimizer in optimizers for bucket in optimizer.buckets):
         bucket.scale_grads(factor)
     return norm
-
-
-def assemble(param: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The full tensor of which `local` is this rank's piece, cut like `param`; on every rank of the axis."""
-    spec = spec_of(param)
-    if spec.dim is None:
-        return local.clone()
-    shapes = [spec.on_rank(rank).local_shape for rank in range(spec.world_size)]
-    shards = [local.new_empty(shape) for shape in shapes]
-    # Pieces may differ in size: one broadcast each.
-    for rank, shard in enumerate(shards):
-        if rank == spec.rank:
-            shard.copy_(local)
-        dist.broadcast(shard, group=group, group_src=rank)
-    return spec.assemble(shards)

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
-from plugins.hybrid_parallel.zero.exchange import Exchange
-from plugins.hybrid_parallel.zero.gradient_memory import GradientMemory
-from shardformer.weight_gradients import GradientPlace, offer_place
+from plugins.hybrid_parallel.zero.comm.collectives import Exchange
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradientMemory
+from shardformer.matmul.weight_grad import GradientPlace, offer_place
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks

@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.parameters import place_states
+from plugins.hybrid_parallel.zero.grouping import place_states
 
 _PIECES = "pieces"  # says that a state dict is of pieces, and of which
 

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from plugins.hybrid_parallel.checkpoint import io
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest
-from plugins.hybrid_parallel.checkpoint.partial import PartialCheckpoint
-from plugins.hybrid_parallel.checkpoint.staging import Staging
+from plugins.hybrid_parallel.checkpoint.state.atomic_save import PartialCheckpoint
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.state.staging import Staging
 
 _publish, _data_file = PartialCheckpoint.publish, io.data_file
 

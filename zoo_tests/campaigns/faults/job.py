@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from booster import Booster, launch_from_torch
 from booster.failure import peers
-from booster.failure.process import _Process
+from booster.failure.hooks import _Process
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.shorthand import Shorthand
-from shardformer.stage import StageLayout
-from shardformer.stand_ins import Received
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.placeholders import Received
+from shardformer.stages.stage import StageLayout
 
 # Place -> the operation, and in which call of it the fault strikes.
 PLACES = {

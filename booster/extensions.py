@@ -1,0 +1,25 @@
+"""Functions and classes that installed packages add, by entry point."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from booster.errors import ConfigurationError
+
+
+def load_extension(group: str, name: str | None = None) -> Any:
+    """Load what an installed package registered in an entry point group.
+
+    Args:
+        group: such as "booster.auto_accelerate".
+        name: of the entry point; None for the first of the group.
+
+    Raises:
+        ConfigurationError: no installed package registered one.
+    """
+    found = next(iter(entry_points(group=group) if name is None else entry_points(group=group, name=name)), None)
+    if found is None:
+        wanted = group.rpartition(".")[2] if name is None else name
+        raise ConfigurationError(f"no installed package brings {wanted}; pip install hybrid-booster")
+    return found.load()

@@ -1,0 +1,236 @@
+"""Questions that one rank asks all others over the store when nothing goes on, an exchange failed or counts differ."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from booster.failure.collective_counts import left_out_since, records
+from booster.failure.diagnosis import (
+    Snapshot,
+    compare_counts,
+    diagnose_counts,
+    diagnose_mismatch,
+    diagnose_standstill,
+    places,
+)
+from booster.failure.failure_report import Failure
+from booster.failure.operation_log import Operations
+from booster.failure.stack_probe import MainThread
+
+_LOOK_S = 0.5
+_PROBE_S = 2.0
+_ANSWER_S = 2.5
+_WAIT_STEP_S = 0.05
+# How long nothing may happen in any rank. Over a network, data may be late for as long as a switch needs to restart.
+_STANDSTILL_S = 3.0
+_STANDSTILL_OVER_NETWORK_S = 30.0
+_INQUIRY, _LEADER, _BLOCKED, _PROBE = "inquiry", "leader", "blocked", "probe"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found out about an exchange that failed.
+
+    Attributes:
+        mismatch: the failure, if the ranks called different collectives.
+        silent: ranks that did not answer.
+        where: the others, in words.
+    """
+
+    mismatch: Failure | None = None
+    silent: tuple[int, ...] = ()
+    where: str = ""
+
+
+class Inquiries:
+    """What this rank answers, and asks. All methods run in the thread of the link.
+
+    Args:
+        rank, world_size: of this process.
+        operations: what its main thread does.
+        main: how long its main thread has been waiting.
+        one_machine: whether all ranks run on this machine.
+        report: called with what was found out.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        operations: Operations,
+        main: MainThread,
+        one_machine: bool,
+        report: Callable[[Failure], None],
+    ) -> None:
+        self.rank, self.world_size, self.operations, self.main = rank, world_size, operations, main
+        self.one_machine, self._report = one_machine, report
+        self._standstill_s = _STANDSTILL_S if one_machine else _STANDSTILL_OVER_NETWORK_S
+        self.dead: dict[int, int | None] = {}  # rank -> how it ended, of ranks that can answer no more
+        self._answered = 0
+        self._counted_as_blocked = False
+        self._all_blocked_looks = 0
+        self._next_look = self._next_probe = 0.0
+        self._probed = 0
+        self._reported_call = 0
+        self._incomparable: set[str] = set()
+
+    def look(self, store: dist.Store) -> None:
+        """One of the link's duties."""
+        number = store.add(_INQUIRY, 0)
+        if number > self._answered:
+            self._answer(store, number)
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        self._look_for_standstill(store)
+        self._report_count(store)
+        if self.rank == 0 and now >= self._next_probe:
+            self._next_probe = now + _PROBE_S
+            self._look_at_counts(store)
+
+    def snapshot(self) -> Snapshot:
+        """Where this rank is."""
+        operation, call = self.operations.current
+        wait = self.main.wait or self.main.failed_wait
+        return Snapshot(
+            rank=self.rank,
+            operation=operation,
+            call=call,
+            phrase=self.operations.phrase,
+            wait=wait.text() if wait else "",
+            blocked_s=self.main.blocked_s,
+            completed=dict(self.operations.completed),
+            groups=records(),
+            left_out=self._left_out(),
+        )
+
+    def _left_out(self) -> int | None:
+        """How many of the first collectives of a step this rank has left out in the present one."""
+        if len(self.operations.points) < 2:
+            return None
+        (_, before), (_, since) = list(self.operations.points)[-2:]
+        return left_out_since(before, since)
+
+    def say_ended(self, store: dist.Store) -> None:
+        """This rank's script is over: who waits for it waits for ever."""
+        groups = records(with_operations=False)
+        store.set(f"ended/{self.rank}", json.dumps(Snapshot(self.rank, groups=groups, ended=True).to_json()))
+        if not self._counted_as_blocked:
+            store.add(_BLOCKED, 1)
+
+    def look_into(self, store: dist.Store) -> Findings:
+        """What all ranks tell of an exchange that failed; nothing where another rank is asking already."""
+        if not self._takes_lead(store):
+            return Findings()
+        snapshots, silent = self._ask_all(store)
+        store.set(_LEADER, "")
+        where = places([one for one in snapshots if one.rank != self.rank])
+        # A rank that is gone explains why others have not come as far as those who do not need it.
+        return Findings(None if silent else diagnose_mismatch(snapshots), tuple(silent), where)
+
+    # ----- standstill -----
+
+    def _look_for_standstill(self, store: dist.Store) -> None:
+        blocked = self.main.blocked_s >= self._standstill_s
+        if blocked != self._counted_as_blocked:
+            store.add(_BLOCKED, 1 if blocked else -1)
+        self._counted_as_blocked = blocked
+        everyone = blocked and store.add(_BLOCKED, 0) >= self.world_size
+        self._all_blocked_looks = self._all_blocked_looks + 1 if everyone else 0
+        if self._all_blocked_looks < 2 or not self._takes_lead(store):
+            return
+        snapshots, silent = self._ask_all(store)
+        store.set(_LEADER, "")
+        still = not silent and all(one.ended or one.blocked_s >= self._standstill_s for one in snapshots)
+        if still and (self.one_machine or _is_proved(snapshots)):
+            self._report(diagnose_standstill(snapshots))
+
+    # ----- counts -----
+
+    def _report_count(self, store: dist.Store) -> None:
+        """Say what was counted at the `optimizer.step` that rank 0 asks about, once this rank has come there."""
+        if not store.check([_PROBE]):
+            return
+        call = int(store.get(_PROBE))
+        if call == self._reported_call:
+            return
+        counted = next((numbers for number, numbers in reversed(self.operations.points) if number == call), None)
+        if counted is not None:
+            self._reported_call = call
+            store.set(f"count/{self.rank}", json.dumps([call, counted]))
+
+    def _look_at_counts(self, store: dist.Store) -> None:
+        counts = self._counts(store)
+        if counts:
+            differing = compare_counts(counts, self._incomparable)
+            if differing and self._takes_lead(store):
+                snapshots, silent = self._ask_all(store)
+                store.set(_LEADER, "")
+                failure = None if silent else diagnose_counts(self._probed, differing, snapshots, counts)
+                if failure is not None:
+                    self._report(failure)
+                elif not silent:
+                    self._incomparable |= differing.keys()
+        latest = self.operations.points[-1][0] if self.operations.points else 0
+        if latest > self._probed and (counts or not self._probed):
+            self._probed = latest
+            store.set(_PROBE, str(latest))
+
+    def _counts(self, store: dist.Store) -> dict[int, dict[str, int]]:
+        """Rank -> group -> number, at the point asked about; nothing until all have come there."""
+        keys = [f"count/{rank}" for rank in range(self.world_size)]
+        if not self._probed or not store.check(keys):
+            return {}
+        found = [json.loads(text) for text in store.multi_get(keys)]
+        return (
+            {rank: numbers for rank, (call, numbers) in enumerate(found)}
+            if all(call == self._probed for call, _ in found)
+            else {}
+        )
+
+    # ----- asking -----
+
+    def _takes_lead(self, store: dist.Store) -> bool:
+        """One rank asks at a time."""
+        return store.compare_set(_LEADER, "", str(self.rank)) == str(self.rank).encode()
+
+    def _ask_all(self, store: dist.Store) -> tuple[list[Snapshot], list[int]]:
+        """The snapshot of every rank, in order, and the ranks that are alive but did not answer."""
+        number = store.add(_INQUIRY, 1)
+        self._answer(store, number)
+        missing, found = set(range(self.world_size)) - self.dead.keys(), {}
+        until = time.monotonic() + _ANSWER_S
+        while missing and time.monotonic() < until:
+            for rank in sorted(missing):
+                for key in (f"answer/{number}/{rank}", f"ended/{rank}"):
+                    if rank in missing and store.check([key]):
+                        found[rank] = Snapshot.of_json(json.loads(store.get(key)))
+                        missing.discard(rank)
+            time.sleep(_WAIT_STEP_S)
+        return [found[rank] for rank in sorted(found)], sorted(missing)
+
+    def _answer(self, store: dist.Store, number: int) -> None:
+        self._answered = number
+        store.set(f"answer/{number}/{self.rank}", json.dumps(self.snapshot().to_json()))
+
+
+def _is_proved(snapshots: list[Snapshot]) -> bool:
+    """Whether a member of some group has not come to the collective that another waits in, as no delay explains."""
+    issued = {
+        (key, one.rank): record.issued
+        for one in snapshots
+        for key, record in one.groups.items()
+        if record.only_collectives
+    }
+    return any(
+        record.pending is not None and issued.get((key, rank), record.pending) < record.pending
+        for one in snapshots
+        for key, record in one.groups.items()
+        for rank in record.ranks
+    )

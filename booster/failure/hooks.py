@@ -1,0 +1,194 @@
+"""What of the watch for failures is in this process: the hooks of the interpreter, the monitor, and `guard`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+
+from booster.errors import ConfigurationError
+from booster.failure.collective_counts import issued
+from booster.failure.failure_report import Failure, is_about_communication
+from booster.failure.monitor import FailureMonitor, exit_now, say
+from booster.failure.operation_log import Operations
+
+# Raised alike on every rank, and a caller may well handle them: they are news only when nobody did.
+_RAISED_ALIKE = (ConfigurationError, StopIteration)
+# The operations after which all members of a process group have issued the same number of collectives on it.
+_COUNTED = ("optimizer.step",)
+_SECOND_LOOK_S = 0.5
+
+
+class _Process:
+    """What `install` set up in this process."""
+
+    monitor: FailureMonitor | None = None
+    operations: Operations | None = None
+    previous_hook: Callable | None = None
+    previous_exit: Callable | None = None
+    exit_code = 0  # what the script gave to sys.exit, unless it went on with other operations
+    failed_with: int | None = None
+
+
+class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`, as contextlib's own are)
+    """Around work that other ranks wait for: an exception in it is made known to them at once, and passes on.
+
+    It is also what messages about this rank name: the operation that it was in. Costs some microseconds.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+
+    def __enter__(self) -> None:
+        _Process.exit_code = 0
+        if _Process.operations is not None:
+            _Process.operations.enter(self.operation)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _RAISED_ALIKE):
+            publish(error, self.operation)
+        if _Process.operations is not None:
+            _Process.operations.leave(self.operation, error is None, issued if self.operation in _COUNTED else None)
+
+
+def publish(error: BaseException, operation: str = "") -> Failure | None:
+    """Tell the other ranks that this one failed; they end within 2 s. Returns the job's first failure."""
+    monitor = _Process.monitor
+    if monitor is None:
+        return None
+    failure = Failure.of(error, operation, monitor.rank)
+    return monitor.publish(monitor.cause_of(error, failure) if is_about_communication(error) else failure)
+
+
+def report_uncaught() -> None:
+    """From now on an uncaught exception of this process is reported once a job, and ends all ranks."""
+    if _Process.previous_hook is None:
+        _Process.previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+        _Process.previous_exit, sys.exit = sys.exit, _exit  # of which no other hook is told
+        atexit.register(_at_exit)
+
+
+@contextlib.contextmanager
+def staying_outermost() -> Iterator[None]:
+    """Around code that wraps `sys.excepthook`, as `init_process_group` does to put the rank before each line.
+
+    What it wraps is the hook before ours: a traceback gets its prefix, our one line stays as it is.
+    """
+    if sys.excepthook is not _on_uncaught:
+        yield
+        return
+    sys.excepthook = _Process.previous_hook
+    try:
+        yield
+    finally:
+        _Process.previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+
+
+def install(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    *,
+    store_name: str = "",
+    holds_store: bool = False,
+    heartbeat_s: float = 60.0,
+    timeout_s: float = 1800.0,
+) -> None:
+    """Wait until all ranks are here, then watch for their failures; `report_uncaught` is included.
+
+    Args:
+        store: shared by all ranks of this attempt of the job, and used by nobody else.
+        rank, world_size: of this process.
+        store_name, holds_store, heartbeat_s, timeout_s: see `FailureMonitor`.
+    Raises:
+        TimeoutError: some rank did not come.
+    """
+    report_uncaught()
+    if _Process.monitor is not None:
+        return
+    operations = Operations()
+    _Process.monitor = FailureMonitor(
+        store, rank, world_size, operations, store_name, holds_store, heartbeat_s, timeout_s
+    )
+    _Process.operations = operations
+    _catch_termination(_Process.monitor)
+
+
+def _catch_termination(monitor: FailureMonitor) -> None:
+    """SIGTERM reaches the monitor, also while the main thread is blocked in C++. A script's own handler has its way."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    before = signal.set_wakeup_fd(monitor.wake_descriptor, warn_on_full_buffer=False)
+    if before >= 0:  # an event loop's
+        signal.set_wakeup_fd(before)
+        return
+    signal.signal(signal.SIGTERM, _on_terminate)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    """Nothing: the monitor has been woken up, and ends the process."""
+
+
+def _release_termination() -> None:
+    if signal.getsignal(signal.SIGTERM) is _on_terminate:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _forget() -> None:
+    """A forked process (a worker of a dataloader) is no rank: its signals are none of the monitor's business."""
+    _release_termination()
+    _Process.monitor = _Process.operations = None
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """The process's `sys.excepthook`: the job's first error is shown, those that follow from it are not."""
+    monitor = _Process.monitor
+    own = Failure.of(error, "", monitor.rank if monitor else 0)
+    first = publish(error) or own
+    if first.rank == own.rank and first.kind and not own.is_users and _Process.previous_hook is not None:
+        _Process.previous_hook(kind, error, traceback)
+    elif monitor is None or monitor.may_speak():
+        say(first.line())
+    _Process.failed_with = first.exit_code
+    if monitor is not None:
+        # A launcher ends all ranks as soon as one has, and the store may be this process's: the others get the time
+        # to say what they have to say, and to look into the store once more.
+        time.sleep(_SECOND_LOOK_S)
+        monitor.leave_soon(first.exit_code)
+
+
+def _exit(status: object = None) -> None:
+    """The process's `sys.exit`, which remembers the code."""
+    _Process.exit_code = status if isinstance(status, int) else int(status is not None)
+    _Process.previous_exit(status)
+
+
+def _at_exit() -> None:
+    """Leave the process group after a success; after a failure leave at once: destroying it may wait for lost ranks."""
+    if _Process.failed_with is not None:
+        exit_now(_Process.failed_with)
+    monitor = _Process.monitor
+    if monitor is not None:
+        monitor.say_ended(_Process.exit_code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if monitor is not None:
+        monitor.stop()
+        _release_termination()

@@ -1,0 +1,155 @@
+"""This rank's line to the others, over the job's store. All calls to the store are made by one thread of its own.
+
+A store that hangs (its process is stopped) must keep nobody from looking at the processes of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from booster.failure.failure_report import Failure
+from booster.logging import get_logger
+
+Value = TypeVar("Value")
+_logger = get_logger(__name__)
+_POLL_S = 0.2
+_CALL_TIMEOUT = timedelta(seconds=5)
+_NEWS, _FAILURE, _CLOSING = "news", "failure", "closing"
+_SPEAKER, _SEEN_CLOSING = "speaker", "seen-closing"
+
+
+class Link(threading.Thread):
+    """The thread that talks to the store.
+
+    Args:
+        store: of this attempt of the job.
+        rank: this rank.
+
+    Attributes:
+        failure: the job's, once it is known.
+        closing: whether the rank that holds the store is about to end well.
+        lost_since: when the store stopped answering because its process is gone; None while it is there.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        super().__init__(name="booster-store", daemon=True)
+        self.rank = rank
+        self._store = store
+        self._store.set_timeout(_CALL_TIMEOUT)
+        self._requests: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
+        self.failure: Failure | None = None
+        self.closing = False
+        self.lost_since: float | None = None
+        self.duties: list[Callable[[dist.Store], None]] = []  # run at each look
+
+    # ----- for other threads -----
+
+    def ask(self, call: Callable[[dist.Store], Value], default: Value, timeout_s: float = 1.0) -> Value:
+        """Have `call` made on the store; `default` if that fails or takes longer."""
+        future: Future[Value] = Future()
+        self._requests.put((call, future))
+        try:
+            return future.result(timeout_s)
+        except (RuntimeError, TimeoutError):
+            return default
+
+    def publish(self, failure: Failure) -> Failure:
+        """Make it known unless another was; returns the job's first."""
+        if self.failure is None:
+            self.failure = self.ask(lambda store: _publish(store, failure), failure)
+        return self.failure
+
+    def publish_here(self, failure: Failure) -> None:
+        """The same, for duties, which run in this thread."""
+        if self.failure is None:
+            self.failure = _publish(self._store, failure)
+
+    def refresh(self) -> None:
+        """Look for a failure now."""
+        self.ask(lambda store: self._read_news() if store.check([_NEWS]) else None, None)
+
+    def may_speak(self) -> bool:
+        """True on one rank of the job, and wherever the store does not answer."""
+        return self.lost_since is not None or self.ask(lambda store: store.add(_SPEAKER, 1) == 1, True)
+
+    def announce_end(self, num_others: int, patience_s: float) -> None:
+        """To be called by the rank that holds the store: the others are told that losing it means nothing."""
+
+        def announce(store: dist.Store) -> int:
+            store.set(_CLOSING, "1")
+            store.set(_NEWS, "1")
+            return store.add(_SEEN_CLOSING, 0)
+
+        until = time.monotonic() + patience_s
+        seen = self.ask(announce, num_others)
+        while seen < num_others and time.monotonic() < until:
+            time.sleep(0.05)
+            seen = self.ask(lambda store: store.add(_SEEN_CLOSING, 0), num_others)
+
+    def stop(self) -> None:
+        """End the thread: one that is inside the store's C++ code when the interpreter goes would abort it."""
+        self.ask(lambda store: store.add(_SEEN_CLOSING, 1), 0)
+        self._requests.put(None)
+        self.join(2.0)
+
+    # ----- the thread -----
+
+    def run(self) -> None:
+        next_look = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                request = self._requests.get(timeout=max(0.0, next_look - time.monotonic()))
+                if request is None:
+                    return
+                self._answer(*request)
+            # However many requests there are: other ranks wait for what the duties answer.
+            if time.monotonic() >= next_look:
+                self._look()
+                next_look = time.monotonic() + _POLL_S
+
+    def _answer(self, call: Callable[[dist.Store], Any], future: Future) -> None:
+        try:
+            future.set_result(call(self._store))
+        except Exception as error:
+            future.set_exception(RuntimeError(str(error)))
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        try:
+            if not self.closing and self._store.check([_NEWS]):
+                self._read_news()
+            self.lost_since = None
+        except (RuntimeError, OSError) as error:
+            if not re.search("timed? ?out", str(error), re.IGNORECASE):
+                self.lost_since = self.lost_since or began
+            return
+        for duty in self.duties:
+            try:
+                duty(self._store)
+            except Exception as error:  # the store goes away, or a process group is being taken down
+                _logger.debug("%s: %s", type(error).__name__, error)
+
+    def _read_news(self) -> None:
+        if self._store.check([_FAILURE]):
+            self.failure = self.failure or Failure(**json.loads(self._store.get(_FAILURE)))
+        if self._store.check([_CLOSING]) and not self.closing:
+            self.closing = True
+            self._store.add(_SEEN_CLOSING, 1)
+
+
+def _publish(store: dist.Store, failure: Failure) -> Failure:
+    first = store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
+    store.set(_NEWS, "1")
+    return Failure(**json.loads(first))

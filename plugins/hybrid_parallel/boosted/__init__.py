@@ -1,0 +1,1 @@
+"""The model that `boost` returns, and how other code may use it."""

@@ -1,0 +1,42 @@
+"""What calls after `boost` take: the model and the optimizer that it returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.guards import GuardedModel, GuardedOptimizer
+
+
+def check_boosted_model(model: Any) -> None:
+    """Refuse a model that `boost` did not return.
+
+    Raises:
+        ConfigurationError: it is the user's own, or another module around a boosted one.
+    """
+    if isinstance(model, GuardedModel):
+        return
+    kind = type(model).__name__
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    inside = next((path for path, each in modules if isinstance(each, GuardedModel)), None)
+    if inside is not None:
+        raise ConfigurationError(f"the model is {kind} around the one that boost() returned; pass its .{inside}")
+    raise ConfigurationError(
+        f"the model is a plain {kind}; pass the model that boost() returned: "
+        "model, optimizer, … = booster.boost(model, optimizer, …)"
+    )
+
+
+def check_boosted_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer that `boost` did not return.
+
+    Raises:
+        ConfigurationError: it is the user's own.
+    """
+    if not isinstance(optimizer, GuardedOptimizer):
+        raise ConfigurationError(
+            f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "
+            "was made before boost() and given to it together with the model"
+        )

@@ -1,0 +1,41 @@
+"""Copies of a boosted model, as averages of weights (EMA) and teachers take them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from shardformer.shard_spec import annotate, grad_group_of, parameter_like
+
+
+def copy_module(module: nn.Module, mesh: HybridMesh, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a sharded model: parameters and buffers of its own, cut alike, on the same ranks.
+
+    Args:
+        memo: of `copy.deepcopy`; afterwards it has the new parameters.
+    """
+    for shared in _shared(module, mesh):
+        memo[id(shared)] = shared
+    for parameter in module.parameters():
+        made = memo[id(parameter)] = parameter_like(parameter, parameter.detach().clone())
+        if (spec := getattr(parameter, "shard_spec", None)) is not None:
+            annotate(made, spec, grad_group_of(parameter))
+    return copy.deepcopy(module, memo)
+
+
+def _shared(module: nn.Module, mesh: HybridMesh) -> Iterator[Any]:
+    """What all copies use: process groups cannot be copied, and passes of a pipeline run one at a time."""
+    yield from (*mesh.axis_groups.values(), mesh.replica_group)
+    for each in module.modules():
+        for value in vars(each).values():
+            if isinstance(value, ProcessGroup):
+                yield value
+            elif isinstance(group := getattr(value, "group", None), ProcessGroup):
+                yield group
+        if (views := vars(each).get("stage_views")) is not None:
+            yield views.arrival

@@ -1,0 +1,117 @@
+"""Options of a forward that ask for what no rank has whole under a layout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from shardformer.attention.packed_documents import tell_of_packed_documents, without_cache
+from shardformer.peft import model_inside
+
+
+class ForwardOptions:
+    """What calls of one model may ask for.
+
+    Args:
+        module: the sharded model.
+        mesh: the grid of ranks.
+    """
+
+    def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
+        self.module, self.inside, self.mesh = module, model_inside(module), mesh
+        parameters = inspect.signature(self.inside.forward).parameters
+        self._takes_use_cache = "use_cache" in parameters
+        takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        is_known = hasattr(getattr(self.inside, "config", None), "return_dict")
+        self._returns_class = is_known and (takes_more or "return_dict" in parameters)
+        exchanges = any(getattr(each, "sequence_exchange", None) is not None for each in self.inside.modules())
+        self._cuts_caches = mesh.size("cp") > 1 or exchanges
+
+    def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Positional arguments by the names that the model's forward has for them; as they are where it has none.
+
+        Raises:
+            TypeError: as the model's own forward raises it.
+        """
+        if not args:
+            return args, dict(kwargs)
+        signature = next((each for each in self._signatures() if _is_named(each)), None)
+        if signature is None:
+            return args, dict(kwargs)
+        bound = signature.bind_partial(*args, **kwargs).arguments
+        rest = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), None)
+        return (), {**{name: value for name, value in bound.items() if name != rest}, **bound.get(rest, {})}
+
+    def _signatures(self) -> Iterator[inspect.Signature]:
+        """Of the model as it is called, and of the one inside of wrappers that pass everything on."""
+        yield inspect.signature(self.module.forward)
+        yield inspect.signature(self.inside.forward)
+
+    def wants_tuple(self, given: Mapping[str, Any]) -> bool:
+        """Whether a model of transformers is to return a tuple in the place of its class of outputs."""
+        return self._returns_class and self._asked(given, "return_dict") is False
+
+    def inputs(self, given: Mapping[str, Any], is_microbatch: bool = False) -> dict[str, Any]:
+        """The keyword arguments that the model gets: caches that would not be whole are not filled, and outputs have
+        names until all of them are whole.
+
+        Args:
+            given: by the caller.
+            is_microbatch: whether that is a part of a batch.
+
+        Raises:
+            ConfigurationError: they ask for what is not whole under this layout.
+        """
+        for problem in self._problems(given, is_microbatch):
+            raise ConfigurationError(problem)
+        tell_of_packed_documents(self.inside, given)
+        inputs = dict(given)
+        if self._takes_use_cache and (is_microbatch or self._cuts_caches):
+            inputs = without_cache(self.inside, inputs)
+        if self.wants_tuple(given):
+            inputs["return_dict"] = True
+        return inputs
+
+    def _asked(self, given: Mapping[str, Any], name: str) -> Any:
+        """The option by the call or, where that says nothing, by the configuration."""
+        asked = given.get(name)
+        return getattr(getattr(self.inside, "config", None), name, None) if asked is None else asked
+
+    def _problems(self, given: Mapping[str, Any], is_microbatch: bool) -> Iterator[str]:
+        pp_size, cp_size = self.mesh.size("pp"), self.mesh.size("cp")
+        cut_by = f"cp_size={cp_size}" if cp_size > 1 else "enable_sequence_parallelism=True"
+        hidden_states_are_cut = getattr(self.inside, "sequence_is_cut", False)
+        for name, is_cut in (("output_hidden_states", hidden_states_are_cut), ("output_attentions", cp_size > 1)):
+            if not _is_given(self._asked(given, name)):
+                continue
+            if pp_size > 1:
+                yield f"{name}=True asks for what lies on {pp_size} pipeline stages; use pp_size=1 or {name}=False"
+            elif is_cut:
+                yield f"{name}=True finds parts of sequences under {cut_by}; leave that out, or use {name}=False"
+        if cp_size > 1 and _is_given(given.get("logits_to_keep")):
+            yield (
+                f"logits_to_keep counts tokens of whole sequences, which {cut_by} cuts; leave it out, and take these "
+                "positions of outputs.logits"
+            )
+        for name in ("use_cache", "past_key_values"):
+            if is_microbatch and _is_given(given.get(name)):
+                yield (
+                    f"{name} is in the batch, and booster.execute_pipeline neither fills nor reads caches; leave it "
+                    "out, or call model(**batch)"
+                )
+            elif self._cuts_caches and _is_given(given.get(name)):
+                yield f"{name} asks for a cache of whole sequences, which {cut_by} cuts; leave it out"
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and (isinstance(value, Tensor) or (value is not False and value != 0))
+
+
+def _is_named(signature: inspect.Signature) -> bool:
+    kinds = {each.kind for each in signature.parameters.values()}
+    return not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}

@@ -1,0 +1,1 @@
+"""Safetensors files: writing, reading, and threads that read."""

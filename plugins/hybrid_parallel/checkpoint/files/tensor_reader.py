@@ -1,0 +1,72 @@
+"""Parts of tensors in safetensors files, read into memory that is there already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import DTYPE_NAMES, read_header
+from plugins.hybrid_parallel.distributed.checksum import read_at
+
+
+class TensorFileReader:
+    """A safetensors file; a context manager.
+
+    What lies in one piece in the file is read straight into the target, which is about twice as fast as a copy out of
+    mapped memory; anything else is left to `safetensors`.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it cannot be read.
+        SafetensorError: it is cut off, or is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._slices = safe_open(path, framework="pt")
+        self._file = path.open("rb", buffering=0)
+        self._start, self._entries = read_header(self._file)
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int], target: Tensor) -> None:
+        """Fill `target`, of shape `lengths`, with that part of a tensor.
+
+        Args:
+            offsets, lengths: where the part lies in the tensor of the file.
+        """
+        entry = self._entries[name]
+        view = self._slices.get_slice(name)
+        start = _in_one_piece(entry["shape"], offsets, lengths)
+        direct = start is not None and target.is_contiguous() and target.device.type == "cpu"
+        if not direct or view.get_dtype() != DTYPE_NAMES.get(target.dtype):
+            ranges = tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
+            target.copy_(view[ranges] if ranges else view[...])
+            return
+        position = self._start + entry["data_offsets"][0] + start * target.element_size()
+        buffer = memoryview(target.view(-1).view(torch.uint8).numpy())
+        if read_at(self._file.fileno(), position, buffer) < len(buffer):
+            raise OSError(f"{self._file.name} ends in the middle of {name}; load another checkpoint")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._slices.__exit__(kind, error, trace)
+
+
+def _in_one_piece(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
+    """Where a part begins in the flattened tensor, if it is a range of it: rows that are whole behind the first cut."""
+    cut = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
+    if list(lengths[cut + 1 :]) != list(shape[cut + 1 :]):
+        return None
+    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))

@@ -1,0 +1,122 @@
+"""The model from a Hugging Face directory, read slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileReader
+from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
+from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, together
+from shardformer.lazy.directories import open_directory
+from shardformer.lazy.pretrained import FileTensor
+from shardformer.lazy.weight_files import WeightFileError, check_shape, open_tensors, read_piece, weight_files
+from shardformer.peft import model_inside
+from shardformer.shard_spec import ShardSpec, spec_of
+
+# (tensor here, piece that `spec` says -> its values, where they lie as they are)
+Found = list[tuple[Tensor, Callable[[ShardSpec], Tensor], Any]]
+
+
+def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, allow_bin: bool) -> None:
+    """Read each local tensor's own slices.
+
+    Args:
+        strict: refuse a directory that lacks tensors or has others.
+        allow_bin: read `.bin` files where there are no safetensors.
+
+    Raises:
+        ConfigurationError: files are missing or broken, shapes differ, or, when strict, names differ.
+    """
+    inside = model_inside(model.unwrap())
+    is_whole = inside is model.unwrap()  # peft's wrappers give parameters names that only their own files have
+    match = _match_pretrained if is_whole and hasattr(inside, "from_pretrained") else _match_names
+    found, missing, unexpected = together(lambda: match(model, directory, allow_bin))
+    # Each stage knows of its own parameters only; the message is to name those of all.
+    missing = sorted({name for names in all_gather_json(missing) for name in names})
+    if strict and (missing or unexpected):
+        raise ConfigurationError(
+            f"{directory} does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
+            "load a checkpoint of the same class, or pass strict=False"
+        )
+    together(lambda: _copy(found))
+    for optimizer in model.optimizers:
+        optimizer.refresh_masters()
+
+
+def _match_pretrained(
+    model: HybridParallelModel, directory: Path, allow_bin: bool
+) -> tuple[Found, list[str], list[str]]:
+    """What transformers finds in the directory for the tensors here, what it misses, and what it does not expect.
+
+    Shapes are compared too: nothing is to be overwritten by a checkpoint that does not fit.
+    """
+    opened = open_directory(type(model.unwrap()), model.origin.config, directory, model.dtype, allow_bin)
+    for name, in_files, in_model in opened.mismatched:
+        raise WeightFileError(
+            f"{name} has shape {in_files} in {directory} but {in_model} in the model; "
+            "load a checkpoint of the same configuration"
+        )
+    found: Found = []
+    for names, tensor in local_tensors(model, unique=False):
+        name = next(filter(opened.values.is_read, names), None)
+        if name is not None:
+            found.append((tensor, partial(opened.values, name), opened.values.source(name)))
+    return found, opened.missing, opened.unexpected
+
+
+def _match_names(model: HybridParallelModel, directory: Path, _: bool) -> tuple[Found, list[str], list[str]]:
+    """The same for a model that is not transformers': by the names in the files."""
+    files = weight_files(directory)
+    found: Found = []
+    missing = []
+    for names, tensor in local_tensors(model, unique=False):
+        name = next((alias for alias in names if alias in files), None)
+        if name is None:
+            missing.append(names[0])
+            continue
+        with open_tensors(files[name]) as file:
+            check_shape(file, name, files[name], spec_of(tensor))
+        found.append((tensor, partial(read_piece, files[name], name), None))
+    return found, missing, sorted(set(files) - model.origin.names)
+
+
+@torch.no_grad()
+def _copy(found: Found) -> None:
+    in_files: dict[Path, list[tuple[str, Tensor]]] = {}
+    for tensor, read, source in found:
+        if isinstance(source, FileTensor):
+            in_files.setdefault(source.path, []).append((source.name, tensor))
+        else:
+            tensor.copy_(read(spec_of(tensor)))
+    for path, tensors in in_files.items():
+        try:
+            with TensorFileReader(path) as file:
+                for_each(partial(_read, file), tensors)
+        except SafetensorError as error:
+            raise WeightFileError(f"{path} is not a complete safetensors file ({error}); save it again") from None
+
+
+@torch.no_grad()  # of the thread
+def _read(file: TensorFileReader, wanted: tuple[str, Tensor]) -> None:
+    """Fill the tensor here with its pieces of the one in the file."""
+    (name, tensor), position = wanted, 0
+    spec, tensor = spec_of(tensor), tensor.detach()
+    if spec.dim is None:
+        file.read(name, [0] * tensor.dim(), tensor.shape, tensor)
+        return
+    for start, stop, padding in spec.pieces():
+        offsets, lengths = [0] * tensor.dim(), list(spec.full_shape)
+        offsets[spec.dim], lengths[spec.dim] = start, stop - start
+        file.read(name, offsets, lengths, tensor.narrow(spec.dim, position, stop - start))
+        tensor.narrow(spec.dim, position + stop - start, padding).zero_()
+        position += stop - start + padding

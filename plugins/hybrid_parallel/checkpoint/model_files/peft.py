@@ -1,0 +1,246 @@
+"""Adapters as directories of the peft package: `adapter_config.json` and `adapter_model.safetensors`.
+
+Only the adapter's weights are in it, and what else is trained with it (biases, copies of modules); what they are added
+to is not. Which tensors these are and what they are called, peft has said of the whole model, before it was cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.checkpoint import write_text
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter, sync_directory
+from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, receive, send
+from plugins.hybrid_parallel.checkpoint.model_files.layout import partial_path, remove_partial_files
+from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, together
+from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh
+from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
+from shardformer.peft import adapter_configs, kind_of, model_inside
+from shardformer.peft.checks import LAYER_KINDS
+from shardformer.peft.file_names import adapter_tensors
+from shardformer.peft.kinds import is_a, is_adapter_part
+from shardformer.shard_spec import spec_of
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DEFAULT = "default"  # this adapter stands in the directory itself, others in folders of their names
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether the model is one of peft's."""
+    return is_a(module, "model")
+
+
+def refuse_bare_adapters(module: nn.Module) -> None:
+    """Adapters without a model of peft around them, as transformers' `add_adapter` makes them, have no files here.
+
+    Raises:
+        ConfigurationError: there are some.
+    """
+    if adapter_configs(module):
+        raise ConfigurationError(
+            f"the adapters of this {type(module).__name__} were made by model.add_adapter, which save_model and "
+            "load_model do not know; wrap the model by peft's get_peft_model before boost()"
+        )
+
+
+def save_adapter_files(
+    model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: torch.dtype | None
+) -> None:
+    """Write all adapters; the first rank gathers and writes them, one adapter at a time.
+
+    Raises:
+        ConfigurationError: there are none any more, or the directory cannot be written, on all ranks alike.
+    """
+    _check_names(model)
+    for adapter, config in model.unwrap().peft_config.items():
+        if adapter in model.origin.adapter_names:
+            tensors = _gathered(model, mesh, adapter, dtype)
+        else:
+            tensors = _of_whole_model(model.unwrap(), adapter, dtype)
+        place = directory if adapter == _DEFAULT else directory / adapter
+        inside = model_inside(model.unwrap())
+        if dist.get_rank() == 0:
+            together(partial(_write, place, tensors, config, inside))
+        else:
+            together(lambda: None)
+
+
+def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool) -> None:
+    """Read the adapters that the model has; each rank reads its own slices.
+
+    Raises:
+        ConfigurationError: files are missing or broken, or, when strict, names or shapes differ.
+    """
+    _check_names(model)
+    for adapter in model.unwrap().peft_config:
+        place = directory if adapter == _DEFAULT else directory / adapter
+        copies = adapter in model.origin.adapter_names
+        found, missing, names = together(partial(_match if copies else _match_whole, model, place, adapter))
+        everyone = all_gather_json([missing, [name for name, _ in found]])
+        missing = sorted({name for lost, _ in everyone for name in lost})
+        unexpected = sorted(set(names) - {name for _, known in everyone for name in known})
+        if strict and (missing or unexpected):
+            raise ConfigurationError(
+                f"{place} does not fit the adapter '{adapter}': missing {missing[:5]}, unexpected {unexpected[:5]}; "
+                "load an adapter with the same target_modules, or pass strict=False"
+            )
+        if copies:
+            together(partial(_copy, place / _WEIGHTS, found))
+        else:
+            together(partial(_set_whole, model.unwrap(), place / _WEIGHTS, [name for name, _ in found], adapter))
+    for optimizer in model.optimizers:
+        optimizer.refresh_masters()
+
+
+def _check_names(model: HybridParallelModel) -> None:
+    peft_model = model.unwrap()
+    # A stage may hold none of them.
+    if not any(all_gather_json(any(is_adapter_part(each) for each in peft_model.modules()))):
+        raise ConfigurationError(
+            "the model has no adapter any more, since merge_and_unload or unload; save the adapter before, and merge "
+            "it into the whole model, by PeftModel.from_pretrained(base, directory).merge_and_unload()"
+        )
+    for adapter, config in peft_model.peft_config.items():
+        if Path(adapter).name != adapter:
+            raise ConfigurationError(f"the adapter '{adapter}' cannot be a folder's name; use for example 'default'")
+        if adapter not in model.origin.adapter_names and kind_of(config) in LAYER_KINDS:
+            raise ConfigurationError(f"the adapter '{adapter}' was added after boost(); add it before")
+
+
+def _of_whole_model(model: Any, adapter: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """An adapter of a kind of which every rank holds the whole."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_tensors(model, adapter).items()}
+    return {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name in a file, tensor) of one adapter on this rank."""
+    in_file = model.origin.adapter_names[adapter]
+    for names, tensor in local_tensors(model, unique):
+        name = next((in_file[name] for name in names if name in in_file), None)
+        if name is not None:
+            yield name, tensor
+
+
+def _gathered(
+    model: HybridParallelModel, mesh: HybridMesh, adapter: str, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The whole adapter on the world's first rank, in the order of stages; nothing on the others."""
+    tensors = dict(_adapter_tensors(model, adapter, unique=True))
+    is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
+    forms = {}
+    for name, tensor in tensors.items():
+        saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        forms[name] = [str(saved_as).removeprefix("torch."), spec_of(tensor).full_shape]
+    stages = [found for leads, found in all_gather_json([is_first, forms]) if leads]
+    whole: dict[str, Tensor] = {}
+    if mesh.rank(REPLICAS) > 0:
+        return whole
+    for stage, described in enumerate(stages):
+        for name, (kind, shape) in described.items():
+            full = None
+            if stage == mesh.rank("pp"):
+                full = Gather.begin(tensors[name], dtype, mesh.group("tp")).finish()
+            if mesh.rank("tp") > 0:
+                continue
+            if stage > 0 and stage == mesh.rank("pp"):
+                send(full, 0, mesh.group("pp"))
+            elif stage > 0 and mesh.rank("pp") == 0:
+                full = torch.empty(shape, dtype=getattr(torch, kind), device=mesh.device)
+                receive(full, stage, mesh.group("pp"))
+            if mesh.rank("pp") == 0:
+                whole[name] = full.cpu()
+    return whole
+
+
+def _write(directory: Path, tensors: dict[str, Tensor], config: Any, model: Any) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_described(config, model), indent=2, sort_keys=True)
+    unfinished = partial_path(directory, _WEIGHTS)
+    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    try:
+        with TensorFileWriter(unfinished, forms, {"format": "pt"}) as file:
+            for name, tensor in tensors.items():
+                file.write(name, tensor)
+        os.replace(unfinished, directory / _WEIGHTS)
+        write_text(directory / _CONFIG, text)
+        sync_directory(directory)
+    except OSError:
+        remove_partial_files(directory)
+        raise
+
+
+def _described(config: Any, model: Any) -> dict[str, Any]:
+    """peft's configuration as its `save_pretrained` writes it: for inference, with the way to its base model."""
+    described = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    described["inference_mode"] = True
+    if described.get("base_model_name_or_path") is None:
+        described["base_model_name_or_path"] = model.__dict__.get("name_or_path") or None
+    if described.get("task_type") is None:
+        kind = type(model)
+        described["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    return described
+
+
+def _match_whole(
+    model: HybridParallelModel, directory: Path, adapter: str
+) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
+    """`_match` for an adapter of which every rank holds the whole."""
+    _check_files(directory)
+    own = adapter_tensors(model.unwrap(), adapter)
+    with open_tensors(directory / _WEIGHTS) as file:
+        names = list(file.keys())
+        found = [(name, tensor) for name, tensor in own.items() if name in names]
+        for name, tensor in found:
+            check_shape(file, name, directory / _WEIGHTS, spec_of(tensor))
+    return found, sorted(own.keys() - set(names)), names
+
+
+def _check_files(directory: Path) -> None:
+    for name in (_CONFIG, _WEIGHTS):
+        if not (directory / name).is_file():
+            raise ConfigurationError(
+                f"{directory} has no {name}; give a directory of save_model, or of peft's save_pretrained"
+            )
+
+
+def _match(
+    model: HybridParallelModel, directory: Path, adapter: str
+) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
+    """What there is to read on this rank, names that the file lacks, and names in the file."""
+    _check_files(directory)
+    tensors = dict(_adapter_tensors(model, adapter, unique=False))
+    with open_tensors(directory / _WEIGHTS) as file:
+        names = list(file.keys())
+        found = [(name, tensor) for name, tensor in tensors.items() if name in names]
+        for name, tensor in found:
+            check_shape(file, name, directory / _WEIGHTS, spec_of(tensor))
+    return found, sorted(tensors.keys() - set(names)), names
+
+
+@torch.no_grad()
+def _copy(path: Path, found: list[tuple[str, Tensor]]) -> None:
+    for name, tensor in found:
+        tensor.copy_(read_piece(path, name, spec_of(tensor)))
+
+
+def _set_whole(model: Any, path: Path, names: list[str], adapter: str) -> None:
+    from peft import set_peft_model_state_dict
+
+    with open_tensors(path) as file:
+        set_peft_model_state_dict(model, {name: file.get_tensor(name) for name in names}, adapter_name=adapter)

@@ -1,0 +1,229 @@
+"""The model as a Hugging Face directory, written tensor by tensor.
+
+The tensors of a pipeline stage are dealt out to files, and the files to the stage's data-parallel replicas,
+or to groups of those that share the experts. In each of these the first rank writes what the others send it, while the
+next tensor is on its way: no rank holds more than one whole tensor and the pieces of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter
+from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit, to_files, units_of
+from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather
+from plugins.hybrid_parallel.checkpoint.model_files.layout import (
+    free_names,
+    partial_path,
+    publish,
+    remove_partial_files,
+)
+from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, together
+from plugins.hybrid_parallel.distributed.mesh import EXPERT_RANKS, EXPERT_REPLICAS, REPLICAS, HybridMesh
+from shardformer.peft import model_inside
+from shardformer.shard_spec import EXPERTS, spec_of
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_AGREE_EVERY = 2**30  # bytes after which ranks ask one another for errors
+
+
+@dataclass(frozen=True)
+class Item:
+    """Tensors that are written together; most often one.
+
+    Attributes:
+        tensors: name in memory -> this rank's piece.
+        unit: how they are called and shaped in the file.
+    """
+
+    tensors: Mapping[str, Tensor]
+    unit: Unit
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.unit.file.values())
+
+
+def save_model_files(
+    model: HybridParallelModel, mesh: HybridMesh, directory: Path, size_per_shard: str, dtype: torch.dtype | None
+) -> None:
+    """Write the weights, and then what `from_pretrained` looks for first, so that it never finds a part.
+
+    Files of an earlier save stay as they are until all of the new ones are complete.
+
+    Raises:
+        ConfigurationError: the directory cannot be written, on all ranks alike; it is then as it was.
+    """
+    files = _cut([*_items(model, dtype)], _bytes(size_per_shard))
+    is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
+    described = [_describe(file) for file in files] if is_first else []
+    stages = [each for each in all_gather_json([mesh.rank("pp"), described]) if each[1]]  # in the order of stages
+    everything = [file for _, found in stages for file in found]  # [names, bytes] of each
+    names = together(lambda: free_names(directory, len(everything)) if dist.get_rank() == 0 else [])
+    names = all_gather_json(names)[0]
+    first = sum(len(found) for stage, found in stages if stage < mesh.rank("pp"))
+    paths = [partial_path(directory, name) for name in names[first : first + len(files)]]
+    writers = mesh.size(EXPERT_REPLICAS)
+    share = slice(mesh.rank(EXPERT_REPLICAS), None, writers)
+    rounds = _rounds([found for _, found in stages], writers)
+    try:
+        _write(model_inside(model.unwrap()), [*zip(paths, files, strict=True)][share], mesh, dtype, rounds)
+        weight_map = {name: final for final, file in zip(names, everything, strict=True) for name in file[0]}
+        size = sum(size for _, size in everything)
+        together(lambda: publish(model, directory, weight_map, size, dtype) if dist.get_rank() == 0 else None)
+    except ConfigurationError:
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                remove_partial_files(directory)
+        raise
+
+
+def _items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[Item]:
+    inside = model_inside(model.unwrap())
+    tied = getattr(inside, "all_tied_weights_keys", {})
+    ignored = set(getattr(inside, "_keys_to_ignore_on_save", None) or ())
+    tensors = {}
+    for names, tensor in local_tensors(model, unique=True):
+        # What the constructor computes again is left out, as in transformers, unless somebody has it trained.
+        if tensor.requires_grad or ignored.isdisjoint(names):
+            tensors[next((name for name in names if name not in tied), names[0])] = tensor
+    forms = {}
+    for name, tensor in tensors.items():
+        converts = dtype is not None and tensor.is_floating_point()
+        forms[name] = (dtype if converts else tensor.dtype, spec_of(tensor).full_shape)
+    for unit in units_of(inside, forms):
+        yield Item({name: tensors[name] for name in unit.memory}, unit)
+
+
+def _cut(items: Sequence[Item], limit: int) -> list[list[Item]]:
+    """The items of each file, in order; a file has more than `limit` bytes only if it has one item."""
+    files: list[list[Item]] = []
+    room = 0
+    for item in items:
+        if not files or item.size > room:
+            files.append([])
+            room = limit
+        files[-1].append(item)
+        room -= item.size
+    return files
+
+
+def _describe(file: Sequence[Item]) -> tuple[list[str], int]:
+    """Names and bytes."""
+    return [name for item in file for name in item.unit.file], sum(item.size for item in file)
+
+
+def _rounds(stages: Sequence[Sequence[tuple[list[str], int]]], replicas: int) -> int:
+    """How often the rank that writes most is going to ask for errors, so that all ask as often."""
+    shares = [sum(size for _, size in files[replica::replicas]) for files in stages for replica in range(replicas)]
+    return max(shares, default=0) // _AGREE_EVERY + 1
+
+
+def _write(
+    model: nn.Module,
+    files: Sequence[tuple[Path, Sequence[Item]]],
+    mesh: HybridMesh,
+    dtype: torch.dtype | None,
+    rounds: int,
+) -> None:
+    """Gather and write the items of `files`; all ranks that hold a part of them take part, the first of them writes.
+
+    Raises:
+        ConfigurationError: some rank of the world could not write; all learn of it after at most `_AGREE_EVERY` bytes.
+    """
+    items = [item for _, file in files for item in file]
+    output = _Output(files, model)
+    on_its_way = [_begin(item, dtype, mesh) for item in items[:1]]
+    since, asked = 0, 0
+    try:
+        for index, item in enumerate(items):
+            on_its_way += [_begin(each, dtype, mesh) for each in items[index + 1 : index + 2]]
+            full = {name: gather.finish() for name, gather in on_its_way.pop(0).items()}
+            if mesh.rank(EXPERTS) == 0:
+                output.put(item, full)
+            since += item.size
+            if since >= _AGREE_EVERY and asked < rounds - 1:
+                together(output.check)
+                since, asked = 0, asked + 1
+        for _ in range(rounds - asked):
+            together(output.check)
+    finally:
+        for gathers in on_its_way:  # what was asked for when an error came
+            for gather in gathers.values():
+                gather.finish()
+        output.close()
+
+
+def _begin(item: Item, dtype: torch.dtype | None, mesh: HybridMesh) -> dict[str, Gather]:
+    held = {name: (tensor, spec_of(tensor).axis) for name, tensor in item.tensors.items()}
+    # Of ranks that share the experts, only those beside the writer are asked for anything else.
+    asked = {name: each for name, each in held.items() if each[1] == EXPERTS or mesh.rank(EXPERT_RANKS) == 0}
+    return {name: Gather.begin(tensor, dtype, mesh.group(axis)) for name, (tensor, axis) in asked.items()}
+
+
+class _Output:
+    """The files of this rank, one after the other.
+
+    After an error it takes what it is given and drops it: who sends is not to be left waiting.
+
+    Args:
+        files: path and items of each.
+        model: of transformers, which the tensors are of.
+    """
+
+    def __init__(self, files: Sequence[tuple[Path, Sequence[Item]]], model: nn.Module) -> None:
+        self._todo, self._model = list(files), model
+        self._file: TensorFileWriter | None = None
+        self._left = 0
+        self._problem: OSError | ValueError | None = None
+
+    def put(self, item: Item, full: dict[str, Tensor]) -> None:
+        """Write the next item, of which these are the whole tensors."""
+        if self._problem is not None:
+            return
+        try:
+            if self._file is None:
+                path, items = self._todo.pop(0)
+                entries = {name: form for each in items for name, form in each.unit.file.items()}
+                self._file, self._left = TensorFileWriter(path, entries, {"format": "pt"}), len(items)
+            for name, tensor in to_files(self._model, item.unit, full).items():
+                self._file.write(name, tensor)
+            self._left -= 1
+            if not self._left:
+                self._file.finish()
+                self._file = None
+        except (OSError, ValueError) as error:
+            self._problem = error
+
+    def check(self) -> None:
+        """Raise the error there was."""
+        if self._problem is not None:
+            raise self._problem
+
+    def close(self) -> None:
+        """Give back what an error left open."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _bytes(size: str) -> int:
+    """Bytes of a phrase such as "5GB".
+
+    Raises:
+        ConfigurationError: it is not one.
+    """
+    number, unit = size[:-2].strip(), size[-2:].upper()
+    if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
+        raise ConfigurationError(f"size_per_shard='{size}' is not a size; use for example '5GB' or '500MB'")
+    return int(float(number) * _UNITS[unit])

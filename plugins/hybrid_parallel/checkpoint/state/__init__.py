@@ -1,0 +1,1 @@
+"""Training states: tensors of the whole model in chunks that any layout reads."""

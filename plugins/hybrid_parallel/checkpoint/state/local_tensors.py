@@ -1,0 +1,30 @@
+"""What of a model there is to save and to load on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
+
+def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[list[str], Tensor]]:
+    """Parameters and persistent buffers here, each once, with all of its names.
+
+    Args:
+        unique: leave out what another stage is the one to save.
+    """
+    module = model.unwrap()
+    persistent = set(module.state_dict(keep_vars=True))
+    groups: dict[int, tuple[list[str], Tensor]] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        if name in persistent:
+            groups.setdefault(id(tensor), ([], tensor))[0].append(name)
+    for names, tensor in groups.values():
+        if not unique or tensor not in model.saved_elsewhere:
+            yield (
+                names + [alias for name in names for alias in model.origin.aliases.get(name, ()) if alias not in names],
+                tensor,
+            )

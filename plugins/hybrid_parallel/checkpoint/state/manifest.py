@@ -1,0 +1,230 @@
+"""The manifest of a checkpoint: which tensors there are, where their chunks lie, and what every byte sums up to.
+
+It is one JSON object and the last file of a save: a directory without one is no checkpoint. It ends in a checksum of
+itself; it holds the checksum of every chunk and of every file's header, which together cover all bytes of all files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import LENGTH_BYTES, naming, read_header
+from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
+from plugins.hybrid_parallel.distributed.checksum import checksum_in_file
+
+FORMAT, VERSION = "hybrid-booster checkpoint", 1
+_CHECKSUM = b', "crc32": '
+_SEQUENCE = re.compile(rb'^\{"format": "[^"]*", "version": \d+, "sequence": (\d+),')
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor, in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    checksum: int
+
+    def key(self, name: str) -> str:
+        """What the chunk is called in its file."""
+        return chunk_key(name, self.offsets)
+
+
+@dataclass
+class SavedTensor:
+    """A whole tensor: its shape and dtype, and the chunks that it was saved in."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file's length, and the checksum of its header, all of it that is not a chunk."""
+
+    size: int
+    header_checksum: int
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        sequence: grows from save to save of a folder; the largest is the latest.
+        files: name -> file.
+        tensors: logical name -> tensor.
+        state: everything that is not a tensor, as JSON.
+        checksum: of the text that was read; 0 for a manifest that was not.
+    """
+
+    sequence: int
+    files: dict[str, SavedFile]
+    tensors: dict[str, SavedTensor]
+    state: dict[str, Any]
+    checksum: int = 0
+
+    def to_bytes(self) -> bytes:
+        """The JSON text, closed by its own checksum."""
+        body = json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "sequence": self.sequence,
+                "files": {name: asdict(file) for name, file in self.files.items()},
+                "tensors": {
+                    name: {
+                        "shape": tensor.shape,
+                        "dtype": tensor.dtype,
+                        "chunks": [[chunk.offsets, chunk.sizes, chunk.file, chunk.checksum] for chunk in tensor.chunks],
+                    }
+                    for name, tensor in self.tensors.items()
+                },
+                "state": self.state,
+            }
+        ).encode()
+        return body[:-1] + _CHECKSUM + b"%d}" % zlib.crc32(body)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read and check the text.
+
+        Raises:
+            ConfigurationError: there is none, it is damaged, or of a version that this package does not know.
+        """
+        if not path.is_file():
+            raise ConfigurationError(
+                f"{path.parent} has no {path.name}: it is no checkpoint, or its save did not finish; "
+                "give a directory that save_checkpoint finished"
+            )
+        with naming(path):
+            text = path.read_bytes()
+        front, _, checksum = text.rpartition(_CHECKSUM)
+        if checksum != b"%d}" % zlib.crc32(front + b"}"):
+            raise ConfigurationError(f"{path} is damaged (its checksum does not fit); load another checkpoint")
+        found = json.loads(front + b"}")
+        if found["format"] != FORMAT or found["version"] != VERSION:
+            raise ConfigurationError(
+                f"{path} has the format {found['format']!r} version {found['version']}; this package reads "
+                f"{FORMAT!r} version {VERSION}"
+            )
+        for name in found["files"]:
+            if Path(name).name != name:
+                raise ConfigurationError(f"{path} names the file '{name}' outside of its directory; do not load it")
+        return cls(
+            sequence=found["sequence"],
+            files={name: SavedFile(**file) for name, file in found["files"].items()},
+            tensors={
+                name: SavedTensor(
+                    tuple(tensor["shape"]), tensor["dtype"], [_chunk(*chunk) for chunk in tensor["chunks"]]
+                )
+                for name, tensor in found["tensors"].items()
+            },
+            state=found["state"],
+            checksum=zlib.crc32(text),
+        )
+
+    def check_sizes(self, directory: Path) -> None:
+        """See that all files are there, in their lengths.
+
+        Raises:
+            ConfigurationError: a file is missing or cut off.
+        """
+        for name in self.files:
+            self._check_size(directory / name)
+
+    def verify_file(self, directory: Path, name: str) -> None:
+        """Compare every byte of a file with the checksums.
+
+        Raises:
+            ConfigurationError: the file is missing, cut off or changed; names the tensor that was hit.
+            OSError: the file cannot be read.
+        """
+        path = directory / name
+        self._check_size(path)
+        with naming(path):
+            self._verify_content(path)
+
+    def _check_size(self, path: Path) -> None:
+        expected = self.files[path.name].size
+        if not path.is_file():
+            raise ConfigurationError(f"{path} is missing; load another checkpoint")
+        if path.stat().st_size != expected:
+            raise ConfigurationError(
+                f"{path} has {path.stat().st_size} bytes in the place of {expected}; load another checkpoint"
+            )
+
+    def _verify_content(self, path: Path) -> None:
+        name, expected = path.name, self.files[path.name]
+        with path.open("rb") as file:
+            if header_checksum(path) != expected.header_checksum:
+                raise ConfigurationError(f"{path} is damaged in its header; load another checkpoint")
+
+            def verify(found: tuple[str, Chunk, int, int]) -> None:
+                tensor, chunk, begin, end = found
+                if checksum_in_file(file.fileno(), begin, end - begin) != chunk.checksum:
+                    raise ConfigurationError(f"{path} is damaged in the tensor {tensor}; load another checkpoint")
+
+            for_each(verify, sorted(self._chunks_of(file, name), key=lambda found: found[2]))
+
+    def _chunks_of(self, file: Any, name: str) -> Iterator[tuple[str, Chunk, int, int]]:
+        """(tensor, chunk, first byte, end) of each chunk in a file whose header is sound."""
+        start, entries = read_header(file)
+        for tensor, saved in self.tensors.items():
+            for chunk in saved.chunks:
+                if chunk.file == name:
+                    begin, end = entries[chunk.key(tensor)]["data_offsets"]
+                    yield tensor, chunk, start + begin, start + end
+
+
+def chunk_key(name: str, offsets: Sequence[int]) -> str:
+    """What a chunk is called in its file."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def header_checksum(path: Path) -> int:
+    """Of all of a safetensors file that is not a tensor."""
+    with path.open("rb") as file:
+        length = file.read(LENGTH_BYTES)
+        # A damaged length may be larger than any file.
+        header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+        return zlib.crc32(header, zlib.crc32(length))
+
+
+def sequence_of(path: Path) -> int | None:
+    """The sequence number of a manifest, without reading all of it; None if it cannot be told."""
+    try:
+        with path.open("rb") as file:
+            found = _SEQUENCE.match(file.read(200))
+    except OSError:
+        return None
+    return None if found is None else int(found.group(1))
+
+
+def merge_tensors(parts: Sequence[Mapping[str, Any]]) -> dict[str, SavedTensor]:
+    """The tensors of all ranks, from what `write_tensors` said on each."""
+    merged: dict[str, SavedTensor] = {}
+    for part in parts:
+        for name, (shape, dtype, chunks) in part.items():
+            tensor = merged.setdefault(name, SavedTensor(tuple(shape), dtype))
+            tensor.chunks += [_chunk(*chunk) for chunk in chunks]
+    return merged
+
+
+def _chunk(offsets: Sequence[int], sizes: Sequence[int], file: str, checksum: int) -> Chunk:
+    return Chunk(tuple(offsets), tuple(sizes), file, checksum)

@@ -1,0 +1,111 @@
+"""The model's part of a training state: which rectangles of which tensors this rank writes and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicas_of
+from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
+
+PREFIX = "model/"
+MASTER = "master"  # the fp32 value of a 16-bit parameter, among the optimizer's states
+
+
+def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, group: dist.ProcessGroup) -> set[str]:
+    """Names of persistent buffers that stages before this one have, too: every stage has those of the model itself.
+
+    Args:
+        group: all ranks.
+    """
+    if mesh.size("pp") == 1:
+        return set()
+    here = [name for names, tensor in local_tensors(model, unique=True) for name in names if not _is_parameter(tensor)]
+    found = all_gather_json([mesh.rank("pp"), here], group)
+    return {name for stage, names in found if stage < mesh.rank("pp") for name in names}
+
+
+def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Collection[str]) -> dict[str, LogicalTensor]:
+    """What this rank writes: of each tensor one copy over all ranks, shared out among the data-parallel replicas.
+
+    Args:
+        elsewhere: buffers that another stage writes.
+    """
+    owned = [
+        (names[0], tensor)
+        for names, tensor in local_tensors(model, unique=True)
+        if spec_of(tensor).is_owner and names[0] not in elsewhere and (_is_parameter(tensor) or mesh.rank("tp") == 0)
+    ]
+    mine: list[tuple[str, Tensor]] = []
+    for axis in (TENSOR, EXPERTS):
+        alike = [(name, tensor) for name, tensor in owned if spec_of(tensor).axis == axis]
+        mine += _share(alike, mesh.rank(replicas_of(axis)), mesh.size(replicas_of(axis)))
+    return {f"{PREFIX}{name}": LogicalTensor.piece(spec_of(tensor), tensor) for name, tensor in mine}
+
+
+def tensors_to_fill(
+    model: HybridParallelModel, manifest: Manifest, group: dist.ProcessGroup
+) -> dict[str, LogicalTensor]:
+    """The model's local tensors, under the names that the checkpoint has for them.
+
+    A parameter that is kept in fp32 here and was a 16-bit one with an fp32 master is read from its master.
+
+    Raises:
+        ConfigurationError: the checkpoint is that of another model, on all ranks alike.
+    """
+    found: dict[str, LogicalTensor] = {}
+    missing = []
+    for names, tensor in local_tensors(model, unique=False):
+        saved = next((name for name in names if f"{PREFIX}{name}" in manifest.tensors), None)
+        if saved is None:
+            missing.append(names[0])
+            continue
+        found[precise_name(manifest, saved, tensor)] = LogicalTensor.piece(spec_of(tensor), tensor)
+    names = {name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)}
+    unexpected = sorted(names - model.origin.names)
+    missing = sorted({name for names in all_gather_json(missing, group) for name in names})
+    if missing or unexpected:
+        raise ConfigurationError(
+            f"the checkpoint does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
+            "load a checkpoint of the same class"
+        )
+    return found
+
+
+def clear_padding(model: HybridParallelModel) -> None:
+    """Zeros where the padding of a vocabulary is, which no file has."""
+    for _, tensor in local_tensors(model, unique=False):
+        if spec_of(tensor).is_padded:
+            tensor.detach().zero_()
+
+
+def precise_name(manifest: Manifest, name: str, wanted: Tensor) -> str:
+    """Where the most exact value of a parameter lies that a tensor of `wanted`'s dtype can hold."""
+    saved = manifest.tensors[f"{PREFIX}{name}"]
+    master = f"optimizer/{name}/{MASTER}"
+    is_wider = wanted.dtype.is_floating_point and wanted.dtype.itemsize > saved.torch_dtype.itemsize
+    return master if is_wider and master in manifest.tensors else f"{PREFIX}{name}"
+
+
+def _share(owned: list[tuple[str, Tensor]], rank: int, world_size: int) -> Iterable[tuple[str, Tensor]]:
+    """Parameters by equal bytes; buffers, which may differ between replicas, are those of the first."""
+    total = sum(tensor.nbytes for _, tensor in owned)
+    position = 0
+    for name, tensor in owned:
+        middle = position + tensor.nbytes / 2
+        position += tensor.nbytes
+        owner = min(int(middle * world_size / max(total, 1)), world_size - 1)
+        if rank == (owner if _is_parameter(tensor) else 0):
+            yield name, tensor
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)

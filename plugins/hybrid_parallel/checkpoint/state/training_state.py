@@ -1,0 +1,135 @@
+"""The whole training state of a rank: what is written of it, and what becomes of it when it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.state.model_state import clear_padding, model_tensors, tensors_to_fill
+from plugins.hybrid_parallel.checkpoint.state.optimizer_state import (
+    OptimizerLoad,
+    check_fits,
+    optimizer_header,
+    optimizer_numbers,
+    optimizer_tensors,
+)
+from plugins.hybrid_parallel.checkpoint.state.random_state import RandomLoad, random_tensors
+from plugins.hybrid_parallel.distributed.agreement import together
+from plugins.hybrid_parallel.distributed.mesh import AXES, HybridMesh
+
+_PLAIN = ("lr_scheduler", "dataloader")  # their states are JSON
+
+
+@dataclass
+class Snapshot:
+    """A training state at one moment.
+
+    Attributes:
+        tensors: this rank's part of the tensors.
+        numbers: this rank's part of the optimizer's numbers.
+        state: what is the same on all ranks, as JSON; copied already.
+    """
+
+    tensors: dict[str, LogicalTensor]
+    numbers: dict[str, Any]
+    state: dict[str, Any]
+
+
+def take_snapshot(
+    mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, Any], elsewhere: Collection[str]
+) -> Snapshot:
+    """The present state; its tensors are views of the training's own.
+
+    Args:
+        elsewhere: buffers of the model that another stage writes.
+
+    Raises:
+        ConfigurationError: an extra, or the scheduler's state, holds something that JSON cannot.
+    """
+    model, optimizer = objects.get("model"), objects.get("optimizer")
+    tensors = random_tensors(model)
+    if model is not None:
+        tensors |= model_tensors(model, mesh, elsewhere)
+    if optimizer is not None:
+        tensors |= optimizer_tensors(optimizer)
+    state = {
+        "layout": {axis: mesh.size(axis) for axis in AXES},
+        "step": None if optimizer is None else optimizer.num_steps,
+        "optimizer": None if optimizer is None else optimizer_header(optimizer),
+        **{kind: None if objects.get(kind) is None else objects[kind].state_dict() for kind in _PLAIN},
+        "extra": extra,
+    }
+    try:
+        state = json.loads(json.dumps(state))  # lists that the training goes on to change are copied
+    except TypeError as error:
+        raise ConfigurationError(
+            f"save_checkpoint cannot write its extras as JSON ({error}); give plain values"
+        ) from None
+    return Snapshot(tensors, {} if optimizer is None else optimizer_numbers(optimizer), state)
+
+
+def restore(
+    mesh: HybridMesh,
+    objects: dict[str, Any],
+    directory: Path,
+    manifest: Manifest,
+    group: dist.ProcessGroup,
+    with_random: bool = True,
+) -> None:
+    """Put the state of a checkpoint in place of the present one; random states where the layout is the same.
+
+    Nothing is changed before everything is known to fit. An I/O error while tensors are read leaves some of both.
+
+    Args:
+        group: all ranks; what fails on one is an error on all.
+        with_random: whether random states are taken over at all.
+
+    Raises:
+        ConfigurationError: the checkpoint is that of other objects.
+    """
+    model, optimizer = objects.get("model"), objects.get("optimizer")
+    same_layout = manifest.state["layout"] == {axis: mesh.size(axis) for axis in AXES}
+
+    def prepare() -> list[Any]:
+        loads: list[Any] = []
+        if optimizer is not None:
+            check_fits(optimizer, manifest.state["optimizer"])
+            loads.append(OptimizerLoad(optimizer, manifest))
+        return loads + ([RandomLoad(model, manifest.tensors)] if with_random and same_layout else [])
+
+    def read() -> None:
+        if model is not None:
+            clear_padding(model)
+            read_tensors(wanted, directory, manifest)
+            for each in model.optimizers:
+                each.refresh_masters()
+        for load in loads:
+            read_tensors(load.tensors, directory, manifest)
+            load.apply()
+
+    def take_plain() -> None:
+        for kind in _PLAIN:
+            if objects.get(kind) is not None and manifest.state[kind] is not None:
+                objects[kind].load_state_dict(manifest.state[kind])
+
+    loads = together(prepare, group)
+    wanted = {} if model is None else tensors_to_fill(model, manifest, group)
+    together(take_plain, group)  # the last that may refuse
+    together(read, group)
+    if optimizer is not None:
+        optimizer.publish_masters()
+    if model is not None and manifest.state["step"]:
+        model.has_seen_full_batch = True  # what comes next may be the short last batch of an epoch
+    if with_random and not same_layout and model is not None and model.stream is not None:
+        model.stream.restart(manifest.state["step"] or 0)
+    if optimizer is not None:
+        optimizer.num_steps = manifest.state["step"] or 0

@@ -1,0 +1,106 @@
+"""What the plugin adds to `booster doctor`: its optimisations, and how fast ranks reach each other on each axis."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from booster.errors import ConfigurationError
+from booster.launch import launch_from_torch, place_from_environment
+from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
+from plugins.hybrid_parallel.cli.arguments import add_sizes, count
+from plugins.hybrid_parallel.cli.optimizations import optimisations
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, devices_for, run_on_local_ranks
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.planner.link_benchmark import LinkMeasurement
+
+_TIMEOUT_S = 120.0
+_GIGA, _MICRO = 1e9, 1e-6
+Sections = dict[str, dict[str, str]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `booster doctor` that are the plugin's."""
+    parser.add_argument("--nproc-per-node", type=count, help="measure the links between so many ranks of this machine")
+    add_sizes(parser)
+    parser.add_argument("--output", type=Path, help="write the measurements to this file, as JSON")
+
+
+def sections(options: argparse.Namespace) -> Sections:
+    """Title -> name -> what there is to say.
+
+    Raises:
+        ConfigurationError: the sizes do not fit the ranks, or ranks do not answer.
+    """
+    place = place_from_environment(os.environ)
+    own = {"Optimisations": optimisations()} if place.rank == 0 else {}
+    in_a_job = place.world_size > 1
+    world_size = place.world_size if in_a_job else options.nproc_per_node
+    if world_size is None:
+        asked = [name for name in ("output", "tp", "pp", "dp") if getattr(options, name) not in (None, 1)]
+        if asked:
+            raise ConfigurationError(f"--{asked[0]} is about links between ranks; add --nproc-per-node 4, say")
+        return {**own, "Links": {"not measured": "use --nproc-per-node 4 --tp 2, or `booster run -m booster doctor`"}}
+    config = HybridParallelConfig(tp_size=options.tp, pp_size=options.pp, dp_size=options.dp)
+    config.data_parallel_size(world_size)
+    refuse_bad_places(options.output)
+    if in_a_job:
+        launch_from_torch(timeout_s=_TIMEOUT_S)
+        axes = measure_mesh(config)
+    else:
+        axes = _on_local_ranks(config, world_size)
+    if options.output is not None and place.rank == 0:
+        found = {axis: asdict(measured) for axis, measured in axes.items()}
+        options.output.write_text(json.dumps({"ranks": world_size, "axes": found}, indent=2) + "\n", encoding="utf-8")
+    return {**own, f"Links between {world_size} ranks": _table(axes)}
+
+
+def measure_mesh(config: HybridParallelConfig) -> dict[str, LinkMeasurement]:
+    """Axis -> its measurement, for axes of more than one rank; all ranks of a job call this alike."""
+    import torch.distributed as dist
+
+    from plugins.hybrid_parallel.distributed.mesh import AXES, build_mesh
+    from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
+
+    dp_size = config.data_parallel_size(dist.get_world_size())
+    mesh = build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size)
+    return {
+        axis: measure_axis(mesh.group(axis), mesh.device, point_to_point=axis == "pp")
+        for axis in AXES
+        if mesh.size(axis) > 1
+    }
+
+
+def _on_local_ranks(config: HybridParallelConfig, world_size: int) -> dict[str, LinkMeasurement]:
+    device = devices_for(world_size)
+    try:
+        return run_on_local_ranks(measure_mesh, world_size, config, timeout_s=_TIMEOUT_S, device=device)[0]
+    except RankFailure as error:
+        raise ConfigurationError(f"links could not be measured, {error}; use fewer ranks than {world_size}") from None
+
+
+def _table(axes: dict[str, LinkMeasurement]) -> dict[str, str]:
+    """A line of latency for each axis, and one for each operation and size."""
+    rows: dict[str, str] = {}
+    for axis, measured in axes.items():
+        what = "a message" if axis == "pp" else "an all-reduce"
+        rows[f"{axis} of {measured.num_ranks}"] = (
+            f"latency {measured.latency_s / _MICRO:.1f} us a step, "
+            f"{measured.small_s / _MICRO:.1f} us for {what} of 8 bytes"
+        )
+        for each in measured.collectives:
+            rows[f"{axis} {each.operation} {_size(each.num_bytes)}"] = (
+                f"{each.seconds * 1e3:8.2f} ms  algorithm {each.algorithm_bandwidth / _GIGA:6.2f} GB/s  "
+                f"bus {each.bus_bandwidth / _GIGA:6.2f} GB/s"
+            )
+    return rows or {"nothing": "no axis has more than one rank"}
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:g} MiB"

@@ -1,0 +1,155 @@
+"""`booster inspect`: who holds what of a model, and a schedule before or after it ran."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from booster.cli.main import CommandParser
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.cli.argument_checks import given, refuse_unused, refuse_without_pipeline
+from plugins.hybrid_parallel.cli.models import model_builder
+from plugins.hybrid_parallel.config.options import PRECISIONS, HybridParallelConfig
+from plugins.hybrid_parallel.inspect.gantt import draw, to_text, write_trace
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
+from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
+from plugins.hybrid_parallel.pipeline.timeline import read_timelines
+
+# What is shown -> the options that say something of it.
+_USED_FOR = {
+    "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "html"),
+    "a schedule": (
+        *("schedule", "pp", "microbatches", "chunks", "forward", "backward", "weights", "send"),
+        *("png", "trace"),
+    ),
+    "a recording": ("recorded", "step", "png", "trace"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    what = _asked_for(options)
+    refuse_unused([name for name in given(parser, options) if name != "model"], _USED_FOR[what], what)
+    if options.model is None and options.pp is None:
+        options.pp = 4
+    if options.model is not None:
+        return _show_model(options)
+    if options.recorded is not None:
+        timeline, title, unit = _recorded(options), f"{options.recorded}, step {options.step}", "ms"
+    else:
+        timeline, title, unit = _predicted(options), _title(options), "time of a forward pass"
+    sys.stdout.write(f"{title}\n\n{to_text(timeline)}\n")
+    if options.png is not None:
+        draw(timeline, options.png, title, unit)
+    if options.trace is not None:
+        write_trace(timeline, options.trace, unit_us=1e3)
+    return 0
+
+
+def _asked_for(options: argparse.Namespace) -> str:
+    """Key of `_USED_FOR`."""
+    if options.model is not None:
+        return "a model"
+    if options.recorded is not None:
+        return "a recording"
+    if options.schedule is None:
+        raise ConfigurationError(
+            "nothing was asked for; use a model's directory, --schedule 1f1b, or --recorded DIRECTORY"
+        )
+    return "a schedule"
+
+
+def _show_model(options: argparse.Namespace) -> int:
+    """Who holds what under a layout."""
+    from plugins.hybrid_parallel.inspect.html import write_page
+    from plugins.hybrid_parallel.inspect.shard_report import holdings, in_words
+
+    refuse_without_pipeline(options.pp or 1, options.schedule, options.chunks)
+    chosen = {"tp_size": options.tp, "pp_size": options.pp or 1, "num_model_chunks": options.chunks}
+    config = HybridParallelConfig(**chosen, pp_style=options.schedule or "1f1b", precision=options.precision)
+    ranks = holdings(model_builder(options.model, options.head), config, config.tp_size * config.pp_size)
+    layout = f"tp {config.tp_size} x pp {config.pp_size}"
+    title = f"{options.model}, {layout}, {config.precision}"
+    sys.stdout.write(f"{title}\n\n{in_words(ranks)}\n")
+    if options.html is not None:
+        write_page(ranks, title, options.html)
+    return 0
+
+
+def _predicted(options: argparse.Namespace) -> Timeline:
+    """The schedule simulated; passes of a stage take the share of a rank's that it is."""
+    config = HybridParallelConfig(
+        pp_size=options.pp,
+        pp_style=options.schedule,
+        num_model_chunks=options.chunks,
+        num_microbatches=options.microbatches,
+    )
+    schedule, chunks = config.schedule, config.chunks_per_rank
+    durations = {
+        Kind.FORWARD: options.forward,
+        Kind.BACKWARD: options.backward + options.weights,
+        Kind.BACKWARD_INPUT: options.backward,
+        Kind.BACKWARD_WEIGHT: options.weights,
+    }
+    tables = [schedule.actions(rank, options.pp, options.microbatches, chunks) for rank in range(options.pp)]
+    return simulate(tables, lambda action: durations[action.kind] / chunks, lambda source, target: options.send)
+
+
+def _recorded(options: argparse.Namespace) -> Timeline:
+    steps = read_timelines(options.recorded)
+    if options.step is None:
+        options.step = max(steps)
+    if options.step not in steps:
+        raise ConfigurationError(
+            f"{options.recorded} has no step {options.step}; use one from {min(steps)} to {max(steps)}"
+        )
+    return steps[options.step]
+
+
+def _title(options: argparse.Namespace) -> str:
+    return f"{options.schedule}, {options.pp} ranks, {options.microbatches} micro-batches"
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="booster inspect",
+        description="Show who holds what of a model, or a pipeline schedule: who runs what when, and who is idle.",
+    )
+    parser.add_argument("model", nargs="?", help="a model's directory, its config.json, or a name that is in the cache")
+    parser.add_argument("--head", help="the model's class, such as BertForMaskedLM")
+    parser.add_argument("--tp", type=_count, default=1, help="tensor-parallel ranks of a model (1)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="that a model is trained in (fp32)")
+    parser.add_argument("--schedule", choices=list(SCHEDULES), help="predict a step of this schedule")
+    parser.add_argument("--pp", type=_count, help="ranks of the pipeline (1 for a model, 4 for a schedule)")
+    parser.add_argument("--microbatches", type=_count, default=8, help="micro-batches of a step (8)")
+    parser.add_argument("--chunks", type=_count, help="stages a rank holds, where the schedule lets one choose (2)")
+    parser.add_argument("--forward", type=_time, default=1.0, help="time of a rank's forward pass (1)")
+    parser.add_argument("--backward", type=_time, default=1.0, help="time of its gradients of activations (1)")
+    parser.add_argument("--weights", type=_time, default=1.0, help="time of its gradients of weights (1)")
+    parser.add_argument("--send", type=_time, default=0.0, help="time that a message travels (0)")
+    parser.add_argument("--recorded", type=Path, help="show what HybridParallelPlugin(record_schedule=DIRECTORY) wrote")
+    parser.add_argument("--step", type=int, help="of a recording; the last one by default")
+    parser.add_argument("--html", type=Path, help="write a page of a model")
+    parser.add_argument("--png", type=Path, help="draw a picture")
+    parser.add_argument("--trace", type=Path, help="write a trace for chrome://tracing or ui.perfetto.dev")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer, such as 4")
+    return int(text)
+
+
+def _time(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is no time; use a number such as 0.5")
+    return value

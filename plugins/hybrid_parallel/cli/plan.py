@@ -1,0 +1,119 @@
+"""`booster plan`: the layouts of a model on some devices, the fastest that fit first."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from booster.cli.main import CommandParser
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
+from plugins.hybrid_parallel.cli.arguments import count
+from plugins.hybrid_parallel.cli.models import model_builder
+from plugins.hybrid_parallel.config.options import PRECISIONS
+from plugins.hybrid_parallel.planner.device import GIB, PRESETS, Device, Link, preset
+from plugins.hybrid_parallel.planner.plan import Job, plan_for
+from plugins.hybrid_parallel.planner.report import draw, to_json, to_text
+
+_HERE = "this-machine"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; 1 where no layout fits."""
+    options = _parser().parse_args(arguments)
+    refuse_bad_places(options.output, options.table, options.plot)
+    if options.choose > 1 and options.output is None:
+        raise ConfigurationError(f"--choose {options.choose} says which row is written, and no file is; add --output")
+    if sys.stderr.isatty():
+        _show_progress()
+    build = model_builder(options.model, options.head)
+    gc.freeze()  # what is imported stays: looking through it again and again takes a fifth of a plan
+    job = Job(options.devices, options.global_batch, options.sequence_length, options.precision, options.max_tp)
+    plan, device = plan_for(build, job, _device(options))
+    tokens = float(job.global_batch * job.length)
+    title = (
+        f"{options.model} on {job.world_size} x {device.name}, {job.global_batch} samples of {job.length} tokens, "
+        f"{job.precision}"
+    )
+    sys.stdout.write(f"{title}\n\n{to_text(plan, device, tokens, options.top)}\n")
+    if options.table is not None:
+        options.table.write_text(json.dumps(to_json(plan, device, tokens), indent=1))
+    if not plan.ranked:
+        return 1
+    if options.choose > len(plan.ranked):
+        raise ConfigurationError(f"--choose {options.choose} is beyond the {len(plan.ranked)} layouts that fit; use 1")
+    if options.output is not None:
+        chosen = plan.ranked[options.choose - 1].layout
+        options.output.write_text(json.dumps(chosen.description(), indent=2) + "\n")
+        sys.stdout.write(f"\n{chosen} is in {options.output}, for HybridParallelPlugin.from_config\n")
+    if options.plot is not None:
+        draw(plan, device, options.plot, title, options.top)
+    return 0
+
+
+def _show_progress() -> None:
+    """What the planner looks at, while it does."""
+    planner = logging.getLogger("plugins.hybrid_parallel.planner")
+    planner.addHandler(logging.StreamHandler())
+    planner.setLevel(logging.INFO)
+
+
+def _device(options: argparse.Namespace) -> Device | None:
+    """The device that was named, with what was said of it; None to measure this machine."""
+    changes = {
+        "memory": None if options.memory is None else options.memory * GIB,
+        "node_size": options.node_size,
+        "flops": None if options.flops is None else dict.fromkeys(PRECISIONS, options.flops * 1e12),
+    }
+    given = [name for name in ("memory", "node_size", "flops", "intra", "inter") if getattr(options, name) is not None]
+    if options.device == _HERE:
+        if given:
+            raise ConfigurationError(
+                f"--{given[0].replace('_', '-')} changes what {_HERE} is measured to be; name a device, such as H100"
+            )
+        return None
+    device = preset(options.device, **changes)
+    links = {"inside": (device.inside, options.intra), "between": (device.between, options.inter)}
+    faster = {key: Link(link.latency, rate * 1e9) for key, (link, rate) in links.items() if rate is not None}
+    return preset(options.device, **changes, **faster)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="booster plan",
+        description="Predict memory and time of every layout of a model, without devices and without weights.",
+    )
+    parser.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
+    parser.add_argument("--head", help="the model's class, such as LlamaForCausalLM, or what it is for, as CausalLM")
+    parser.add_argument("--devices", type=count, default=8, help="how many (8)")
+    parser.add_argument("--device", default="H100", help=f"{', '.join(PRESETS)} or {_HERE}, which is measured (H100)")
+    parser.add_argument("--memory", type=_positive, help="GiB of a device")
+    parser.add_argument("--flops", type=_positive, help="dense TFLOP/s that a device promises")
+    parser.add_argument("--node-size", type=count, help="devices of a node")
+    parser.add_argument("--intra", type=_positive, help="GB/s that a device sends inside of a node")
+    parser.add_argument("--inter", type=_positive, help="GB/s that a device sends between nodes")
+    parser.add_argument("--global-batch", type=count, default=256, help="samples of a step (256)")
+    parser.add_argument("--sequence-length", type=count, default=2048, help="tokens of a sample (2048)")
+    parser.add_argument("--precision", choices=PRECISIONS[:3], default="bf16", help="of training (bf16)")
+    parser.add_argument("--max-tp", type=count, help="tensor-parallel ranks at most (those of a node)")
+    parser.add_argument("--top", type=count, default=10, help="layouts that are shown (10)")
+    parser.add_argument("--choose", type=count, default=1, help="the row that is written (1)")
+    parser.add_argument("--output", type=Path, help="write the chosen row for HybridParallelPlugin.from_config")
+    parser.add_argument("--table", type=Path, help="write all rows, and why each rejected layout fails, as JSON")
+    parser.add_argument("--plot", type=Path, help="draw memory and time of the rows that are shown")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number, such as 80")
+    return value

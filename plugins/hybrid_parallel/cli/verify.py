@@ -1,0 +1,115 @@
+"""`booster verify`: does a model train under a layout as it does unsharded, and if not, where does it differ first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from booster.cli.main import CommandParser
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places, refuse_without_pipeline
+from plugins.hybrid_parallel.cli.arguments import add_layout, count, layout_options
+from plugins.hybrid_parallel.cli.models import model_of
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.verify.compare import TOLERANCES
+from plugins.hybrid_parallel.verify.report import allowed
+from plugins.hybrid_parallel.verify.report import in_words as verdict_in_words
+from plugins.hybrid_parallel.verify.verify import Verification, verify
+
+_DIFFERENT = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0 if both trainings are equal, 1 if they differ or the sharded one fails.
+    Raises:
+        ConfigurationError: a bad option, or a model that has no twin, or that cannot be cut like this.
+    """
+    options = _parser().parse_args(arguments)
+    refuse_without_pipeline(options.pp, options.schedule, options.chunks)
+    plugin_options = {**layout_options(options), "zero_stage": options.zero}
+    refuse_bad_places(options.json)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config, model_class = model_of(options.model, options.head)
+    if model_class is None:
+        raise ConfigurationError(f"{options.model} does not say what it is for; name a head with --head, as CausalLM")
+    found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout)
+    sys.stdout.write(in_words(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
+    return 0 if found.verdict.first is None else _DIFFERENT
+
+
+def in_words(found: Verification) -> str:
+    """What was compared, and "equal" or the first difference."""
+    trial = found.trial
+    text = trial.twin.config.get_text_config()
+    sizes = ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"), ("hidden_size", "hidden")
+    words = [f"{getattr(text, name)} {word}" for name, word in sizes if isinstance(getattr(text, name, None), int)]
+    lines = [
+        f"{trial.twin.name}, {_layout(trial.options)}, {found.world_size} ranks, {found.precision}",
+        f"twin: {', '.join([*words, f'{found.num_parameters:,} parameters'])}; {trial.steps} steps of {trial.rows} "
+        "samples",
+        *verdict_in_words(found.verdict, found.precision),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(found: Verification) -> dict[str, Any]:
+    """The same for programs; a difference that is infinite is null."""
+    first = found.verdict.first
+    return {
+        "model": found.trial.twin.name,
+        "options": found.trial.options,
+        "precision": found.precision,
+        "ranks": found.world_size,
+        "steps": found.trial.steps,
+        "parameters": found.num_parameters,
+        "equal": first is None,
+        "first_difference": None if first is None else {**asdict(first), "value": _finite(first.value)},
+        "compared": [
+            {**asdict(worst), "value": _finite(worst.value), "allowed": allowed(worst, found.precision)}
+            for worst in found.verdict.worst
+        ],
+        "not_reached": found.verdict.untrained,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _layout(options: dict[str, Any]) -> str:
+    config = HybridParallelConfig(**options)
+    words = [f"tp {config.tp_size} x pp {config.pp_size} x dp {config.dp_size or 1}"]
+    words += [f"ep {config.ep_size}"] if config.ep_size > 1 else []
+    words += [config.sequence_parallelism_mode] if config.enable_sequence_parallelism else []
+    words += [config.pp_style] if config.pp_size > 1 else []
+    return ", ".join(words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="booster verify",
+        description="Train a small twin of a model sharded and unsharded, on CPU ranks of this machine, and print "
+        "where they differ first, or that they are equal.",
+    )
+    parser.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
+    parser.add_argument("--head", help="the model's class, such as BertForMaskedLM, or what it is for, as MaskedLM")
+    add_layout(parser)
+    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage (1)")
+    parser.add_argument("--precision", choices=list(TOLERANCES), help="of both trainings (fp64, or fp32 where it must)")
+    parser.add_argument("--steps", type=count, default=3, help="of the optimizer (3)")
+    parser.add_argument("--timeout", type=count, default=300, help="seconds that the ranks may take (300)")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    return parser

@@ -1,0 +1,255 @@
+"""`auto_accelerate`: from a model, a dataset and a loss to training objects, by a strategy or by the fastest layout.
+
+The interface is that of ATorch's function of this name; strategies are JSON in the place of pickles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from booster import Booster, launch_from_torch
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.compat.atorch.dry_run import Trial, alike, seconds_of
+from plugins.hybrid_parallel.compat.atorch.options import AccelerateOptions
+from plugins.hybrid_parallel.compat.atorch.strategy import Strategy, plugin_of
+from plugins.hybrid_parallel.data.microbatch import to_device
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.mesh import control_group
+from plugins.hybrid_parallel.planner.device import Device, preset
+from plugins.hybrid_parallel.planner.plan import Job, plan_apart
+from plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from shardformer import record_module_init
+
+_logger = get_logger(__name__)
+
+
+@dataclass
+class AccelerateResult:
+    """What `auto_accelerate` made.
+
+    Attributes:
+        model, optim, dataloader, lr_scheduler: boosted; None for what was not given.
+        loss_func: the user's loss, or None for the model's own.
+        prepare_input: `prepare_input(batch)` moves a batch to this rank's device.
+        booster, plugin: that boosted them, for `execute_pipeline`, checkpoints and so on.
+        args: further results by name: "predicted" and "measured" seconds of the layouts that were tried.
+    """
+
+    model: nn.Module
+    optim: torch.optim.Optimizer | None
+    dataloader: DataLoader | None
+    loss_func: Callable[[Any, Any], Any] | None
+    prepare_input: Callable[[Any], Any]
+    lr_scheduler: Any
+    booster: Booster
+    plugin: HybridParallelPlugin
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def train_step(self, batches: Iterator[Any]) -> Tensor:
+        """One step with the next batch: passes, update, schedule; returns the global loss, 0-d."""
+        loss = self.booster.execute_pipeline(batches, self.model, self.loss_func, self.optim).loss
+        self.optim.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.optim.zero_grad()
+        return loss
+
+
+def auto_accelerate(
+    model: nn.Module,
+    optim_func: Callable[..., torch.optim.Optimizer] | None = None,
+    dataset: Dataset | None = None,
+    loss_func: Callable[[Any, Any], Any] | None = None,
+    load_strategy: Strategy | None = None,
+    *,
+    save_strategy_to_file: str | Path | None = None,
+    **options: Any,
+) -> tuple[bool, AccelerateResult | None, dict[str, Any] | Strategy | None]:
+    """Boost a model by a strategy, or find one: plan, try the best few on the real devices, keep the fastest.
+
+    All ranks of a job call this alike; without a job, this process becomes one of a single rank.
+
+    Args:
+        model: unmodified; on the meta device under `record_module_init`, or with values.
+        optim_func: makes the optimizer, see `AccelerateOptions`; or give `optimizer`.
+        dataset: of mappings of tensors.
+        loss_func: (outputs, batch) -> mean over samples, or (sum, count); None for the model's own loss.
+        load_strategy: what a call before found, a file of it, options of the plugin, or a list of methods; None to
+            find one.
+        save_strategy_to_file: where the strategy is written as JSON.
+        options: fields of `AccelerateOptions`.
+
+    Returns:
+        (whether a layout was found, what was made, the strategy, for `load_strategy` and `from_config`);
+        (False, None, None) where nothing fits.
+
+    Raises:
+        ConfigurationError: what was given does not fit together, or the strategy is refused.
+    """
+    chosen = AccelerateOptions.of(options)
+    if optim_func is None and callable(chosen.optimizer) and not isinstance(chosen.optimizer, torch.optim.Optimizer):
+        optim_func, chosen.optimizer = chosen.optimizer, None
+    make = _optimizer_maker(model, optim_func, chosen)
+    if not dist.is_initialized():
+        launch_from_torch()
+    strategy, tried = load_strategy, {}
+    if strategy is None:
+        strategy, tried = _find(_trial(model, optim_func, dataset, loss_func, chosen), model, dataset, chosen)
+        if strategy is None:
+            return False, None, None
+    plugin = plugin_of(strategy)
+    result = _boosted(plugin, model, make(), chosen)
+    result.loss_func, result.args = loss_func, tried
+    if dataset is not None:
+        result.dataloader = _loader(plugin, dataset, chosen)
+    if save_strategy_to_file is not None and dist.get_rank() == 0:
+        _save(strategy, Path(save_strategy_to_file))
+    return True, result, strategy
+
+
+def _boosted(
+    plugin: HybridParallelPlugin, model: nn.Module, optim: torch.optim.Optimizer, options: AccelerateOptions
+) -> AccelerateResult:
+    booster, schedule = Booster(plugin=plugin), None
+    if options.lr_scheduler_cls is not None:
+        schedule = options.lr_scheduler_cls(optim, **(options.lr_scheduler_args or {}))
+    model, optim, schedule = booster.boost(model=model, optimizer=optim, lr_scheduler=schedule)
+    prepare = _preparing(options.prepare_input, plugin.grid.device)
+    return AccelerateResult(model, optim, None, None, prepare, schedule, booster, plugin)
+
+
+def _trial(
+    model: nn.Module,
+    optim_func: Callable[..., torch.optim.Optimizer] | None,
+    dataset: Dataset | None,
+    loss_func: Callable[[Any, Any], Any] | None,
+    options: AccelerateOptions,
+) -> Trial:
+    if options.optimizer is not None:
+        make = alike(options.optimizer)
+    else:
+        make = partial(optim_func, **(options.optim_args or {}))
+    return Trial(
+        build=partial(_anew, type(model), getattr(model, "config", None)),
+        optimizer=make,
+        criterion=loss_func,
+        batches=lambda plugin: _loader(plugin, dataset, options),
+        steps=options.num_steps,
+    )
+
+
+def _find(
+    trial: Trial, model: nn.Module, dataset: Dataset | None, options: AccelerateOptions
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The fastest of the best layouts by plan, and what was predicted and measured."""
+    job = _job(model, dataset, options)
+    rows = _plan(trial.build, job, options.device)
+    rows = [row for row in rows if options.excluded is None or not options.excluded(row["options"])]
+    tried = []
+    for row in _different(rows, options.num_candidates):
+        seconds = seconds_of(row["options"], trial)
+        tried.append({**row, "measured": seconds})
+        _logger.info("%s: predicted %.4g s, measured %s", row["layout"], row["predicted"], seconds)
+    fitting = [row for row in tried if row["measured"] is not None]
+    if not fitting:
+        _logger.warning("no layout of %d ranks fits; use more devices, or a smaller batch", job.world_size)
+        return None, {"tried": tried}
+    return min(fitting, key=lambda row: row["measured"])["options"], {"tried": tried}
+
+
+def _different(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The best `count`, at first one of each grid: others of it differ by less than a prediction errs."""
+    names = ("sharding_size", "stage_cnt", "enable_sequence_parallelism")
+    firsts: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        firsts.setdefault(tuple(row["options"].get(name) for name in names), row)
+    rest = [row for row in rows if row not in firsts.values()]
+    return [*firsts.values(), *rest][:count]
+
+
+def _plan(build: Callable[[], nn.Module], job: Job, device: str | Device | None) -> list[dict[str, Any]]:
+    """The ranked layouts, planned by rank 0, the same on every rank."""
+    control_group()  # of all ranks, before the first goes its own way
+    rows: list[dict[str, Any]] = []
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            plan = plan_apart(build, job, preset(device) if isinstance(device, str) else device)
+            rows = [
+                {"layout": str(each.layout), "options": each.layout.description(), "predicted": each.seconds.total}
+                for each in plan.ranked
+            ]
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            problem = f"no layout was planned: {error}"
+    rows, problem = all_gather_json((rows, problem), control_group())[0]
+    if problem is not None:
+        raise ConfigurationError(problem)
+    return rows
+
+
+def _job(model: nn.Module, dataset: Dataset | None, options: AccelerateOptions) -> Job:
+    if dataset is None:
+        raise ConfigurationError("without a strategy layouts are tried with batches; give a dataset, or load_strategy")
+    if not hasattr(model, "config"):
+        raise ConfigurationError(
+            f"a {type(model).__name__} cannot be made anew to try layouts with; give load_strategy"
+        )
+    length = options.sequence_length
+    if length is None:
+        sample = dataset[0]
+        ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
+        length = len(ids) if ids is not None else 1
+    precision = options.precision or ("bf16" if torch.cuda.is_available() else "fp32")
+    return Job(dist.get_world_size(), options.global_batch, int(length), precision)
+
+
+def _anew(model_class: type[nn.Module], config: Any) -> nn.Module:
+    """The model with values of its own, which are drawn where they are needed."""
+    with record_module_init():
+        return model_class(config)
+
+
+def _optimizer_maker(
+    model: nn.Module, optim_func: Callable[..., torch.optim.Optimizer] | None, options: AccelerateOptions
+) -> Callable[[], torch.optim.Optimizer]:
+    if (optim_func is None) == (options.optimizer is None):
+        which = "none is given" if optim_func is None else "both are given"
+        raise ConfigurationError(f"auto_accelerate needs optimizer or optim_func, and {which}; use one of them")
+    if optim_func is None:
+        return lambda: options.optimizer
+    select = options.optim_param_func or (lambda each: each.parameters())
+    return lambda: optim_func(select(model), **(options.optim_args or {}))
+
+
+def _loader(plugin: HybridParallelPlugin, dataset: Dataset, options: AccelerateOptions) -> DataLoader:
+    total = options.global_batch
+    if total % plugin.dp_size:
+        raise ConfigurationError(
+            f"a global batch of {total} samples does not divide by dp_size={plugin.dp_size}; use "
+            f"batch_size={-(-total // plugin.dp_size) * plugin.dp_size}"
+        )
+    loading = {name: value for name, value in (options.dataloader_args or {}).items() if name != "batch_size"}
+    return plugin.prepare_dataloader(dataset, total // plugin.dp_size, **loading)
+
+
+def _preparing(prepare_input: Callable[[Any, torch.device], Any] | None, device: torch.device) -> Callable[[Any], Any]:
+    if prepare_input is None:
+        return lambda batch: to_device(batch, device, None)
+    return lambda batch: prepare_input(batch, device)
+
+
+def _save(strategy: Strategy, path: Path) -> None:
+    if not isinstance(strategy, Mapping):
+        raise ConfigurationError(f"a strategy that is no mapping is not written to {path}; save its own file")
+    path.write_text(json.dumps(dict(strategy), indent=2) + "\n")

@@ -1,0 +1,98 @@
+"""Batches of ((inputs...), (labels...)), and losses `loss_func(logits, labels)`, in the engine's terms."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.compat.deepspeed_3d.logits import reading_cut_logits
+
+LossFunction = Callable[[Any, Any], Any]
+_FORM = "((inputs...), (labels...)), or a mapping of the model's keyword arguments"
+
+
+def names_of_inputs(model: nn.Module) -> tuple[str, ...]:
+    """The parameters of a model's forward that can be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+class PairLoss:
+    """A loss function of pairs, as a criterion of `execute_pipeline`.
+
+    Args:
+        loss_func: (logits, labels) -> a mean over samples, or (sum, count).
+        model: which computed the logits; they are left cut over the vocabulary where its head is.
+        names: of the labels in a batch, in their order.
+        is_tuple: whether `loss_func` takes a tuple of labels, or the bare one.
+    """
+
+    reads_parallel_logits = True
+
+    def __init__(self, loss_func: LossFunction, model: nn.Module, names: Sequence[str], is_tuple: bool) -> None:
+        self.loss_func, self.model = loss_func, model
+        self.own_entries, self.is_tuple = tuple(names), is_tuple
+
+    def __call__(self, outputs: Any, microbatch: Mapping[str, Any]) -> Any:
+        labels = tuple(microbatch[name] for name in self.own_entries)
+        with reading_cut_logits(self.model):
+            return self.loss_func(_logits_of(outputs), labels if self.is_tuple else labels[0])
+
+
+def adapted(
+    batch: Any, names: Sequence[str], model: nn.Module, criterion: LossFunction | None, needs_loss: bool
+) -> tuple[Any, Callable[[Any, Any], Any] | None]:
+    """A batch as a mapping, and the criterion for it. A mapping, and the criterion for it, are left as they are.
+
+    Args:
+        batch: a mapping, or ((inputs...), (labels...)).
+        names: of the model's inputs, in their order.
+        model: for the criterion.
+        needs_loss: whether a loss is asked for.
+
+    Raises:
+        ConfigurationError: the batch has another form, or more inputs than the model, or no criterion is given.
+    """
+    if isinstance(batch, Mapping):
+        return batch, criterion
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        what = f"{len(batch)} elements" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+        raise ConfigurationError(f"a batch is {what}; let batch_fn return {_FORM}")
+    inputs, labels = batch
+    is_tuple = isinstance(labels, tuple | list)
+    labels = labels if is_tuple else (labels,)
+    given = _by_name(inputs, names)
+    if criterion is None:
+        if needs_loss:
+            raise ConfigurationError(
+                "a batch of ((inputs...), (labels...)) says nothing about the loss; give execute_pipeline a "
+                "criterion=loss_func, which is called as loss_func(logits, labels)"
+            )
+        return given, None
+    labels = {f"labels[{number}]": value for number, value in enumerate(labels)}
+    return {**given, **labels}, PairLoss(criterion, model, tuple(labels), is_tuple)
+
+
+def _by_name(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Inputs by the names that they have in the model's forward; None is left out."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if len(inputs) > len(names):
+        raise ConfigurationError(
+            f"a batch has {len(inputs)} inputs, and the model's forward takes {len(names)} by position "
+            f"({', '.join(names)}); use so many at most"
+        )
+    return {name: value for name, value in zip(names, inputs, strict=False) if value is not None}
+
+
+def _logits_of(outputs: Any) -> Any:
+    """What the loss is computed of: logits, or of a model without a head its hidden states."""
+    if isinstance(outputs, Mapping):
+        return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+    return outputs[0] if isinstance(outputs, tuple) else outputs

@@ -1,0 +1,122 @@
+"""Logits of a tied embedding, and their cross-entropy, whether or not the vocabulary is cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.compat.deepspeed_3d.patches import Patch
+from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens
+from shardformer.distributed.collectives import copy_to_axis, gather_from_axis
+from shardformer.layers.index_range import check_indices
+from shardformer.layers.lm_head import VocabParallelLMHead
+
+# (hidden states [batch, seq, hidden], what holds the tied weight) -> logits
+LogitHelper = Callable[[Any, nn.Module], Tensor]
+
+
+def vocab_parallel_logit_helper(lm_output: Any, embedding: nn.Module) -> Tensor:
+    """Logits by the weight of an embedding, for the rows of it that this rank has.
+
+    Args:
+        lm_output: the hidden states [batch, seq, hidden], or a tuple with them first. Their gradient is summed over
+            the ranks that share the vocabulary, whichever helper is used.
+        embedding: what holds the weight, [vocabulary, hidden] or this rank's rows.
+    """
+    hidden = lm_output[0] if isinstance(lm_output, tuple) else lm_output
+    return F.linear(hidden, embedding.weight)
+
+
+def helper_as_patch(helper: LogitHelper) -> Patch:
+    """The patch of an output head that computes logits by `helper`."""
+
+    def patch(forward: Callable[[Tensor], Tensor], head: nn.Module) -> Callable[[Tensor], Tensor]:
+        if not isinstance(head, VocabParallelLMHead):
+            return lambda hidden: helper(hidden, head)
+
+        def logits(hidden: Tensor) -> Tensor:
+            found = helper(copy_to_axis(hidden, head.group), head)
+            if not head.gather_output:
+                return found
+            return gather_from_axis(found, found.dim() - 1, head.group)[..., : head.full_out_features]
+
+        return logits
+
+    return patch
+
+
+@dataclass
+class _Reading:
+    """A call of a loss function.
+
+    Attributes:
+        head: which left its logits cut over the vocabulary.
+        knows: whether the loss function has asked for that.
+    """
+
+    head: VocabParallelLMHead
+    knows: bool = False
+
+
+_reading: ContextVar[_Reading | None] = ContextVar("reading_logits", default=None)
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """The cross-entropy of each label, 0 where it is `ignore_index`; at least fp32.
+
+    Inside of a loss function that gets pairs of inputs and labels, logits lie cut over the vocabulary where an
+    embedding does, and are not gathered. Anywhere else they are whole, and this is the plain cross-entropy.
+
+    Args:
+        logits: [..., vocabulary], or this rank's [..., padded vocabulary / ranks].
+        labels: [...], the same on all ranks that share the vocabulary.
+
+    Raises:
+        ConfigurationError: `logits` have another width than the vocabulary or this rank's part of it.
+    """
+    reading, width = _reading.get(), logits.shape[-1]
+    vocab_range = group = None
+    if reading is not None:
+        reading.knows, head = True, reading.head
+        rows = head.matrix.shape[0]
+        if width == rows:
+            vocab_range, group = head.vocab_range, head.group
+            check_indices(labels, head.full_out_features, "label", ignored=ignore_index)
+        elif width != head.full_out_features:
+            raise ConfigurationError(
+                f"vocab_parallel_cross_entropy got logits of width {width}; use those of a rank, {rows}, or of the "
+                f"whole vocabulary, {head.full_out_features}"
+            )
+    losses = cross_entropy_of_tokens(logits.reshape(-1, width), labels.reshape(-1), vocab_range, group, ignore_index)
+    return losses.view(labels.shape)
+
+
+@contextmanager
+def reading_cut_logits(model: nn.Module) -> Iterator[None]:
+    """A call of a loss function, which has to know it if the logits of `model` are cut over the vocabulary.
+
+    Raises:
+        ConfigurationError: it did not: its softmax was one over a part of the vocabulary.
+    """
+    head = next((module for module in model.modules() if isinstance(module, VocabParallelLMHead)), None)
+    if head is None or head.gather_output:
+        yield
+        return
+    reading = _Reading(head)
+    token = _reading.set(reading)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+    if not reading.knows:
+        raise ConfigurationError(
+            f"loss_func got {head.matrix.shape[0]} of {head.full_out_features} columns of the logits and did not call "
+            "vocab_parallel_cross_entropy; use it, or leave the embedding out of shard_vocab"
+        )

@@ -1,0 +1,147 @@
+"""What ranks got and computed, compared in the first steps: one batch and loss a replica, other batches on others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+
+_logger = get_logger(__name__)
+
+FIRST_STEPS = 2  # in which the check is made without being asked for
+
+
+def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
+    """Compare the batch over all ranks: its names and dtypes everywhere, its values within each replica.
+
+    Raises:
+        ConfigurationError: ranks differ, on all ranks alike, with the first that does.
+    """
+    if dist.get_world_size() == 1:
+        return
+    entries = {key: _entry(value) for key, value in batch.items()}
+    kinds = [(key, entry[0]) for key, entry in sorted(entries.items())]
+    mine = torch.tensor([mesh.rank("dp"), checksum_of(kinds), checksum_of(sorted(entries.items()))])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    replicas: dict[int, set[int]] = {}
+    for replica, _, values in (row.tolist() for row in everyone):
+        replicas.setdefault(replica, set()).add(values)
+    same_kinds = len({int(row[1]) for row in everyone}) == 1
+    if same_kinds and all(len(values) == 1 for values in replicas.values()):
+        return
+    found = all_gather_json([mesh.rank("dp"), mesh.place, entries])
+    raise ConfigurationError(_first_difference(found))
+
+
+def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
+    """The same for an ordinary loop, where only tensor- and context-parallel ranks have to call the model together.
+
+    Raises:
+        ConfigurationError: they differ, on all of them alike.
+    """
+    axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
+    entries = {key: _entry(value) for key, value in batch.items()} if axes else {}
+    everywhere = [all_gather_json([mesh.rank("dp"), mesh.place, entries], mesh.group(axis)) for axis in axes]
+    for found in everywhere:
+        if any(other[2] != found[0][2] for other in found):
+            raise ConfigurationError(_first_difference(found))
+
+
+def check_loss(loss: Tensor, mesh: HybridMesh) -> None:
+    """Compare a loss that the user computed over the tensor- and context-parallel ranks of a replica.
+
+    Raises:
+        ConfigurationError: it differs, on all of them alike.
+    """
+    tolerance = 1e-5 if loss.dtype.itemsize > 2 else 1e-2
+    for axis in (axis for axis in ("cp", "tp") if mesh.size(axis) > 1):
+        found = all_gather_json([mesh.place, float(loss)], mesh.group(axis))
+        place, value = found[0]
+        for other_place, other in found[1:]:
+            if abs(value - other) > tolerance * max(abs(value), abs(other)):
+                raise ConfigurationError(
+                    f"the loss is {value:.6g} on {place} and {other:.6g} on {other_place}; compute it from the model's "
+                    "outputs, which are the same on both, and not from model.parameters(), of which each has its own "
+                    "share (a penalty on weights is the optimizer's weight_decay)"
+                )
+
+
+class ReplicaCheck:
+    """Whether replicas train on samples of their own, looked at in the first steps.
+
+    Args:
+        mesh: the grid of ranks.
+        loaders: the boosted ones of this rank, to which more may come.
+    """
+
+    def __init__(self, mesh: HybridMesh, loaders: Sequence[Any]) -> None:
+        self.mesh, self.loaders = mesh, loaders
+        self._steps_left = FIRST_STEPS if mesh.size("dp") > 1 else 0
+        self._has_warned = False
+
+    def compare(self, batch: Mapping[str, Any]) -> None:
+        """Compare the batches of all ranks; warns where all replicas got the same from a loader that is not boosted.
+
+        Raises:
+            ConfigurationError: ranks iterated boosted loaders not equally often, on all ranks alike.
+        """
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        begun = sum(loader.iterations for loader in self.loaders)
+        content = checksum_of(sorted((key, _entry(value)) for key, value in batch.items()))
+        found = all_gather_json([self.mesh.place, begun, content])
+        for place, iterations, _ in found:
+            if iterations != found[0][1]:
+                first, count = found[0][:2]
+                raise ConfigurationError(
+                    f"{place} has iterated boosted dataloaders {iterations} times, {first} {count} times, so that the "
+                    "order of the next samples would differ; iterate them on all ranks alike, and look at single "
+                    "batches of a plain DataLoader"
+                )
+        is_same = len({content for *_, content in found}) == 1 and not begun
+        if is_same and not self._has_warned and dist.get_rank() == 0:
+            self._has_warned = True
+            _logger.warning(
+                "all %d data-parallel replicas got the same batch, so that they train on one batch and not on %d; "
+                "pass the dataloader to boost(), which shares it out",
+                *[self.mesh.size("dp")] * 2,
+            )
+
+
+def _entry(value: Any) -> list[Any]:
+    """What a value is, its shape, and a number for its content."""
+    if not isinstance(value, Tensor):
+        return [type(value).__name__, [], checksum_of(value)]
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), checksum(value)]
+
+
+def _first_difference(found: list[list[Any]]) -> str:
+    """One sentence about the first two ranks whose batches do not go together."""
+    for other_replica, other_place, other in found[1:]:
+        replica, place, entries = next(each for each in found if each[0] == other_replica)
+        rule = "all ranks of a replica need the same batch: boost() the dataloader, or seed it alike on all of them"
+        if entries == other:
+            replica, place, entries = found[0]
+        if replica != other_replica:
+            rule = "all ranks need batches of the same inputs"
+        for key in [*entries, *(key for key in other if key not in entries)]:
+            if key not in entries or key not in other:
+                has, lacks = (place, other_place) if key in entries else (other_place, place)
+                return f"the batch has '{key}' on {has} but not on {lacks}; {rule}"
+            one, two = entries[key], other[key]
+            if one[0] != two[0] or (replica == other_replica and one != two):
+                what = [f"{kind} {shape}" for kind, shape, _ in (one, two)]
+                how = f"{what[0]} and {what[1]}" if what[0] != what[1] else f"other values of {what[0]}"
+                return f"'{key}' of the batch differs between {place} and {other_place} ({how}); {rule}"
+    raise AssertionError("no difference")

@@ -1,0 +1,131 @@
+"""Random numbers that loading draws: a plain script draws for a whole batch, and each replica for its share.
+
+They cannot be the same then, which is said once. Nor are they the same on two replicas: the default generators stand at
+another place there (`LoadingStream`), and so do here those that a `collate_fn` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from booster.logging import get_logger
+from plugins.hybrid_parallel.data.generators import generators_of
+from plugins.hybrid_parallel.data.random_stream import default_states, state_of_generator
+
+_logger = get_logger(__name__)
+_FIRST_BATCHES = 2  # a collator may make its generator with the first
+_OWN = "a torch.Generator of its own"
+
+
+class ReplicaCollate:
+    """The user's `collate_fn`, which draws other numbers on every replica.
+
+    Args:
+        collate_fn: the user's.
+        dataset: the user's.
+        ordering: what the order of samples may be drawn from, which is to be the same on all replicas.
+        rank, world_size: position on the data-parallel axis.
+    """
+
+    def __init__(
+        self, collate_fn: Callable[[list[Any]], Any], dataset: Any, ordering: Sequence[Any], rank: int, world_size: int
+    ) -> None:
+        self.collate_fn, self.dataset, self.ordering = collate_fn, dataset, generators_of(*ordering)
+        self.rank, self.world_size = rank, world_size
+        self._numbers: dict[int, ReplicaNumbers] = {}
+        self._num_batches, self._has_begun, self._has_warned = 0, False, False
+        self._left: dict[str, Any] | None = None  # the states behind the batch before
+
+    def begin(self) -> None:
+        """To be called when an epoch has begun, with the random numbers that its samples draw from."""
+        self._has_begun = True
+        if self._num_batches < _FIRST_BATCHES:
+            self._left = self._states()
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self._num_batches >= _FIRST_BATCHES:
+            return self._collate(samples)
+        self._num_batches += 1
+        before = self._states()
+        self._compare("the dataset", self._left, before)
+        self._take_generators()
+        batch = self._collate(samples)
+        self._left = self._states()
+        self._compare("collate_fn", before, self._left)
+        return batch
+
+    def _collate(self, samples: list[Any]) -> Any:
+        with ExitStack() as stack:
+            for numbers in self._numbers.values():
+                stack.enter_context(numbers.active())
+            return self.collate_fn(samples)
+
+    def _take_generators(self) -> None:
+        if self.rank > 0:
+            shared = {id(generator) for generator in self.ordering}
+            for generator in generators_of(self.collate_fn):
+                if id(generator) not in shared:
+                    self._numbers.setdefault(id(generator), ReplicaNumbers(generator, self.rank))
+
+    def _states(self) -> dict[str, Any]:
+        """Whose generator -> its state. With one replica, generators of its own draw what they do plainly."""
+        held = generators_of(self.collate_fn, self.dataset) if self.world_size > 1 else []
+        return default_states() | {_OWN: [state_of_generator(generator.get_state()) for generator in held]}
+
+    def _compare(self, who: str, before: dict[str, Any] | None, after: dict[str, Any]) -> None:
+        """Say once, on the first rank, that `who` has drawn."""
+        if before is None or self._has_warned or not self._is_first_process():
+            return
+        drawn = next((name for name, state in after.items() if before.get(name, state) != state), None)
+        if drawn is None:
+            return
+        self._has_warned = True
+        why = f"each of the dp_size={self.world_size} replicas draws for its own samples"
+        if self.world_size == 1:
+            why = "loading has a stream of its own in its place"
+        elif drawn == _OWN and who == "the dataset":
+            why = f"each of the dp_size={self.world_size} replicas draws the same for other samples"
+        _logger.warning(
+            "%s draws random numbers from %s, and %s: batches differ from those of a plain script; for the same ones "
+            "draw for each sample in __getitem__ from a torch.Generator seeded by the index%s",
+            who,
+            drawn,
+            why,
+            ", or use dp_size=1" if drawn == _OWN else "",
+        )
+
+    def _is_first_process(self) -> bool:
+        """Of all ranks and workers; workers of later epochs know nothing of what was said before."""
+        worker = get_worker_info()
+        is_first = worker is None or (worker.id == 0 and not self._has_begun)
+        return is_first and (not dist.is_initialized() or dist.get_rank() == 0)
+
+
+class ReplicaNumbers:
+    """Numbers of one replica in the place of those of a generator that all replicas have in the same state."""
+
+    def __init__(self, generator: torch.Generator, rank: int) -> None:
+        self.generator, self.rank = generator, rank
+        self._outer = self._inner = torch.empty(0)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw them. They begin anew where the user has changed the generator (seeded it again)."""
+        outer = self.generator.get_state()
+        if torch.equal(outer, self._outer):
+            self.generator.set_state(self._inner)
+        else:
+            self._outer = outer
+            drawn = torch.randint(2**62, (self.rank,), generator=self.generator, device=self.generator.device)
+            self.generator.manual_seed(int(drawn[-1]))
+        try:
+            yield
+        finally:
+            self._inner = self.generator.get_state()
+            self.generator.set_state(outer)

@@ -1,0 +1,220 @@
+"""What ranks hold in common, compared: parameters, tied weights, learning rates, loss scale and random streams.
+
+Only checksums travel. Where two differ, the ranks that share the tensor exchange it to say by how much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from booster.errors import SynchronyError
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.checksum import checksum
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicas_of
+from plugins.hybrid_parallel.zero.grouping import TiedParameter
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
+
+# In the order of cause: another learning rate makes other parameters.
+_STRUCTURE, _NUMBERS, _PARAMETERS = range(3)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Something that several ranks hold alike.
+
+    Attributes:
+        kind: what of all that differs is named first.
+        name: for messages, the same on all of them.
+        value: a tensor, or something that JSON can hold.
+        piece: ranks that hold another piece of the tensor have another number.
+    """
+
+    kind: int
+    name: str
+    value: Any
+    piece: int = 0
+
+    def digest(self) -> list[Any]:
+        if isinstance(self.value, Tensor):
+            return [self.piece, str(self.value.dtype), list(self.value.shape), checksum(self.value)]
+        return [self.piece, self.value]
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """The ranks among which things are shared; `group` None for all ranks."""
+
+    words: str
+    group: ProcessGroup | None
+    shared: list[_Shared]
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group or dist.group.WORLD)
+
+
+class WholeNames(Protocol):
+    """What a model was called before it was sharded."""
+
+    aliases: Mapping[str, tuple[str, ...]]
+
+
+class SharedModel(Protocol):
+    """What the check reads of a boosted model."""
+
+    mesh: HybridMesh
+    stream: Any
+    origin: WholeNames
+    tied: Mapping[nn.Parameter, TiedParameter]
+
+    def unwrap(self) -> nn.Module:
+        """The sharded model."""
+
+
+class SynchronyCheck:
+    """Compares the ranks of one model and its optimizers.
+
+    Args:
+        model: the boosted model.
+    """
+
+    def __init__(self, model: SharedModel) -> None:
+        self.model, self.mesh = model, model.mesh
+        self._last_good: int | None = None
+
+    def run(self, optimizers: Sequence[HybridParallelOptimizer]) -> None:
+        """Compare; called on all ranks.
+
+        Raises:
+            SynchronyError: ranks differ; on all ranks alike, with the first difference.
+        """
+        if dist.get_world_size() == 1:
+            return
+        for optimizer in optimizers:
+            optimizer.wait_for_parameters()
+        step = max((optimizer.num_steps for optimizer in optimizers), default=0)
+        scopes = list(self._scopes(optimizers))
+        here = [[kind, self.mesh.rank("pp"), *found] for scope in scopes for kind, *found in _differences(scope)]
+        everywhere = [found for rank in all_gather_json(sorted(here)[:1]) for found in rank]
+        if not everywhere:
+            self._last_good = step
+            return
+        _, _, _, name, words, ranks = min(everywhere)
+        sizes = all_gather_json(_size_of_difference(scopes, name, words, ranks))
+        size = next((f" ({size})" for size in sizes if size is not None), "")
+        since = "" if self._last_good is None else f", not yet after step {self._last_good}"
+        if self._last_good == step:
+            since = ", since the comparison at the end of that step"
+        raise SynchronyError(
+            f"{name} differs between {f'{words} ranks'.strip()} {ranks[0]} and {ranks[1]}{size}; "
+            f"seen first after step {step}{since}; go back to a checkpoint from before"
+        )
+
+    def run_at(self, interval: int, optimizers: Sequence[HybridParallelOptimizer]) -> None:
+        """Compare at every `interval`-th step."""
+        if all(optimizer.num_steps % interval == 0 for optimizer in optimizers):
+            self.run(optimizers)
+
+    def _scopes(self, optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Scope]:
+        params = dict(self.model.unwrap().named_parameters())
+        structure = [[name, list(spec_of(param).full_shape)] for name, param in params.items()]
+        names = _Shared(_STRUCTURE, "the list of parameters", structure)
+        steps = list(_state_steps(optimizers))
+        stream = {} if self.model.stream is None else self.model.stream.state_dict()
+        streams = [_Shared(_NUMBERS, f"the shared random stream ({device})", state) for device, state in stream.items()]
+        copies = [
+            _Shared(_PARAMETERS, name, param.data, spec.rank // spec.copies if spec.dim is not None else 0)
+            for name, param in params.items()
+            if (spec := spec_of(param)).dim is None or spec.copies > 1
+        ]
+        yield _Scope("", None, list(_options(optimizers)))
+        yield _Scope("tensor-parallel", self.mesh.group("tp"), [names, *streams, *steps, *copies])
+        for axis, words in ((TENSOR, "data-parallel"), (EXPERTS, "expert-data-parallel")):
+            alike = [
+                _Shared(_PARAMETERS, name, param.data) for name, param in params.items() if spec_of(param).axis == axis
+            ]
+            common = [names, *steps] if axis == TENSOR else []
+            yield _Scope(words, self.mesh.group(replicas_of(axis)), [*common, *alike])
+        first_names = {param: name for name, param in params.items()}
+        for param, tie in sorted(self.model.tied.items(), key=lambda item: item[1].order):
+            name = first_names[param]
+            common = min((name, *self.model.origin.aliases.get(name, ())))  # other stages call it differently
+            yield _Scope("tied", tie.group, [_Shared(_PARAMETERS, f"the tied weight {common}", param.data)])
+
+
+def _options(optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Shared]:
+    """Numbers in the parameter groups, the loss scale, the count of steps."""
+    for index, optimizer in enumerate(optimizers):
+        of = f" of optimizer {index}" if len(optimizers) > 1 else ""
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in sorted(group.items()):
+                plain = value.tolist() if isinstance(value, Tensor) else value
+                if key != "params" and isinstance(plain, int | float | tuple | list | bool):
+                    yield _Shared(_NUMBERS, f"{key} of parameter group {number}{of}", plain)
+        yield _Shared(_NUMBERS, f"the loss scale{of}", [optimizer.loss_scale.value, optimizer.loss_scale.state_dict()])
+        yield _Shared(_NUMBERS, f"the number of steps{of}", optimizer.num_steps)
+
+
+def _state_steps(optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Shared]:
+    """How often the optimizer has updated each parameter of which this rank holds a piece."""
+    for optimizer in optimizers:
+        for bucket in optimizer.buckets:
+            for piece in bucket.pieces:
+                step = optimizer.state.get(piece.parameter, {}).get("step")
+                if step is not None:
+                    name = optimizer.names[bucket.params[piece.index]]
+                    yield _Shared(_NUMBERS, f"the optimizer's step count of {name}", float(step))
+
+
+def _differences(scope: _Scope) -> Iterator[list[Any]]:
+    """[kind, position, name, words, two ranks] of what is not the same in the scope."""
+    if dist.get_world_size(scope.group) == 1:
+        return
+    tables = all_gather_json({shared.name: shared.digest() for shared in scope.shared}, scope.group)
+    kinds = {shared.name: shared.kind for shared in scope.shared}
+    for position, name in enumerate(kinds):
+        present = [rank for rank, table in enumerate(tables) if name in table]
+        for piece in {table[name][0] for table in tables if name in table}:
+            alike = [rank for rank in present if tables[rank][name][0] == piece]
+            pair = _odd_one(alike, tables, name)
+            if pair is not None:
+                yield [kinds[name], position, name, scope.words, [scope.ranks[rank] for rank in pair]]
+
+
+def _odd_one(ranks: Sequence[int], tables: Sequence[Mapping[str, Any]], name: str) -> list[int] | None:
+    """A rank with what most of them have, and the first that has something else."""
+    digests = {rank: repr(tables[rank][name]) for rank in ranks}
+    counted = Counter(digests.values())
+    if len(counted) == 1:
+        return None
+    usual = max(counted, key=counted.__getitem__)
+    of_most = next(rank for rank in ranks if digests[rank] == usual)
+    return [of_most, next(rank for rank in ranks if digests[rank] != usual)]
+
+
+def _size_of_difference(scopes: Sequence[_Scope], name: str, words: str, ranks: list[int]) -> str | None:
+    """By how much the tensor or number of two ranks differs, where this rank is one of those that share it."""
+    scope = next((each for each in scopes if each.words == words and set(ranks) <= set(each.ranks)), None)
+    shared = next((each for each in scope.shared if each.name == name), None) if scope else None
+    if shared is None:
+        return None
+    if not isinstance(shared.value, Tensor):
+        if shared.kind == _STRUCTURE:
+            return None
+        values = all_gather_json(str(shared.value)[:80], scope.group)
+        one, other = (values[scope.ranks.index(rank)] for rank in ranks)
+        return f"{one} and {other}"
+    if not shared.value.is_floating_point():
+        return None
+    other = shared.value.detach().clone()
+    dist.broadcast(other, ranks[0], group=scope.group)
+    largest = float((other.double() - shared.value.detach().double()).abs().max()) if other.numel() else 0.0
+    return f"largest difference {largest:.3g}" if dist.get_rank() == ranks[1] else None

@@ -1,0 +1,50 @@
+"""Whether all ranks were given the same options: with others they make other groups, and hang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.checksum import checksum_of
+from shardformer import TPInfo
+
+
+def check_options(config: HybridParallelConfig) -> None:
+    """Compare the options of all ranks.
+
+    Raises:
+        ConfigurationError: they differ, on all ranks alike, with the first that does.
+    """
+    if dist.get_world_size() == 1:
+        return
+    options = {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+    number = checksum_of(options)
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if extremes[0] == -extremes[1]:
+        return
+    everyone = all_gather_json(options)
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                raise ConfigurationError(
+                    f"{name} differs between ranks 0 and {rank} ({value} and {other[name]}); "
+                    f"use {name}={value} on all ranks"
+                )
+
+
+def _plain(value: object) -> str:
+    """What has to be the same of an option's value: of a policy, its class."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, default=repr)
+    if value is None or isinstance(value, str | int | float | list | tuple | Path | TPInfo):
+        return repr(value)
+    return (value if isinstance(value, type) else type(value)).__qualname__

@@ -1,0 +1,150 @@
+"""Which rank holds which piece, where the user says so by the names of devices."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+
+_logger = get_logger(__name__)
+# `cuda:3`, `cpu:2`, `node-1/cuda:3`; TensorFlow's way too, `/device:XLA_DTU:3`.
+_NAME = re.compile(r"^(?:(?P<host>[^/:\s]+)/)?(?:/device:)?(?P<kind>[A-Za-z_]\w*):(?P<index>\d+)$")
+_EXAMPLE = "'cuda:3', 'cpu:2', 'host/cuda:3' or a rank such as 3"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a name says.
+
+    Attributes:
+        index: the device's number on its host, or a rank where `kind` is None.
+        kind: "cuda", "cpu" or another.
+        host: None where there is only one.
+    """
+
+    index: int
+    kind: str | None = None
+    host: str | None = None
+
+    @staticmethod
+    def of(name: Any) -> Device | None:
+        """None if it is no name of a device."""
+        if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+            return Device(name)
+        if not isinstance(name, str):
+            return None
+        if name.isdecimal():
+            return Device(int(name))
+        found = _NAME.match(name)
+        return None if found is None else Device(int(found["index"]), found["kind"].lower(), found["host"])
+
+
+def check_mapping(mapping: Any, num_stages: int, num_shards: int) -> list[str]:
+    """What is wrong with a `device_mapping`, in sentences; empty if nothing is."""
+    if not isinstance(mapping, Mapping):
+        return [f"device_mapping={mapping!r} is no mapping; use {{'stage_0': {{'shard_0': 'cuda:0'}}}}"]
+    problems = _compare_keys("device_mapping", mapping, "stage", num_stages, "stage_cnt (pp_size)")
+    devices: list[Device] = []
+    for stage, shards in mapping.items():
+        if not isinstance(shards, Mapping):
+            problems.append(f"device_mapping[{stage!r}]={shards!r} is no mapping; use {{'shard_0': 'cuda:0'}}")
+            continue
+        problems += _compare_keys(f"device_mapping[{stage!r}]", shards, "shard", num_shards, "sharding_size (tp_size)")
+        for shard, name in shards.items():
+            device = Device.of(name)
+            if device is None:
+                problems.append(f"device_mapping[{stage!r}][{shard!r}]={name!r} is no device; use {_EXAMPLE}")
+            elif device in devices:
+                problems.append(f"device_mapping names {name!r} twice; give every shard a device of its own")
+            else:
+                devices.append(device)
+    return problems
+
+
+def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
+    """Stage by stage the ranks of its shards; all ranks of the world call this alike.
+
+    Raises:
+        ConfigurationError: a device that no rank has, or that two names mean.
+    """
+    places = [tuple(place) for place in all_gather_json([socket.gethostname(), _local_rank()])]
+    stages = [mapping[f"stage_{stage}"] for stage in range(len(mapping))]
+    ranks = [[_rank_of(shards[f"shard_{shard}"], places) for shard in range(len(shards))] for shards in stages]
+    twice = [rank for rank, count in Counter(rank for row in ranks for rank in row).items() if count > 1]
+    if twice:
+        raise ConfigurationError(
+            f"device_mapping means rank {twice[0]} by two names; give every shard a device of its own"
+        )
+    if any(Device.of(name).kind == "cuda" for shards in stages for name in shards.values()) and _trains_on_cpu():
+        _logger.warning("device_mapping names GPUs, and ranks train on the CPU: numbers are taken as those of ranks")
+    return ranks
+
+
+def in_blocks(ranks: Sequence[Sequence[int]], world_size: int) -> list[list[list[int]]]:
+    """Replica by replica, stage by stage: the first replica as mapped, the others alike behind it.
+
+    Raises:
+        ConfigurationError: there are further replicas, and the first is not made of the first ranks.
+    """
+    block = sum(map(len, ranks))
+    named = sorted(rank for row in ranks for rank in row)
+    if world_size != block and named != list(range(block)):
+        raise ConfigurationError(
+            f"device_mapping places {block} of {world_size} ranks, {named}; with further replicas it has to place the "
+            f"ranks 0 to {block - 1}, which the others follow"
+        )
+    return [[[rank + first for rank in row] for row in ranks] for first in range(0, world_size, block)]
+
+
+def _compare_keys(where: str, mapping: Mapping[str, Any], word: str, count: int, size: str) -> list[str]:
+    expected = [f"{word}_{number}" for number in range(count)]
+    missing = [key for key in expected if key not in mapping]
+    unknown = [key for key in mapping if key not in expected]
+    problems = []
+    if missing:
+        problems.append(f"{where} has no {missing[0]}; {size}={count} needs {expected[0]} to {expected[-1]}")
+    if unknown:
+        problems.append(f"{where} has a {unknown[0]}; {size}={count} needs {expected[0]} to {expected[-1]}")
+    return problems
+
+
+def _rank_of(name: Any, places: Sequence[tuple[str, int]]) -> int:
+    device = Device.of(name)
+    if device.kind is None:
+        if device.index >= len(places):
+            raise ConfigurationError(
+                f"device_mapping names rank {device.index} of {len(places)} ranks; use 0 to {len(places) - 1}"
+            )
+        return device.index
+    hosts = {host for host, _ in places}
+    if device.host is None and len(hosts) > 1:
+        raise ConfigurationError(
+            f"device_mapping names '{name}', which each of {len(hosts)} hosts may have; use '{sorted(hosts)[0]}/{name}'"
+        )
+    if device.host is not None and device.host not in hosts:
+        raise ConfigurationError(f"device_mapping names the host '{device.host}'; use one of {sorted(hosts)}")
+    wanted = (device.host or next(iter(hosts)), device.index)
+    if wanted not in places:
+        there = sorted(index for host, index in places if host == wanted[0])
+        raise ConfigurationError(
+            f"device_mapping names '{name}', where no rank runs; use the numbers {there[0]} to {there[-1]}"
+        )
+    return places.index(wanted)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+
+
+def _trains_on_cpu() -> bool:
+    return "nccl" not in str(dist.get_backend_config())

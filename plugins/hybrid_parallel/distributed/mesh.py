@@ -1,0 +1,223 @@
+"""The grid of ranks: axes `pp`, `dp`, `cp`, `tp`, the last varying fastest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives
+from shardformer.distributed.collectives import world_timeout
+from shardformer.shard_spec import EXPERTS, TENSOR
+
+AXES = ("pp", "dp", "cp", "tp")
+# The ranks that hold the same parameters, and see other tokens: other samples, or other parts of the same sequences.
+REPLICAS = "dp_cp"
+# Of these, neighbours that hold other experts, and the ranks that hold the same.
+EXPERT_RANKS, EXPERT_REPLICAS = "ep", "ep_replicas"
+
+
+@dataclass(frozen=True)
+class HybridMesh:
+    """This rank's place in the grid, and the groups it talks in.
+
+    Attributes:
+        device_mesh: torch's mesh with the four axes.
+        device: the device of this rank.
+        stage_ranks: global ranks of the pipeline that this rank is part of, first stage first.
+        axis_groups: the groups of the axes; of `dp_cp`, which is both of these as one; of `ep` and `ep_replicas`, which
+            are its rows and columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks.
+        replica_group: all ranks with this tensor-parallel coordinate, over which a step's loss is summed.
+    """
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    stage_ranks: tuple[int, ...]
+    replica_group: ProcessGroup
+    axis_groups: Mapping[str, ProcessGroup]
+
+    def group(self, axis: str) -> ProcessGroup:
+        """The process group of an axis."""
+        return self.axis_groups[axis]
+
+    def size(self, axis: str) -> int:
+        return dist.get_world_size(self.axis_groups[axis])
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        return dist.get_rank(self.axis_groups[axis])
+
+    @property
+    def place(self) -> str:
+        """Where this rank is, for messages: "rank 3 (stage 1, tp rank 1)"."""
+        names = {"pp": "stage", "dp": "replica", "cp": "cp rank", "tp": "tp rank"}
+        words = ", ".join(f"{name} {self.rank(axis)}" for axis, name in names.items() if self.size(axis) > 1)
+        return f"rank {dist.get_rank()}" + (f" ({words})" if words else "")
+
+
+def replicas_of(axis: str) -> str:
+    """The axis of the ranks that hold the same pieces of what is cut over `axis`, see `ShardSpec.axis`."""
+    return EXPERT_REPLICAS if axis == EXPERTS else REPLICAS
+
+
+# One grid a layout and world: process groups are costly and are never given back.
+_MESHES: dict[tuple, HybridMesh] = {}
+_TIED_GROUPS: dict[tuple, ProcessGroup | None] = {}
+_LINK_GROUPS: dict[tuple, ProcessGroup] = {}
+_CONTROL_GROUPS: dict[int, ProcessGroup] = {}
+
+
+def build_mesh(
+    pp_size: int,
+    dp_size: int,
+    cp_size: int,
+    tp_size: int,
+    debug: bool = False,
+    placement: list[list[list[int]]] | None = None,
+    ep_size: int = 1,
+) -> HybridMesh:
+    """The grid of a layout; all ranks of the world call this alike.
+
+    Args:
+        placement: the ranks, [dp][pp][tp]; None for all of them in order.
+        ep_size: neighbours of a line of `dp_cp` that share the experts; divides its length.
+
+    Raises:
+        ConfigurationError: this torch cannot make groups in the order of the placement.
+    """
+    grid = torch.arange(dist.get_world_size()).view(pp_size, dp_size, cp_size, tp_size)
+    if placement is not None:
+        grid = torch.tensor(placement).movedim(1, 0).unsqueeze(2)  # [pp, dp, 1, tp]
+    key = (id(dist.group.WORLD), debug, grid.shape, ep_size, tuple(grid.flatten().tolist()))
+    if key not in _MESHES:
+        with checked_collectives(debug):
+            _MESHES[key] = _build(grid, ep_size)
+    return _MESHES[key]
+
+
+def _build(grid: torch.Tensor, ep_size: int) -> HybridMesh:
+    device, tp_size = current_device(), grid.shape[-1]
+    # Groups of our own: torch's mesh would make its with a timeout of its own, whatever the job was launched with.
+    axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
+    device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
+    axis_groups[REPLICAS] = axis_groups["dp"]
+    if device_mesh.size(AXES.index("cp")) > 1:
+        axis_groups[REPLICAS] = _own_group(grid.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist())
+    axis_groups |= _expert_groups(grid, ep_size, axis_groups)
+    _, dp, cp, tp = device_mesh.get_coordinate()
+    replicas = [device_mesh.mesh[..., index].flatten().tolist() for index in range(tp_size)]
+    return HybridMesh(
+        device_mesh=device_mesh,
+        device=device,
+        stage_ranks=tuple(device_mesh.mesh[:, dp, cp, tp].tolist()),
+        replica_group=_own_group(replicas),
+        axis_groups=axis_groups,
+    )
+
+
+def _expert_groups(
+    grid: torch.Tensor, ep_size: int, axis_groups: Mapping[str, ProcessGroup]
+) -> dict[str, ProcessGroup]:
+    """The groups of expert parallelism; where every rank has all experts, groups that there are already."""
+    if ep_size == 1:
+        alone = next((axis_groups[axis] for axis, size in zip(AXES, grid.shape, strict=True) if size == 1), None)
+        return {
+            EXPERT_RANKS: _own_group([[rank] for rank in grid.flatten().tolist()]) if alone is None else alone,
+            EXPERT_REPLICAS: axis_groups[REPLICAS],
+            EXPERTS: axis_groups[TENSOR],
+        }
+    blocks = grid.flatten(1, 2).unflatten(1, (-1, ep_size))  # [pp, ep_replicas, ep, tp]
+    return {
+        EXPERT_RANKS: _own_group(blocks.movedim(2, -1).flatten(0, 2).tolist()),
+        EXPERT_REPLICAS: _own_group(blocks.movedim(1, -1).flatten(0, 2).tolist()),
+        EXPERTS: _own_group(blocks.flatten(2).flatten(0, 1).tolist()),
+    }
+
+
+def _axis_group(grid: torch.Tensor, axis: str) -> ProcessGroup:
+    """This rank's line of the grid along an axis."""
+    position = AXES.index(axis)
+    return _own_group(grid.movedim(position, -1).reshape(-1, grid.shape[position]).tolist())
+
+
+def control_group() -> ProcessGroup:
+    """All ranks, on the CPU, for what is agreed upon beside training: it must not mix with what training sends.
+
+    All ranks of the world call this alike.
+    """
+    key = id(dist.group.WORLD)
+    if key not in _CONTROL_GROUPS:
+        _CONTROL_GROUPS[key] = dist.new_group(backend="gloo", timeout=world_timeout())
+    return _CONTROL_GROUPS[key]
+
+
+def pipelines_of(device_mesh: DeviceMesh) -> list[list[int]]:
+    """The ranks of every pipeline of the grid, first stage first."""
+    return device_mesh.mesh.flatten(1).t().tolist()  # [pp, dp * cp * tp] -> one row a pipeline
+
+
+def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
+    """The pipeline's ranks once for every `link`: what two ranks send each other on several must not queue up.
+
+    All ranks of the world call this alike.
+    """
+    key = (id(mesh.device_mesh), *link)
+    if key not in _LINK_GROUPS:
+        _LINK_GROUPS[key] = _own_group(pipelines_of(mesh.device_mesh))
+    return _LINK_GROUPS[key]
+
+
+def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:
+    """The ranks at the positions `stages` of this pipeline, which hold the same tied parameter; None elsewhere.
+
+    All ranks of the world call this alike.
+    """
+    key = (id(mesh.device_mesh), stages)
+    if key not in _TIED_GROUPS:
+        pipelines = pipelines_of(mesh.device_mesh)
+        others = [stage for stage in range(mesh.size("pp")) if stage not in stages]
+        # The other stages get a group too: torch names locally synchronised groups (the copies of key/value heads)
+        # after the number of groups that a rank is in, which therefore must not differ between ranks.
+        parts = [part for part in (stages, others) if part]
+        _TIED_GROUPS[key] = _own_group([[ranks[stage] for stage in part] for part in parts for ranks in pipelines])
+    return _TIED_GROUPS[key] if mesh.rank("pp") in stages else None
+
+
+def _own_group(partition: list[list[int]]) -> ProcessGroup | None:
+    """Make a group of each list of ranks; every rank makes all of them, in order, and keeps the one it is in."""
+    own = None
+    for ranks in partition:
+        group = dist.new_group(ranks, timeout=world_timeout(), **_in_order(ranks))
+        own = group if dist.get_rank() in ranks else own
+    return own
+
+
+def _in_order(ranks: list[int]) -> dict[str, bool]:
+    """What `new_group` has to be told so that it keeps the order of the ranks."""
+    if ranks == sorted(ranks):
+        return {}
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ConfigurationError(
+            f"device_mapping puts ranks in the order {ranks}, which torch {torch.__version__} sorts; "
+            "use ascending ranks along every axis, or a newer torch"
+        )
+    return {"sort_ranks": False}
+
+
+def forget_groups() -> None:
+    """After `destroy_process_group`: another world may get the number of the one that is gone."""
+    for groups in (_MESHES, _TIED_GROUPS, _LINK_GROUPS, _CONTROL_GROUPS):
+        groups.clear()
+
+
+def current_device() -> torch.device:
+    """The device that this rank trains on: its GPU where there is one, else the CPU."""
+    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

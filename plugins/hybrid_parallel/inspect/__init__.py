@@ -1,0 +1,1 @@
+"""Reports and pictures: which rank holds which parameters, and the timeline of a pipeline."""

@@ -1,0 +1,185 @@
+"""What each rank of a layout holds of a model: found by sharding it on the meta device, without devices or weights."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.mesh import build_mesh, forget_groups
+from plugins.hybrid_parallel.setup.model import DTYPES, shard_model
+from shardformer.layers.linear import forget_copies_groups
+from shardformer.shard_spec import spec_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a parameter.
+
+    Attributes:
+        name: as in the whole model.
+        shape, full_shape: of the part, padding included, and of the whole.
+        dim: along which it is cut, None where it is whole.
+        dtype: that it is trained in.
+        trains: whether it has a gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    dim: int | None
+    dtype: torch.dtype
+    trains: bool
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RankHoldings:
+    """A rank of the first replica, or of the first ones that share the experts.
+
+    Attributes:
+        rank: its number.
+        stage, tp_rank: its place.
+        pieces: in the model's order.
+        ep_rank: its place among those that share the experts.
+    """
+
+    rank: int
+    stage: int
+    tp_rank: int
+    pieces: tuple[Piece, ...]
+    ep_rank: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+
+def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankHoldings]:
+    """What the ranks of the first replica hold; the others hold the same.
+
+    Args:
+        build: makes the whole model; called on the meta device, once for each of these ranks.
+        world_size: ranks of the layout.
+
+    Raises:
+        ConfigurationError: the model cannot be cut like this, or process groups exist already.
+    """
+    if dist.is_initialized():
+        raise ConfigurationError("a job's ranks cannot play others; look at a layout in a process of its own")
+    dp_size = config.data_parallel_size(world_size)
+    grid = torch.arange(world_size).view(config.pp_size, dp_size, config.cp_size, config.tp_size)
+    found = []
+    for stage, ep_rank, tp_rank in product(range(config.pp_size), range(config.ep_size), range(config.tp_size)):
+        rank = int(grid.flatten(1, 2)[stage, ep_rank, tp_rank])
+        with playing(rank, world_size):
+            mesh = build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size, ep_size=config.ep_size)
+            with torch.device("meta"):
+                model = build()
+            shard_model(model, config, mesh)
+            found.append(RankHoldings(rank, stage, tp_rank, tuple(_pieces(model, config)), ep_rank))
+    return found
+
+
+@contextmanager
+def playing(rank: int, world_size: int) -> Iterator[None]:
+    """Process groups whose collectives do nothing, as rank `rank` of `world_size` sees them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # which torch wraps at every start, to name the rank
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        dist.destroy_process_group()
+        forget_groups()
+        forget_copies_groups()
+
+
+def in_words(ranks: list[RankHoldings]) -> str:
+    """A table of the parameters, layers that are alike together, and one of the ranks."""
+    rows = rows_of(ranks)
+    width = max((len(name) for name, _, _ in rows), default=0)
+    lines = [f"{name:<{width}}  {_who(ranks, pieces)}" for name, _, pieces in rows]
+    shares_experts = any(each.ep_rank for each in ranks)
+    totals = [
+        f"rank {each.rank} (stage {each.stage}, {f'ep {each.ep_rank}, ' if shares_experts else ''}tp {each.tp_rank}): "
+        f"{sum(piece.numel for piece in each.pieces):,} "
+        f"parameters, {in_bytes(each.bytes)}"
+        for each in ranks
+    ]
+    return "\n".join([*lines, "", *totals])
+
+
+def rows_of(ranks: list[RankHoldings]) -> list[tuple[str, tuple[int, ...], list[Piece | None]]]:
+    """(name with ranges of layers, whole shape, what each rank has of one of them), each parameter once."""
+    by_name: dict[str, dict[int, Piece]] = {}
+    for each in ranks:
+        for piece in each.pieces:
+            by_name.setdefault(piece.name, {})[each.rank] = piece
+    rows: dict[tuple, tuple[list[int], list[Piece | None]]] = {}
+    for name, held in by_name.items():
+        pattern, number = _pattern(name)
+        alike = tuple((rank, piece.shape, piece.dim, piece.dtype) for rank, piece in held.items())
+        rows.setdefault((pattern, alike), ([], [held.get(each.rank) for each in ranks]))[0].append(number)
+    return [
+        (pattern.replace("*", _range(numbers)), next(piece for piece in pieces if piece is not None).full_shape, pieces)
+        for (pattern, _), (numbers, pieces) in rows.items()
+    ]
+
+
+def _pieces(model: nn.Module, config: HybridParallelConfig) -> Iterator[Piece]:
+    for name, param in model.named_parameters():
+        spec = spec_of(param)
+        dtype = DTYPES.get(config.precision, param.dtype) if param.is_floating_point() else param.dtype
+        yield Piece(name, tuple(param.shape), spec.full_shape, spec.dim, dtype, param.requires_grad)
+
+
+def _who(ranks: list[RankHoldings], pieces: list[Piece | None]) -> str:
+    held = [(each, piece) for each, piece in zip(ranks, pieces, strict=True) if piece is not None]
+    piece = held[0][1]
+    stages = sorted({each.stage for each, _ in held})
+    where = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+    full = "x".join(map(str, piece.full_shape)) or "one number"
+    if piece.dim is None:
+        return f"{where}: {full}, whole on each rank, {in_bytes(piece.bytes)}"
+    shapes = sorted({"x".join(map(str, each.shape)) for _, each in held})
+    return f"{where}: {full}, cut along dim {piece.dim} into {' and '.join(shapes)}, {in_bytes(piece.bytes)}"
+
+
+def _pattern(name: str) -> tuple[str, int]:
+    """The name with its first number left out, and that; -1 where there is none."""
+    found = re.search(r"(?<=\.)\d+(?=\.)", name)
+    return (name, -1) if found is None else (f"{name[: found.start()]}*{name[found.end() :]}", int(found[0]))
+
+
+def _range(numbers: list[int]) -> str:
+    if numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1:
+        return f"[{numbers[0]}-{numbers[-1]}]"
+    return ",".join(map(str, numbers)) if len(numbers) == 1 else f"[{','.join(map(str, numbers))}]"
+
+
+def in_bytes(count: float) -> str:
+    """`1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

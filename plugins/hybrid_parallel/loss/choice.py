@@ -1,0 +1,116 @@
+"""Which loss counts for a batch: the user's criterion, the head's where the logits lie, or the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.step_loss import (
+    CriterionStepLoss,
+    HeadStepLoss,
+    Microbatches,
+    ModelStepLoss,
+    NoLoss,
+    StepLoss,
+)
+from shardformer.attention import log_once
+from shardformer.context_parallel.zigzag import ContextAxis
+from shardformer.peft import behind_prompts, model_inside
+from shardformer.policies.head_losses import head_loss_of, own_loss_reason, routers_are_asked
+
+
+class LossChoice:
+    """The choice for one model.
+
+    Args:
+        model: the sharded model, which may be inside of peft's wrappers.
+        mesh: the grid of ranks.
+
+    Attributes:
+        head_loss: what the head of the model's class computes; None where that is not known.
+    """
+
+    def __init__(self, model: nn.Module, mesh: HybridMesh) -> None:
+        self.model, self.mesh = model_inside(model), mesh
+        self.head_loss = behind_prompts(model, head_loss_of(self.model))
+
+    @property
+    def axis(self) -> ContextAxis | None:
+        """The ranks that each have outputs of a part of every sequence; None where outputs are of whole ones."""
+        return self.model.context_axis if getattr(self.model, "returns_parts", False) else None
+
+    def step_loss(
+        self, microbatches: Microbatches, criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
+    ) -> StepLoss:
+        """How the loss of a step over `microbatches`, the parts of `batch`, is computed.
+
+        An empty share of a batch has the keys of the others but none of their rows; it asks like they do.
+
+        Raises:
+            ConfigurationError: it cannot be put together from these parts, on all ranks alike.
+        """
+        if criterion is not None:
+            return CriterionStepLoss(microbatches, self.mesh, criterion)
+        if self.lacks_labels(batch):
+            return NoLoss(microbatches, self.mesh)
+        reason = self.own_reason(batch)
+        adds_routers = routers_are_asked(self.model, batch)
+        if adds_routers:
+            self._check_routers(microbatches, is_known=reason is None)
+        if reason is not None:
+            return ModelStepLoss(microbatches, self.mesh, batch, reason)
+        return HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers)
+
+    def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the head computes no loss for `batch`."""
+        return self.head_loss is not None and not self.head_loss.applies_to(batch)
+
+    def own_reason(self, batch: Mapping[str, Any]) -> str | None:
+        """Why the model's forward has to compute the loss of `batch` itself; None where the head's loss is the same.
+
+        Raises:
+            ConfigurationError: it would find parts of sequences.
+        """
+        reason = own_loss_reason(self.model, self.head_loss, batch)
+        if reason is not None and self.axis is not None:
+            raise ConfigurationError(
+                f"{reason}, which would find parts of sequences under cp_size={self.axis.size}; use cp_size=1, "
+                "or pass a criterion"
+            )
+        if reason is not None and any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
+            log_once(type(self.model).__name__, f"computes its loss itself, of whole logits: {reason}")
+        return reason
+
+    def _check_routers(self, microbatches: Microbatches, is_known: bool) -> None:
+        """Refuse what leaves no rank the scores that an auxiliary loss reads: those of all layers and tokens.
+
+        Args:
+            is_known: whether the loss is one that is put together over replicas.
+        """
+        sizes = {axis: self.mesh.size(axis) for axis in ("pp", "cp", "dp")}
+        fewest = most = len(microbatches)
+        if sizes["dp"] > 1:
+            extremes = torch.tensor([fewest, -most], device=self.mesh.device)
+            dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
+            fewest, most = int(extremes[0]), -int(extremes[1])
+        exchanges = getattr(self.model, "heads_are_exchanged", False)
+        reasons = {
+            f"pp_size={sizes['pp']} spreads over stages; use pp_size=1": sizes["pp"] > 1,
+            f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1": sizes["cp"] > 1,
+            "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'": exchanges,
+            f"is cut into {most} micro-batches; use num_microbatches=1": most > 1,
+            f"dp_size={sizes['dp']} spreads over replicas; use dp_size=1": sizes["dp"] > 1 and not is_known,
+            "leaves a replica without samples; use drop_last=True": fewest == 0,
+        }
+        for reason, is_so in reasons.items():
+            if is_so:
+                raise ConfigurationError(
+                    "output_router_logits=True adds a loss over the router scores of all layers and tokens of the "
+                    f"batch, which {reason}, or output_router_logits=False"
+                )

@@ -1,0 +1,266 @@
+"""The loss of one step, weighted globally.
+
+A mean over the whole global batch is a sum over micro-batches and data-parallel ranks, divided once by the global
+count. `HeadStepLoss` knows the counts before the step (they depend on labels alone) and divides each share by them;
+`CriterionStepLoss` may learn them only afterwards and then says by what the reduced gradients have to be multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.microbatch import num_rows
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from shardformer.context_parallel.zigzag import ContextAxis
+from shardformer.distributed.collectives import gather_rows
+from shardformer.layers.lm_head import deferred_logits, parallel_logits
+from shardformer.loss.terms import DIVISOR, IGNORE_INDEX
+from shardformer.policies.head_losses import HeadLoss
+
+Microbatches = Sequence[Mapping[str, Any]]
+
+
+class StepLoss:
+    """The loss of one step.
+
+    Args:
+        microbatches: this replica's batch, cut; whole mappings, with labels.
+        mesh: the grid of ranks.
+
+    Attributes:
+        reads_parallel_logits: whether it takes logits that are cut over the vocabulary.
+        reads_parts: whether it takes outputs of this rank's part of each sequence.
+        copies: context-parallel ranks that find the same, because they see whole sequences.
+        own_entries: names of entries of the batch that it alone reads.
+    """
+
+    reads_parallel_logits = False
+    reads_parts = False
+    own_entries: Collection[str] = ()
+
+    def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
+        self.microbatches, self.mesh = microbatches, mesh
+        self.copies = mesh.size("cp")
+        self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.shares: list[tuple[int, Tensor]] = []  # micro-batch -> what it added
+
+    def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
+        """How the heads of `model` leave their logits in a pass for this loss, whose outputs may be kept besides."""
+        return parallel_logits(model) if self.reads_parallel_logits else nullcontext()
+
+    def share(self, outputs: Any, index: int) -> Tensor | None:
+        """What micro-batch `index` adds to the global loss (0-d, differentiable), on the last stage."""
+        loss = self._share(outputs, index)
+        if loss is not None:
+            loss = loss if self.copies == 1 else loss / self.copies
+            self.shares.append((index, loss.detach()))
+            self.total += loss.detach()
+        return loss
+
+    def _share(self, outputs: Any, index: int) -> Tensor | None:
+        raise NotImplementedError
+
+    def finish(self, return_loss: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The global loss where asked for, and a factor for the gradients of this step where one is due."""
+        return (self._sum_over_replicas(self.total) if return_loss else None), None
+
+    def _sum_over_replicas(self, value: Tensor) -> Tensor:
+        """Sum over stages (only the last has anything), data- and context-parallel ranks."""
+        if dist.get_world_size(self.mesh.replica_group) > 1:
+            dist.all_reduce(value, group=self.mesh.replica_group)
+        return value
+
+    def _sum_over_data(self, value: Tensor) -> Tensor:
+        if self.mesh.size("dp") > 1:
+            dist.all_reduce(value, group=self.mesh.group("dp"))
+        return value
+
+    def _least_over_data(self, *values: float) -> list[float]:
+        """The smallest of each value over the data-parallel ranks."""
+        least = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.size("dp") > 1:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
+        return least.tolist()
+
+
+class NoLoss(StepLoss):
+    """A pass that only wants outputs: the batch has no labels and there is no criterion."""
+
+    def _share(self, outputs: Any, index: int) -> None:
+        return None
+
+    def finish(self, return_loss: bool) -> tuple[None, None]:
+        return None, None
+
+
+class HeadStepLoss(StepLoss):
+    """The loss of the model's own head.
+
+    Args:
+        head_loss: its sums and counts.
+        batch: of which the micro-batches are parts; with its keys also where this replica's share is empty.
+        axis: over which the model leaves sequences cut; None where its outputs are of whole sequences.
+        adds_routers: whether the auxiliary loss of the model's routers comes to it.
+    """
+
+    reads_parallel_logits = True
+    reads_parts = True
+    aux_loss: Tensor | None = None  # of the routers, over all replicas, of the last pass
+
+    def __init__(
+        self,
+        microbatches: Microbatches,
+        mesh: HybridMesh,
+        head_loss: HeadLoss,
+        batch: Mapping[str, Any],
+        axis: ContextAxis | None = None,
+        adds_routers: bool = False,
+    ) -> None:
+        super().__init__(microbatches, mesh)
+        self.axis = axis
+        if axis is not None:
+            self.copies = 1
+        if head_loss.couples_samples and (len(microbatches) > 1 or mesh.size("dp") > 1):
+            raise ConfigurationError(
+                f"a contrastive loss compares all samples of a batch, which is cut into {len(microbatches)} "
+                f"micro-batches on each of dp_size={mesh.size('dp')} replicas; use num_microbatches=1 and dp_size=1"
+            )
+        self.head_loss, self.routers = head_loss, head_loss.routers if adds_routers else None
+        counts = torch.zeros(len(head_loss.terms), dtype=torch.float64, device=mesh.device)
+        for microbatch in microbatches:
+            counts += head_loss.counts(microbatch)
+        if mesh.size("dp") > 1 and head_loss.divisor(batch) is not None:
+            self._check_divisor(float(head_loss.divisor(batch)))
+        self.global_counts = self._sum_over_data(counts)
+
+    def _check_divisor(self, divisor: float) -> None:
+        """The sum over all replicas is divided once; a user who counts in his own share divides by too little."""
+        labels = [microbatch["labels"] for microbatch in self.microbatches if "labels" in microbatch]
+        counts = [sum(int((each[..., skipped:] != IGNORE_INDEX).sum()) for each in labels) for skipped in (0, 1)]
+        least, most, counts_share = self._least_over_data(divisor, -divisor, float(divisor in counts))
+        if least != -most or counts_share:
+            what = f"{least:g} on one replica and {-most:g} on another" if least != -most else f"{least:g}"
+            raise ConfigurationError(
+                f"{DIVISOR} is {what}, which counts the labels of a replica's share; it divides the sum over all "
+                f"dp_size={self.mesh.size('dp')} replicas: give the count of the global batch, or leave it out"
+            )
+
+    def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
+        return parallel_logits(model) if keeps_outputs else deferred_logits(model)
+
+    def _share(self, outputs: Any, index: int) -> Tensor:
+        part = None if self.axis is None else partial(self.axis.take, fill=IGNORE_INDEX)
+        microbatch = self.microbatches[index]
+        loss = self.head_loss.weighted_sum(outputs, microbatch, self.global_counts, part)
+        if self.routers is None:
+            return loss
+        replicas = self.mesh.size("dp")
+        gather = partial(gather_rows, group=self.mesh.group("dp")) if replicas > 1 else None
+        of_routers = self.routers.of_all(outputs, microbatch, gather)
+        self.aux_loss = of_routers.detach()
+        return loss + (self.routers.factor * of_routers / replicas).to(loss)
+
+
+class CriterionStepLoss(StepLoss):
+    """The loss of a user's criterion: a mean over samples, or a (sum, count).
+
+    Args:
+        criterion: (outputs, batch) -> mean, or (sum, count). It may say what it reads by the attributes above.
+    """
+
+    def __init__(
+        self, microbatches: Microbatches, mesh: HybridMesh, criterion: Callable[[Any, Mapping[str, Any]], Any]
+    ) -> None:
+        super().__init__(microbatches, mesh)
+        self.criterion = criterion
+        self.reads_parallel_logits = getattr(criterion, "reads_parallel_logits", False)
+        self.own_entries = getattr(criterion, "own_entries", ())
+        rows = sum(num_rows(microbatch) for microbatch in microbatches)
+        self.global_rows = self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=mesh.device))
+        self.count = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.counts_itself = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    def _share(self, outputs: Any, index: int) -> Tensor:
+        microbatch = self.microbatches[index]
+        value = self.criterion(outputs, microbatch)
+        if isinstance(value, tuple):
+            value, count = value
+            self.count += (count.detach() if isinstance(count, Tensor) else count) / self.copies
+            self.counts_itself.fill_(1.0)
+        else:
+            value = value * num_rows(microbatch)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            raise ConfigurationError(
+                f"criterion returned {_describe(value)}; return a 0-d tensor (a mean over samples) or (sum, count)"
+            )
+        # The global count is not known yet where the criterion counts by itself: the number of samples keeps
+        # gradients in range until `finish` corrects it.
+        return value / self.global_rows.clamp(min=1.0).to(value.dtype)
+
+    def finish(self, return_loss: bool) -> tuple[Tensor | None, Tensor | None]:
+        sums = self._sum_over_replicas(torch.stack([self.total, self.count, self.counts_itself]))
+        total, count, counts_itself = sums
+        by_count = self.global_rows / count.clamp(min=torch.finfo(count.dtype).tiny)
+        factor = torch.where(counts_itself > 0, torch.where(count > 0, by_count, 0.0), 1.0)
+        return (total * factor if return_loss else None), factor
+
+
+class ModelStepLoss(StepLoss):
+    """The loss that a model computes itself, taken as a mean over its samples.
+
+    A mean over labels is the same only where all parts of the batch have as many a sample, or where there is one part.
+
+    Args:
+        batch: of which the micro-batches are parts.
+        reason: why the model computes it, for messages.
+    """
+
+    def __init__(self, microbatches: Microbatches, mesh: HybridMesh, batch: Mapping[str, Any], reason: str) -> None:
+        super().__init__(microbatches, mesh)
+        self.reason = reason
+        rows = sum(num_rows(microbatch) for microbatch in microbatches)
+        self.global_rows = self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=mesh.device))
+        if len(microbatches) > 1 or mesh.size("dp") > 1:
+            self._check_parts(batch)
+
+    def _check_parts(self, batch: Mapping[str, Any]) -> None:
+        if batch.get(DIVISOR) is not None:
+            raise self._refusal(f"{DIVISOR} says that it is a sum")
+        labels = [_labels_of(microbatch) for microbatch in self.microbatches]
+        ratios = [(each != IGNORE_INDEX).sum().item() / len(each) for each in labels if each is not None]
+        least, most = self._least_over_data(min(ratios, default=float("inf")), -max(ratios, default=-float("inf")))
+        if least < -most:
+            raise self._refusal(f"they have {least:g} to {-most:g} labels a sample")
+
+    def _refusal(self, why: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.reason}, whose means over {len(self.microbatches)} micro-batches on each of "
+            f"dp_size={self.mesh.size('dp')} replicas cannot be put together, because {why}; pass a criterion that "
+            "returns (sum, count), or use num_microbatches=1 and dp_size=1"
+        )
+
+    def _share(self, outputs: Any, index: int) -> Tensor:
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if loss is None:
+            raise ConfigurationError("the model returned no loss; give labels in the batch or a criterion")
+        rows = num_rows(self.microbatches[index])
+        return loss * (rows / self.global_rows.clamp(min=1.0)).to(loss.dtype)
+
+
+def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """The class numbers that a mean may be over."""
+    labels = batch.get("labels")
+    is_counted = isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point()
+    return labels if is_counted and len(labels) else None
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,106 @@
+"""What a pipeline did and when, written while it trains and read by `booster inspect --recorded`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
+from plugins.hybrid_parallel.pipeline.simulate import TimedAction, Timeline
+
+
+class ScheduleRecorder:
+    """Takes the times of a pipeline's actions; on a GPU the device's own.
+
+    Each step starts with a barrier of the pipeline's ranks, which is time 0 of all of them. Of the pipelines and their
+    tensor-parallel ranks the first is recorded.
+
+    Args:
+        directory: gets a file of JSON lines for each rank of the pipeline.
+        mesh: the grid of ranks.
+    """
+
+    def __init__(self, directory: Path, mesh: HybridMesh) -> None:
+        self._mesh = mesh
+        self._is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
+        self._path = directory / f"rank{mesh.rank('pp')}.jsonl"
+        self._step, self._marks = 0, []
+        if self._is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step of training."""
+        self._step, self._marks = self._step + 1, []
+        dist.barrier(group=self._mesh.group("pp"))
+        begin = self._now()
+        yield
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        if self._is_first:
+            actions = [
+                [
+                    action.kind.value,
+                    action.stage,
+                    action.microbatch,
+                    self._between(begin, start),
+                    self._between(begin, end),
+                ]
+                for action, start, end in self._marks
+            ]
+            with self._path.open("a") as file:
+                file.write(json.dumps({"step": self._step, "actions": actions}) + "\n")
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """One action, from when what it needs is there."""
+        start = self._now()
+        yield
+        self._marks.append((action, start, self._now()))
+
+    def _now(self) -> Any:
+        if self._mesh.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def _between(begin: Any, end: Any) -> float:
+        """Milliseconds."""
+        return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+
+
+def read_timelines(directory: Path) -> dict[int, Timeline]:
+    """Step -> what its ranks did, in milliseconds.
+
+    Raises:
+        ConfigurationError: the directory holds no recording, or one that is not whole.
+    """
+    paths = sorted(directory.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
+    if not paths:
+        raise ConfigurationError(
+            f"{directory} holds no recording; train with HybridParallelPlugin(record_schedule=...) first"
+        )
+    try:
+        ranks = [{line["step"]: _timed(line["actions"]) for line in map(json.loads, path.open())} for path in paths]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"the recording in {directory} is damaged ({error}); record it again") from error
+    steps = sorted(set.intersection(*map(set, ranks)))
+    if not steps:
+        raise ConfigurationError(f"the recording in {directory} has no step of all ranks; let one step finish")
+    return {step: Timeline([rank[step] for rank in ranks]) for step in steps}
+
+
+def _timed(actions: list[list[Any]]) -> list[TimedAction]:
+    return [TimedAction(Action(Kind(kind), stage, index), begin, end) for kind, stage, index, begin, end in actions]

@@ -1,0 +1,132 @@
+"""The parts of a model timed on this machine, on one device, with the ranks beside it played."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.mesh import current_device
+from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.planner.op_recorder import Part
+from plugins.hybrid_parallel.planner.proxy_model import skeleton, training_loss, watch_layers
+from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of cutting layers, for one size of a micro-batch."""
+
+    tp_size: int
+    sequence: bool
+    rows: int
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of one part for one micro-batch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class MeasuredParts:
+    """What one size of a micro-batch took.
+
+    Attributes:
+        parts: of the skeleton.
+        optimizer: seconds behind the passes, the update above all, for each element that is trained.
+    """
+
+    parts: Mapping[Part, PartTimes]
+    optimizer: float
+
+
+class PartTimer:
+    """Adds up the time of each part; told which one runs by the hooks of `watch_layers`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, {}
+        self.backwards, self.part = False, ("gap", 0)
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.backwards, self.part = False, ("gap", 0)
+        self._since = self.now()
+
+    def enter(self, part: Part) -> None:
+        """`part` runs from now on."""
+        now = self.now()
+        key = (self.part, self.backwards)
+        self.seconds[key] = self.seconds.get(key, 0.0) + now - self._since
+        self.part, self._since = part, now
+
+    def turn(self) -> None:
+        """The backward pass begins."""
+        self.enter(self.part)
+        self.backwards = True
+
+    def give(self, hidden: Tensor) -> None:
+        """Sizes are of no interest here."""
+
+    def now(self) -> float:
+        """Seconds, with all that was launched done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def measure_parts(
+    build: Callable[[], nn.Module],
+    config: HybridParallelConfig,
+    rows: int,
+    length: int,
+    repeats: int = 5,
+    pause: Callable[[], None] = lambda: None,
+) -> MeasuredParts:
+    """Train a model with few layers on this device for some steps.
+
+    Args:
+        config: whose tensor parallelism is played; all else is left to the prediction.
+        repeats: of which the median is taken, after one to warm up.
+        pause: called in front of every step, for several processes to keep pace.
+    """
+    alone = {"tp_size": config.tp_size, "enable_sequence_parallelism": config.enable_sequence_parallelism}
+    config = HybridParallelConfig(**alone, precision=config.precision)
+    device = current_device()
+    with playing(0, config.tp_size):
+        model, lists, wrapped = skeleton(build, config, optimizer=torch.optim.AdamW, device=device)
+        (optimizer,) = wrapped.optimizers
+        batch = batch_of(model, rows, length, str(device))
+        if "input_ids" in batch:  # different tokens, which go to different experts
+            batch["input_ids"] = torch.randint_like(batch["input_ids"], model.config.get_text_config().vocab_size)
+        timer = PartTimer(device)
+        watch_layers(model, lists, timer)
+        found: list[dict[tuple[Part, bool], float]] = []
+        updates = []
+        for _ in range(repeats + 1):
+            pause()
+            timer.seconds = {}
+            timer.begin()
+            with wrapped.running(), optimizer.accepting_gradients():
+                loss = training_loss(wrapped, batch)
+                timer.turn()
+                loss.backward()
+                timer.enter(("gap", 0))
+            began = timer.now()
+            optimizer.reducer.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+            updates.append(timer.now() - began)
+            found.append(timer.seconds)
+    elements = sum(bucket.flat.numel() for bucket in optimizer.buckets)
+    median = {key: statistics.median(each.get(key, 0.0) for each in found[1:]) for key in found[-1]}
+    parts = {part: PartTimes(median.get((part, False), 0.0), median.get((part, True), 0.0)) for part, _ in median}
+    return MeasuredParts(parts, statistics.median(updates[1:]) / elements)

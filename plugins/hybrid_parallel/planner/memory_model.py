@@ -1,0 +1,77 @@
+"""Bytes that a rank keeps between two steps, counted from sizes alone: what `static_memory` finds by building."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.planner.memory import StaticMemory
+from plugins.hybrid_parallel.planner.profile import LocalParameter, Profile
+from plugins.hybrid_parallel.planner.stage_map import StageParts
+from plugins.hybrid_parallel.zero.bucket_layout import places_in_bucket
+from plugins.hybrid_parallel.zero.grouping import chunks_of
+
+# AdamW has two moments of each element, and a number of steps for each parameter.
+_STATES, _STEP_BYTES = 2, 4
+
+
+def count_static(
+    stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig, dp_size: int, dp_rank: int = 0
+) -> StaticMemory:
+    """Bytes of a rank that holds `stages` and trains with AdamW.
+
+    Args:
+        stages: the number of each of its stages -> what is in it.
+        profile: of the layout's tensor-parallel size.
+        dp_rank: whose share of the optimizer is counted.
+    """
+    groups, frozen = _bucketed(stages, profile, config)
+    num_shards = dp_size if config.zero_stage else 1
+    index = dp_rank if config.zero_stage else 0
+    parameters = masters = gradients = states = 0
+    for members in groups:
+        for chunk in chunks_of(members, int(config.zero_bucket_size_in_mb * 2**20)):
+            sizes = [param.size for param in chunk]
+            starts, total = places_in_bucket(sizes, num_shards, whole_parameters=False)
+            shard = total // num_shards
+            itemsize, grad_itemsize = chunk[0].itemsize, max(chunk[0].itemsize, 4)
+            has_masters = config.master_weights and grad_itemsize != itemsize
+            ranges = [
+                min(start + size, (index + 1) * shard) - max(start, index * shard)
+                for start, size in zip(starts, sizes, strict=True)
+            ]
+            pieces = [size for size in ranges if size > 0]
+            updated_itemsize = grad_itemsize if has_masters else itemsize
+            parameters += total * itemsize
+            masters += shard * grad_itemsize if has_masters else 0
+            gradients += shard * grad_itemsize
+            gradients += 0 if updated_itemsize == grad_itemsize else sum(pieces) * updated_itemsize
+            states += sum(pieces) * _STATES * updated_itemsize + len(pieces) * _STEP_BYTES
+    return StaticMemory(parameters + frozen, masters, gradients, states, profile.buffer_bytes)
+
+
+def updated_elements(stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig) -> int:
+    """Elements that the ranks of one replica's place train together."""
+    groups, _ = _bucketed(stages, profile, config)
+    return sum(param.size for members in groups for param in members)
+
+
+def _bucketed(
+    stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig
+) -> tuple[list[Sequence[LocalParameter]], int]:
+    """The parameters that are reduced together, the last first, and the bytes of those that are not trained."""
+    held: dict[tuple, LocalParameter] = {}
+    for number, stage in sorted(stages.items()):
+        for position, name in enumerate(stage.names):
+            order, holders = stage.tied.get(position, (None, ()))
+            ranks = {config.schedule.rank_of(each, config.pp_size) for each in holders}
+            param = profile.parameters[name]
+            # One that several stages of this rank hold is there once; that several ranks hold has a bucket of its own.
+            key = (order,) if order is not None else (None, number, position)
+            held[key] = (param, order if len(ranks) > 1 else -1)
+    groups: dict[tuple, list[LocalParameter]] = {}
+    for param, order in reversed(held.values()):
+        if param.trains:
+            groups.setdefault((order, param.itemsize, param.kind), []).append(param)
+    frozen = sum(param.size * param.itemsize for param, _ in held.values() if not param.trains)
+    return list(groups.values()), frozen

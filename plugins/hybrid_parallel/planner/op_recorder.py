@@ -1,0 +1,244 @@
+"""What a forward and a backward pass do, operator by operator, found without doing it: on fake tensors.
+
+Nothing is computed and nothing allocated, so that a layer of a model of any size is looked at in milliseconds, with
+the operators, the saved tensors and the collectives of the sharded model itself.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from booster.errors import ConfigurationError
+from shardformer.cross_entropy.chunking import finds_gradients
+
+# Part of a model: ("layer", list, kind), or ("gap", list) for what runs in front of a list; the last gap is the head.
+Part = tuple
+
+
+class TooManyOperators(ConfigurationError):
+    """A pass has more than `MOST_OPERATORS`: a mistake of all layouts."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kernel: a product of matrices, attention, or what moves memory only.
+
+    Attributes:
+        kind: "matmul", "attention" or "memory".
+        flops: multiplications and additions, 0 where only memory counts.
+        bytes: read and written.
+        early: whether a forward pass finds gradients by it.
+    """
+
+    kind: str
+    flops: float
+    bytes: float
+    early: bool = False
+
+
+@dataclass
+class PassRecord:
+    """What one direction of a part does.
+
+    Attributes:
+        operators: in order.
+        collectives: (kind, bytes of the whole).
+        peak: bytes alive at most, beyond those at the begin or, in a forward pass, at the end.
+    """
+
+    operators: list[Operator] = field(default_factory=list)
+    collectives: list[tuple[str, float]] = field(default_factory=list)
+    peak: float = 0.0
+
+
+@dataclass
+class PartRecord:
+    """One part.
+
+    Attributes:
+        forward, backward: its passes.
+        saved: bytes that its forward pass keeps for the backward pass.
+        output: bytes of the hidden state that it returns.
+    """
+
+    forward: PassRecord = field(default_factory=PassRecord)
+    backward: PassRecord = field(default_factory=PassRecord)
+    saved: float = 0.0
+    output: float = 0.0
+
+
+# Of one pass in both directions; a model that runs its tokens one after the other would take hours.
+MOST_OPERATORS = 50_000
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+_MOVES_NOTHING = ("empty", "_unsafe_view", "detach", "alias", "lift_fresh", "record_stream", "set_", "resize_")
+
+
+class Recorder(TorchDispatchMode):
+    """Sorts operators by the part that runs.
+
+    Args:
+        parameters: whose storage is no activation.
+
+    Attributes:
+        parts: part -> what was seen of it.
+        part: the one that runs.
+        backwards: whether a backward pass runs.
+        num_operators: so far.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__()
+        self.parts: dict[Part, PartRecord] = {}
+        self.part: Part = ("gap", 0)
+        self.backwards = False
+        self.num_operators = 0
+        self._own = {_key(param) for param in parameters}
+        self._saved: dict[int, Tensor] = {}
+        self._alive: dict[int, int] = {}
+        self._alive_bytes = self._base = self._peak = 0
+
+    def enter(self, part: Part) -> None:
+        """`part` runs from now on."""
+        self._leave()
+        self.part = part
+        self._base = self._peak = self._alive_bytes
+
+    def turn(self) -> None:
+        """The backward pass begins."""
+        self._leave()
+        self.backwards = True
+        self._base = self._peak = self._alive_bytes
+
+    def give(self, hidden: Tensor) -> None:
+        """The part that runs returns this hidden state."""
+        self._record.output = float(hidden.numel() * hidden.element_size())
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Watch what is kept for the backward pass."""
+        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func._schema.name
+        self.num_operators += 1
+        if self.num_operators > MOST_OPERATORS:
+            raise TooManyOperators(f"a pass has more than {MOST_OPERATORS:,} operators")
+        if name == "aten::_local_scalar_dense":  # a number that Python asks for: there are no values
+            return 0.0 if args[0].dtype.is_floating_point else 0
+        result = _run(func, name, args, kwargs or {})
+        if name.startswith("prim"):
+            return result
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in outputs:
+            self._watch(tensor)
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self._communicate(name.partition("::")[2], inputs)
+        elif not func.is_view and not any(word in name.partition("::")[2] for word in _MOVES_NOTHING):
+            self._pass.operators.append(_operator(func, args, kwargs or {}, inputs, outputs, result))
+        return result
+
+    @property
+    def _record(self) -> PartRecord:
+        return self.parts.setdefault(self.part, PartRecord())
+
+    @property
+    def _pass(self) -> PassRecord:
+        return self._record.backward if self.backwards else self._record.forward
+
+    def _leave(self) -> None:
+        # What a forward pass leaves alive is counted by what it saves.
+        stays = self._base if self.backwards else max(self._base, self._alive_bytes)
+        self._pass.peak = max(self._pass.peak, self._peak - stays)
+
+    def _communicate(self, name: str, inputs: list[Tensor]) -> None:
+        kind = next((kind for start, kind in _COLLECTIVES.items() if name.strip("_").startswith(start)), None)
+        if kind is not None:
+            size = max(tensor.numel() * tensor.element_size() for tensor in inputs)
+            self._pass.collectives.append((kind, float(size)))
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        key = _key(tensor)
+        if key not in self._own and key not in self._saved:
+            self._saved[key] = tensor  # kept, so that its storage is not given to another
+            self._record.saved += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._alive or key in self._own:
+            return
+        self._alive[key] = storage.nbytes()
+        self._alive_bytes += storage.nbytes()
+        self._peak = max(self._peak, self._alive_bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._alive_bytes -= self._alive.pop(key, 0)
+
+
+def _run(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    if name != "aten::_grouped_mm" or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    # Without values torch knows the shape of this one in bf16 only.
+    cast = [each.bfloat16() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+    return func(*cast, **kwargs).to(args[0].dtype)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _operator(
+    func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor], result: Any
+) -> Operator:
+    name = func._schema.name.partition("::")[2]
+    size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
+    if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
+        return Operator("attention", _attention_flops(name, args, inputs), size)
+    if name == "_grouped_mm":
+        return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size)
+    if name.rstrip("_") in _MATMULS:
+        count = flop_registry.get(func._overloadpacket) or flop_registry[_functional(name)]
+        return Operator("matmul", float(count(*args, **kwargs, out_val=result)), size, finds_gradients())
+    if name == "embedding":  # reads as many rows as it writes
+        size = 2.0 * _bytes(outputs[0])
+    return Operator("memory", 0.0, size)
+
+
+def _functional(name: str) -> Any:
+    return getattr(torch.ops.aten, name.rstrip("_"))
+
+
+def _attention_flops(name: str, args: tuple, inputs: list[Tensor]) -> float:
+    """Both products, or the five of the backward pass; half of them where the mask is causal and known to be."""
+    backward = "backward" in name
+    query, key = inputs[1 if backward else 0], inputs[2 if backward else 1]
+    *batch_and_heads, length, width = query.shape
+    flops = 4.0 * math.prod(batch_and_heads) * length * key.shape[-2] * width
+    causal = any(value is True for value in args)
+    return flops * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What is read or written of a tensor; an expanded one has less than its shape says."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,153 @@
+"""A model with few layers in place of a whole one, sharded as a rank of a layout sees it, and its parts told apart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.mesh import build_mesh
+from plugins.hybrid_parallel.planner.op_recorder import Part
+from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, thin_out
+from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
+from plugins.hybrid_parallel.setup.optimizer import build_optimizer
+from shardformer.policies.registry import policy_for
+from shardformer.utils.parameter_names import names_of_parameters
+
+
+class Listener(Protocol):
+    """Who is told which part of a model runs."""
+
+    def enter(self, part: Part) -> None:
+        """`part` runs from now on."""
+
+    def give(self, hidden: Tensor) -> None:
+        """The part that runs returns this hidden state."""
+
+
+def skeleton(
+    build: Callable[[], nn.Module],
+    config: HybridParallelConfig,
+    device: torch.device | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> tuple[nn.Module, list[LayerList], HybridParallelModel]:
+    """The model with one layer of each kind, sharded for this rank and wrapped.
+
+    Args:
+        device: where it gets random values; None for the meta device.
+        optimizer: makes an optimizer, which is wrapped too.
+
+    Raises:
+        ConfigurationError: the model cannot be cut like this.
+    """
+    mesh = build_mesh(1, 1, 1, config.tp_size)
+    with quiet(), torch.device("meta"):
+        model = build()
+    try:
+        policy = policy_for(model)
+        policy.set_model(model)
+        lists = layer_lists(model, policy.base_path, policy.stages)
+        thin_out(model, lists)
+    except ValueError as error:
+        if config.tp_size > 1:
+            raise ConfigurationError(str(error)) from error
+        lists = []  # a model of any kind, on a single rank
+    optim = optimizer(model.parameters()) if optimizer is not None else None
+    names, groups = names_of_parameters(model), [list(model.parameters())]
+    origin = WholeModel.of(model)
+    shared = shard_model(model, config, mesh)
+    if device is not None:
+        give_memory(model, device)
+        give_values(model)
+    model.train()
+    built = wrap_model(model, config, mesh, 0, origin, shared)
+    if optim is not None:
+        build_optimizer(optim, groups, names, built, config, mesh)
+    return model, lists, built.model
+
+
+def give_memory(module: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Move what is on the meta device to another, without values, in place; what is known of parameters stays."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, kept so that no other gets its id, and the new one
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in moved:
+                    new = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    new.__dict__.update(tensor.__dict__)
+                    moved[id(tensor)] = tensor, new
+                held[name] = moved[id(tensor)][1]
+
+
+@torch.no_grad()
+def give_values(module: nn.Module) -> None:
+    """Small random parameters, and buffers of ones: values that no pass is slow or undefined with."""
+    for param in module.parameters():
+        param.normal_(std=0.02)
+    for buffer in module.buffers():
+        buffer.fill_(1)
+
+
+def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a step, as `execute_pipeline` computes it."""
+    loss = wrapped.step_loss([batch], None, batch)
+    inputs = wrapped.inputs_of(batch, loss)
+    with loss.reading(wrapped.unwrap()):
+        return loss.share(wrapped.unwrap()(**inputs), 0)
+
+
+def watch_layers(module: nn.Module, lists: Sequence[LayerList], listener: Listener) -> list[Any]:
+    """Tell `listener` which part runs, in both directions; returns the hooks."""
+    hooks = []
+    for number, each in enumerate(lists):
+        layers = [list(module.get_submodule(path)) for path in each.paths]
+        for kind, parts in enumerate(zip(*layers, strict=True)):
+            for part in parts:
+                hooks.append(part.register_forward_pre_hook(_entering(listener, number, kind), with_kwargs=True))
+            hooks.append(parts[-1].register_forward_hook(_leaving(listener, number, kind)))
+    return hooks
+
+
+def _entering(listener: Listener, number: int, kind: int) -> Callable:
+    def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        if kind == 0:
+            hidden = args[0] if args else next(iter(kwargs.values()))
+            if isinstance(hidden, Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda grad: listener.enter(("gap", number)))
+        listener.enter(("layer", number, kind))
+
+    return enter
+
+
+def _leaving(listener: Listener, number: int, kind: int) -> Callable:
+    def leave(_: nn.Module, __: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor):
+            if hidden.requires_grad:
+                hidden.register_hook(lambda grad: listener.enter(("layer", number, kind)))
+            listener.give(hidden)
+        listener.enter(("gap", number + 1))
+
+    return leave
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers remarks on every configuration, and torch on every operator that does not run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)

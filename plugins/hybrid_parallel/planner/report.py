@@ -1,0 +1,118 @@
+"""A plan as text, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from plugins.hybrid_parallel.inspect.shard_report import in_bytes
+from plugins.hybrid_parallel.planner.costs import Prediction
+from plugins.hybrid_parallel.planner.device import Device
+from plugins.hybrid_parallel.planner.search import Plan, Rejection
+
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "temporary")
+_SECONDS = ("compute", "talk", "bubble", "reduction", "optimizer")
+_COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#bab0ac")
+
+
+def to_text(plan: Plan, device: Device, tokens: float, top: int) -> str:
+    """The best `top` layouts, and in how far the others fail.
+
+    Args:
+        tokens: of a step.
+    """
+    if not plan.ranked:
+        return "no layout fits\n\n" + _reasons(plan.rejected)
+    header = ("", "layout", "memory", "step", "tokens/s", "MFU", "talk", "bubble")
+    rows = [header, *(_row(number, each, device, tokens) for number, each in enumerate(plan.ranked[:top], 1))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    more = f"{len(plan.ranked)} layouts fit, {len(plan.rejected)} do not"
+    return "\n".join([*lines, "", more, "", _reasons(plan.rejected)]).rstrip()
+
+
+def to_json(plan: Plan, device: Device, tokens: float) -> dict[str, Any]:
+    """Everything, rejected layouts one by one."""
+    return {
+        "device": asdict(device),
+        "layouts": [
+            {
+                "layout": str(each.layout),
+                "options": each.layout.description(),
+                "memory_bytes": {**asdict(each.memory), "total": each.memory.total},
+                "fullest_stage": each.rank,
+                "seconds": {**asdict(each.seconds), "total": each.seconds.total},
+                "tokens_per_second": tokens / each.seconds.total,
+                "model_flops_utilization": utilization(each, device),
+            }
+            for each in plan.ranked
+        ],
+        "rejected": [asdict(each) for each in plan.rejected],
+    }
+
+
+def utilization(prediction: Prediction, device: Device) -> float:
+    """Model FLOP/s over what the devices promise: products and attention of three forward passes, as far as a causal
+    mask leaves them, without recomputation."""
+    promised = device.flops[prediction.layout.precision] * prediction.layout.world_size
+    return prediction.model_flops / prediction.seconds.total / promised
+
+
+def draw(plan: Plan, device: Device, path: str | Path, title: str, top: int) -> None:
+    """Bars of memory, with the device's limit, and of the time of a step, best layouts first."""
+    from matplotlib.figure import Figure
+
+    shown = plan.ranked[:top]
+    figure = Figure(figsize=(13, 2.0 + 0.42 * len(shown)), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = [str(each.layout) for each in shown]
+    _bars(left, names, _MEMORY, [asdict(each.memory) for each in shown], 2**30)
+    left.axvline(device.memory / 2**30, color="black", linestyle="--", linewidth=1)
+    left.set_xlabel("memory of the fullest rank, GiB")
+    _bars(right, names, _SECONDS, [asdict(each.seconds) for each in shown], 1.0)
+    right.set_xlabel("time of a step, s")
+    left.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def _bars(
+    axes: Any, names: Sequence[str], keys: Sequence[str], values: Sequence[dict[str, float]], unit: float
+) -> None:
+    begin = [0.0] * len(names)
+    for key, color in zip(keys, _COLORS, strict=True):
+        lengths = [each[key] / unit for each in values]
+        axes.barh(names, lengths, left=begin, color=color, label=key, height=0.7)
+        begin = [start + length for start, length in zip(begin, lengths, strict=True)]
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize="small", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _row(number: int, each: Prediction, device: Device, tokens: float) -> tuple[str, ...]:
+    seconds = each.seconds
+    return (
+        str(number),
+        str(each.layout),
+        in_bytes(each.memory.total),
+        f"{seconds.total:.4g} s",
+        f"{tokens / seconds.total:,.0f}",
+        f"{100 * utilization(each, device):.1f} %",
+        f"{100 * seconds.talk / seconds.total:.0f} %",
+        f"{100 * seconds.bubble / seconds.total:.0f} %",
+    )
+
+
+def _reasons(rejected: Sequence[Rejection]) -> str:
+    """Each kind of reason with how many layouts fail for it and the one that fails by least."""
+    kinds: dict[str, list[Rejection]] = {}
+    for each in rejected:
+        kinds.setdefault(re.sub(r"\d[\d.,]*( [KMG]iB| B)?", "#", each.reason), []).append(each)
+    lines = []
+    for members in sorted(kinds.values(), key=len, reverse=True):
+        nearest = min(members, key=lambda each: each.need or 0.0)
+        count = "1 layout" if len(members) == 1 else f"{len(members)} layouts, as"
+        lines.append(f"{count} {nearest.layout}: {nearest.reason}")
+    return "\n".join(lines)

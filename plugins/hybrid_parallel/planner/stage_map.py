@@ -1,0 +1,151 @@
+"""Which parts of a model each pipeline stage has: found once for every number of stages, without cutting anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.planner.op_recorder import Part
+from plugins.hybrid_parallel.planner.proxy_model import quiet
+from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, name_in_skeleton
+from shardformer import PipelineStageManager, Policy, ShardConfig
+from shardformer.policies.registry import policy_for
+from shardformer.sharder import ModelSharder
+from shardformer.stages.stage import StageCut
+from shardformer.utils.parameter_names import alias_groups
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """One stage.
+
+    Attributes:
+        layers: parts of its layers, in order.
+        gaps: what else it runs.
+        names: the parameters it holds, by their first names, in the model's order; as they are called in the skeleton.
+        tied: positions in `names` -> order among the parameters that several stages hold, and those stages.
+        shape: a number that stages with the same parameters share.
+    """
+
+    layers: tuple[Part, ...]
+    gaps: tuple[Part, ...]
+    names: tuple[str, ...]
+    tied: dict[int, tuple[int, tuple[int, ...]]]
+    shape: int = 0
+
+    @property
+    def parts(self) -> Counter[Part]:
+        """How often it runs each part."""
+        return Counter((*self.layers, *self.gaps))
+
+
+class ModelMap:
+    """A whole model, without values.
+
+    Args:
+        build: makes it; called on the meta device.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        with quiet(), torch.device("meta"):
+            self.model = build()
+        self.name = type(self.model).__name__
+        self.config = getattr(self.model, "config", None)
+        self._stages: dict[int, list[StageParts] | ConfigurationError] = {}
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(param.numel() for param in self.model.parameters())
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all lists."""
+        return sum(len(each.kinds) for each in self.lists)
+
+    @cached_property
+    def policy(self) -> Policy | None:
+        """How its family is sharded; None for a model that only a single rank can hold."""
+        try:
+            policy = policy_for(self.model)
+        except ValueError:
+            return None
+        policy.set_model(self.model)
+        return policy
+
+    @cached_property
+    def lists(self) -> list[LayerList]:
+        """Its lists of layers."""
+        return [] if self.policy is None else layer_lists(self.model, self.policy.base_path, self.policy.stages)
+
+    def stages(self, count: int) -> list[StageParts]:
+        """The stages of a pipeline of `count` of them, cut as `boost` cuts them.
+
+        Raises:
+            ConfigurationError: the model cannot be cut into so many.
+        """
+        if count not in self._stages:
+            try:
+                self._stages[count] = self._cut(count) if count > 1 else [self._whole()]
+            except ValueError as error:
+                self._stages[count] = ConfigurationError(str(error))
+        found = self._stages[count]
+        if isinstance(found, ConfigurationError):
+            raise found
+        return found
+
+    def _whole(self) -> StageParts:
+        layers = [("layer", number, kind) for number, each in enumerate(self.lists) for kind in each.kinds]
+        gaps = [("gap", number) for number in range(len(self.lists) + 1)]
+        names = [name_in_skeleton(names[0], self.lists) for names in self._names]
+        return StageParts(tuple(layers), tuple(gaps), tuple(names), {})
+
+    @cached_property
+    def _names(self) -> list[list[str]]:
+        return alias_groups(self.model)
+
+    def _cut(self, count: int) -> list[StageParts]:
+        manager = PipelineStageManager(0, count)
+        with playing(0, 1):
+            config = ShardConfig(pipeline_stage_manager=manager, enable_tensor_parallelism=False)
+            ModelSharder(self.model, config).check()
+        cut = StageCut(self.model, self.policy.base_path, self.policy.stages, manager)
+        held: list[list[str]] = [[] for _ in range(count)]
+        tied: list[dict[int, tuple[int, tuple[int, ...]]]] = [{} for _ in range(count)]
+        order = 0
+        for names in self._names:
+            stages = tuple(sorted(set.union(*map(cut.holders, names))))
+            for stage in stages:
+                if len(stages) > 1:
+                    tied[stage][len(held[stage])] = order, stages
+                # A stage may have the parameter by another of its names only.
+                own = next((name for name in names if stage in cut.holders(name)), names[0])
+                held[stage].append(name_in_skeleton(own, self.lists))
+            order += len(stages) > 1
+        shapes: dict[tuple, int] = {}
+        return [
+            StageParts(
+                self._layers_in(layers),
+                self._gaps_of(cut, layers, stage, count),
+                tuple(held[stage]),
+                tied[stage],
+                shapes.setdefault((tuple(held[stage]), tuple(tied[stage].items())), len(shapes)),
+            )
+            for stage, layers in enumerate(cut.ranges)
+        ]
+
+    def _layers_in(self, layers: Sequence[int]) -> tuple[Part, ...]:
+        parts = [("layer", number, kind) for number, each in enumerate(self.lists) for kind in each.kinds]
+        return tuple(parts[index] for index in layers)
+
+    def _gaps_of(self, cut: StageCut, layers: range, stage: int, count: int) -> tuple[Part, ...]:
+        """What runs in front of a list runs with its first layer, the head with the last of all."""
+        gaps = [("gap", number) for number, start in enumerate(cut.starts[:-1]) if start in layers]
+        return (*gaps, ("gap", len(self.lists))) if stage == count - 1 else tuple(gaps)

@@ -1,0 +1,1 @@
+"""The steps of `boost`: from a user's objects to sharded ones."""

@@ -1,0 +1,80 @@
+"""One start for all ranks: a head that was drawn without a seed differs from rank to rank."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.checksum import checksum
+from plugins.hybrid_parallel.zero.gradient_hooks import hooked_names
+
+_logger = get_logger(__name__)
+
+
+def share_initial_weights(model: nn.Module) -> None:
+    """Compare the whole model over all ranks, and take rank 0's weights where they differ, as torch's DDP does.
+
+    Pieces of differently initialised models would fit together without an error, to a model that nobody built.
+
+    Raises:
+        ConfigurationError: the ranks built models of other names or shapes, froze other parameters, or have other hooks
+            on gradients.
+    """
+    if dist.get_world_size() == 1:
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    structure = zlib.crc32(repr([(name, tuple(tensor.shape), tensor.is_meta) for name, tensor in named]).encode())
+    tensors = {name: tensor for name, tensor in named if not tensor.is_meta}
+    values = zlib.crc32(repr([checksum(tensor) for tensor in tensors.values()]).encode())
+    hooks = zlib.crc32(repr(hooked_names(model)).encode())
+    frozen = zlib.crc32(repr(_frozen_names(model)).encode())
+    same_structure, same_values, same_hooks, same_frozen = _same_everywhere(structure, values, hooks, frozen)
+    if not same_structure:
+        raise ConfigurationError(
+            f"the ranks built different models (rank {dist.get_rank()}: a {type(model).__name__} of {len(named)} "
+            "tensors); build the same model from the same configuration on every rank"
+        )
+    if not same_frozen:
+        raise ConfigurationError(_difference(all_gather_json(_frozen_names(model))))
+    if not same_hooks:
+        raise ConfigurationError(
+            f"the ranks have hooks on the gradients of different parameters (rank {dist.get_rank()}: of "
+            f"{hooked_names(model)[:3]}); register the same hooks on every rank"
+        )
+    if same_values:
+        return
+    if dist.get_rank() == 0:
+        _logger.warning("the ranks built different initial weights; all take those of rank 0 (seed all ranks alike)")
+    for tensor in tensors.values():
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, src=0)
+        tensor.detach().copy_(whole)
+
+
+def _frozen_names(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def _difference(frozen: Sequence[Sequence[str]]) -> str:
+    """Say where ranks differ in what they have frozen: names by rank, which are not all the same."""
+    rank = next(rank for rank, names in enumerate(frozen) if names != frozen[0])
+    name = next(name for name in [*frozen[0], *frozen[rank]] if (name in frozen[0]) != (name in frozen[rank]))
+    here, there = (0, rank) if name in frozen[0] else (rank, 0)
+    return (
+        f"{name} is frozen on rank {here}, and trained on rank {there}; set requires_grad alike on all ranks before "
+        "boost()"
+    )
+
+
+def _same_everywhere(*numbers: int) -> list[bool]:
+    extremes = torch.tensor([*numbers, *(-number for number in numbers)])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = extremes.chunk(2)
+    return (largest == -smallest).tolist()

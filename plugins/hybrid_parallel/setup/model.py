@@ -1,0 +1,289 @@
+"""The steps of `configure` up to a sharded model; `optimizer.py` has those of its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
+from plugins.hybrid_parallel.distributed.agreement import together
+from plugins.hybrid_parallel.distributed.mesh import EXPERT_RANKS, HybridMesh, tied_group
+from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
+from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
+from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
+from plugins.hybrid_parallel.setup.model_contents import check_contents
+from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
+from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
+from plugins.hybrid_parallel.zero.granularity import check_granularity
+from plugins.hybrid_parallel.zero.grouping import (
+    TiedParameter,
+    check_gradients,
+    check_optimizer,
+    check_shared_parameters,
+    warn_of_untrained,
+)
+from shardformer import PipelineStageManager, ShardConfig, ShardFormer
+from shardformer.distributed.random import SharedStream
+from shardformer.layers.fp8 import check_fp8, multiply_in_fp8
+from shardformer.layers.partial_gradients import leave_sums
+from shardformer.lazy import (
+    RecordedValues,
+    WeightReader,
+    is_recorded,
+    materialize,
+    waits_for_values,
+    weight_reader_of,
+)
+from shardformer.matmul.weight_grad import own_native_products
+from shardformer.policies.user.tp_info import TPInfoPolicy
+from shardformer.shardformer import as_policy
+
+_logger = get_logger(__name__)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+@dataclass
+class BuiltModel:
+    """The sharded model, and what its optimizers have to know.
+
+    Attributes:
+        tied: the parameters that other stages hold too.
+        masters: full-precision values of the parameters that were cast down.
+        loss_scale: of all its optimizers.
+    """
+
+    model: HybridParallelModel
+    tied: dict[nn.Parameter, TiedParameter]
+    masters: dict[nn.Parameter, Tensor]
+    loss_scale: LossScale
+
+
+def check_options_against_model(
+    config: HybridParallelConfig,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, Sequence[str]],
+    num_shards: int,
+) -> None:
+    """Refuse what does not fit this model, before anything is changed.
+
+    Args:
+        names: id of each parameter -> its names.
+        num_shards: ranks over which ZeRO deals out the states of optimizers.
+
+    Raises:
+        ConfigurationError: see the message.
+    """
+    check_hooks(model)
+    _check_embeddings(config, model)
+    check_gradients(model)
+    with _mistakes():
+        check_contents(model, config)
+    for optim in optimizers:
+        check_optimizer(optim, names)
+        check_granularity(optim, config.tp_size, config.ep_size, config.pp_size, num_shards)
+    check_shared_parameters(optimizers, names)
+    warn_of_untrained(optimizers, model.named_parameters())
+    check_recomputation(config.gradient_checkpointing, model)
+    if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):
+        raise ConfigurationError(
+            f"{names[0]} of the {type(model).__name__} is on the meta device, without values; build the model on a "
+            "device, or in shardformer.record_module_init()"
+        )
+
+
+def _check_embeddings(config: HybridParallelConfig, model: nn.Module) -> None:
+    """Refuse options of embeddings that look at all ids of a batch, or change weights in the forward pass."""
+    replicas = config.data_parallel_size(dist.get_world_size()) * config.cp_size
+    parts = config.num_microbatches or config.pp_size
+    cuts_batch = replicas > 1 or parts > 1 or config.microbatch_size is not None
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            continue
+        if module.sparse:
+            raise ConfigurationError(f"{path} has sparse=True, whose gradients cannot be reduced; use sparse=False")
+        if module.scale_grad_by_freq and cuts_batch:
+            raise ConfigurationError(
+                f"{path} has scale_grad_by_freq=True, which counts the ids of a whole batch; use one replica and "
+                "num_microbatches=1 (tp_size takes the ranks), or scale_grad_by_freq=False"
+            )
+        if module.max_norm is not None and (replicas > 1 or config.precision != "fp32"):
+            raise ConfigurationError(
+                f"{path} has max_norm={module.max_norm}, which changes weights where a replica looks them up; use one "
+                "replica in fp32 (tp_size or pp_size takes the ranks), or max_norm=None"
+            )
+
+
+def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int) -> BuiltModel:
+    """Shard, move and cast the model, in place.
+
+    Raises:
+        ConfigurationError: the model's family cannot be sharded as asked, with all reasons; ranks differ in the model.
+    """
+    recompute(config.gradient_checkpointing, model)
+    cuts_batch = config.microbatch_size is not None or (config.num_microbatches or config.pp_size) * mesh.size("dp") > 1
+    if cuts_batch and any(isinstance(each, _BatchNorm) for each in model.modules()):
+        _logger.warning(
+            "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
+            "differ from those of the whole batch",
+            type(model).__name__,
+        )
+    reader = _reader_of(model, seed)
+    share_initial_weights(model)
+    origin = WholeModel.of(model)
+    shared = shard_model(model, config, mesh)
+    if waits_for_values(model):
+        with _mistakes():
+            materialize(model, reader)
+    if isinstance(config.gradient_checkpointing, float):
+        recompute_share(model, config.gradient_checkpointing)
+    model.to(mesh.device)
+    return wrap_model(model, config, mesh, seed, origin, shared)
+
+
+def wrap_model(
+    model: nn.Module,
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+    seed: int,
+    origin: WholeModel,
+    shared: Sequence[Mapping[int, Tensor]],
+) -> BuiltModel:
+    """Cast and wrap a sharded model.
+
+    Args:
+        origin: what the whole model was.
+        shared: the parameters that several stages hold, see `shard_model`.
+    """
+    if config.precision == "fp8":
+        with _mistakes():
+            check_fp8(mesh.device)
+    leave_sums(model)  # to the buckets
+    masters = _cast(model, DTYPES.get(config.precision), config.master_weights)
+    tied = {}
+    for order, stages in enumerate(shared):
+        # In the order of stages; a rank that holds several is there once.
+        holders = list(dict.fromkeys(config.schedule.rank_of(stage, config.pp_size) for stage in sorted(stages)))
+        if len(holders) == 1:
+            continue
+        group = tied_group(mesh, tuple(sorted(holders)))  # on all ranks, also those without the parameter
+        if group is not None:
+            here = next(stage for stage in stages if config.schedule.rank_of(stage, config.pp_size) == mesh.rank("pp"))
+            tied[stages[here]] = TiedParameter(order, group, counted=mesh.rank("pp") == holders[0])
+    elsewhere = [param for param, tie in tied.items() if not tie.counted]
+    if config.schedule.splits_backward:
+        own_native_products(model)
+    if config.precision == "fp8":
+        multiply_in_fp8(model)
+    wrapped = HybridParallelModel(
+        model, mesh, _stream(mesh, seed), origin, elsewhere, config.schedule, config.chunks_per_rank
+    )
+    wrapped.tied = tied
+    if config.record_schedule is not None:
+        # A directory that cannot be written is an error on all ranks.
+        wrapped.runtime.recorder = together(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
+    if config.debug:
+        # Before any optimizer: its hooks take a gradient away.
+        watch = wrapped.trace.watch = ModuleWatch(model)
+        wrapped.runtime.before_microbatch = watch.begin_microbatch
+    loss_scale = LossScale()
+    if config.precision == "fp16":
+        loss_scale = DynamicLossScale(config.initial_scale, config.growth_interval)
+    return BuiltModel(wrapped, tied, masters, loss_scale)
+
+
+def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:
+    """Where the values of a model without values are; its buffers get theirs now, whole as policies expect them."""
+    reader = weight_reader_of(model)
+    if reader is None and is_recorded(model):
+        shared_seed = torch.tensor(seed)
+        dist.broadcast(shared_seed, src=0)  # pieces drawn from other seeds would fit together without an error
+        with _mistakes():
+            reader = RecordedValues(model, int(shared_seed))
+            reader.fill_buffers(model)
+    return reader
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """What shardformer refuses is the user's mistake."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
+    """Shard in place; returns the parameters that several stages hold.
+
+    Raises:
+        ConfigurationError: the model cannot be sharded as asked, with all reasons.
+    """
+    changes_layers = (
+        config.enable_fused_normalization,
+        config.enable_flash_attention,
+        config.enable_jit_fused,
+        config.enable_all_optimization,
+    )
+    deals_out = config.ep_size > 1 or config.expert_capacity_factor is not None
+    is_whole = config.tp_size == config.pp_size == config.cp_size == 1 and not deals_out
+    if is_whole and config.custom_policy is None and not any(changes_layers):
+        return []  # nothing to cut: a model of any kind will do
+    stage, *further = config.schedule.stages_of(mesh.rank("pp"), config.pp_size, config.chunks_per_rank)
+    num_stages = config.pp_size * config.chunks_per_rank
+    split = None if config.layers_per_stage is None else tuple(config.layers_per_stage)
+    with _mistakes():
+        shard_config = ShardConfig(
+            tensor_parallel_process_group=mesh.group("tp"),
+            pipeline_stage_manager=PipelineStageManager(stage, num_stages, split, tuple(further)),
+            enable_fused_normalization=config.enable_fused_normalization,
+            enable_flash_attention=config.enable_flash_attention,
+            enable_jit_fused=config.enable_jit_fused,
+            enable_sequence_parallelism=config.cuts_over_tp,
+            sequence_parallelism_mode=config.sequence_parallelism_mode if config.cuts_over_tp else "split_gather",
+            context_parallel_process_group=mesh.group("cp"),
+            context_parallel_mode=config.context_mode,
+            enable_sequence_overlap=config.enable_sequence_overlap,
+            enable_all_optimization=config.enable_all_optimization,
+            make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+            compute_dtype=DTYPES.get(config.precision),
+            sharding_dim=config.sharding_dim,
+            expert_parallel_process_group=mesh.group(EXPERT_RANKS),
+            expert_capacity_factor=config.expert_capacity_factor,
+        )
+        policy = as_policy(config.custom_policy) if config.tp_info is None else TPInfoPolicy(config.tp_info)
+        return ShardFormer(shard_config).optimize(model, policy)[1]
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> dict[nn.Parameter, Tensor]:
+    """Cast parameters (buffers keep their precision: rotary tables need it); returns their values before."""
+    masters: dict[nn.Parameter, Tensor] = {}
+    if dtype is None:
+        return masters
+    for param in model.parameters():
+        if param.is_floating_point() and param.dtype != dtype:
+            if keeps_masters and param.requires_grad:
+                masters[param] = param.data
+            param.data = param.data.to(dtype)
+    return masters
+
+
+def _stream(mesh: HybridMesh, seed: int) -> SharedStream | None:
+    """Shared over tp, different on every stage and data-parallel rank; a single rank keeps torch's own stream."""
+    coordinates = [mesh.rank(axis) for axis in ("pp", "dp", "cp")]
+    sizes = [mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")]
+    if max(sizes) == 1:
+        return None
+    position = (coordinates[0] * sizes[1] + coordinates[1]) * sizes[2] + coordinates[2]
+    return SharedStream(seed + 1_000_003 * (position + 1))

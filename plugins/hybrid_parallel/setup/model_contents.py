@@ -1,0 +1,32 @@
+"""What a model may have in it that does not go with every layout: adapters of peft, quantised weights."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from shardformer.peft import check_adapters, model_inside
+
+
+def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
+    """See that the layout leaves them what they are, before anything is changed.
+
+    Raises:
+        ValueError: it does not.
+    """
+    sizes = {name: getattr(config, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
+    check_adapters(model, next((f"{name}={size}" for name, size in sizes.items() if size > 1), None))
+    if config.tp_size > 1:
+        _check_quantised(model_inside(model), config.tp_size)
+
+
+def _check_quantised(model: nn.Module, tp_size: int) -> None:
+    """Weights of which several share a byte, or a scale, cannot be cut like others."""
+    packed = next((name for name, each in model.named_parameters() if not each.is_floating_point()), None)
+    if packed is None and getattr(model, "hf_quantizer", None) is None:
+        return
+    what = f"{packed} is" if packed is not None else "its weights are"
+    raise ValueError(
+        f"tp_size={tp_size} cannot cut a quantised {type(model).__name__}: {what} packed; use tp_size=1 (dp and pp "
+        "work), or load it without quantization_config"
+    )

@@ -1,0 +1,143 @@
+"""The steps of `configure` for an optimizer: from a user's to one over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
+from plugins.hybrid_parallel.distributed.agreement import together
+from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh, replicas_of
+from plugins.hybrid_parallel.setup.model import BuiltModel
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
+from plugins.hybrid_parallel.zero.comm.collectives import Exchange, exchange_of
+from plugins.hybrid_parallel.zero.frozen import FrozenParameters
+from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
+from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
+from plugins.hybrid_parallel.zero.grouping import build_buckets, place_states, take_states
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from shardformer.matmul.weight_grad import own_native_products
+from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
+
+
+def build_optimizer(
+    optim: torch.optim.Optimizer,
+    groups: Sequence[Sequence[nn.Parameter]],
+    names: Mapping[int, Sequence[str]],
+    built: BuiltModel,
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+    seed: int = 0,
+    stands_alone: bool = True,
+) -> HybridParallelOptimizer:
+    """Re-point an optimizer at the shards of its parameters, by name, and add it to those of the model.
+
+    Args:
+        groups: the parameters that its groups held before the model was sharded.
+        names: id of each of those -> its names, several where it is tied.
+        seed: of what gradient hooks draw.
+        stands_alone: whether it is the model's only optimizer.
+    """
+    parameters = dict(built.model.unwrap().named_parameters(remove_duplicate=False))
+    order = [[parameters.get(_held_name(names[id(param)], parameters)) for param in group] for group in groups]
+    pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
+    old = {param: whole for param, whole in pairs if param is not None}
+    granularity = granularity_of(optim)
+    if granularity is not Granularity.ELEMENT:
+        together(lambda: _check_padding(type(optim).__name__, old, names))
+    options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
+    buckets = build_buckets(_which(order, trains=True), options, built.tied, built.masters)
+    place_states(optim, states, buckets)
+    build_more = partial(build_buckets, options=options, tied=built.tied, masters={})
+    frozen = FrozenParameters(_which(order, trains=False), build_more, states)
+    hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer hangs its own there
+    waits = config.pp_size == config.cp_size == config.ep_size == 1
+    # Two optimizers' buckets would be complete in another order on a replica that leaves parameters unused.
+    overlaps = config.overlap_communication and stands_alone
+    reducer = GradientReducer(buckets, mesh.group(REPLICAS), overlaps, waits)
+    if reducer.offers_places:
+        own_native_products(built.model.unwrap())
+    first_names = {param: name for name, param in reversed(list(parameters.items()))}
+    reducer.hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
+    wrapped = HybridParallelOptimizer(
+        optim,
+        buckets,
+        first_names,
+        mesh,
+        reducer,
+        built.loss_scale,
+        config.max_norm,
+        config.nonfinite,
+        built.model.trace,
+        partial(refuse_or_skip, trace=built.model.trace, mesh=mesh),
+        config.overlap_allgather,
+        built.model.optimizers,
+        frozen,
+        order,
+    )
+    built.model.optimizers.append(wrapped)
+    wrapped.aliases = built.model.origin.aliases
+    if config.debug:
+        wrapped.after_step = partial(built.model.synchrony.run_at, config.synchrony_interval, [wrapped])
+    return wrapped
+
+
+def _which(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:
+    """The parameters here that are trained, or those that are frozen, by group."""
+    return [[param for param in group if param is not None and param.requires_grad == trains] for group in groups]
+
+
+def _check_padding(
+    optimizer: str, held: Mapping[nn.Parameter, nn.Parameter], names: Mapping[int, Sequence[str]]
+) -> None:
+    """Refuse rows of a vocabulary that nobody uses where an optimizer would count them."""
+    for param, whole in held.items():
+        if spec_of(param).is_padded:
+            raise ConfigurationError(
+                f"{optimizer} reads whole parameters, and make_vocab_size_divisible_by has padded "
+                f"{names[id(whole)][0]}; use make_vocab_size_divisible_by=1, or AdamW"
+            )
+
+
+def _bucket_options(
+    granularity: Granularity, config: HybridParallelConfig, mesh: HybridMesh
+) -> dict[str, BucketOptions]:
+    """What buckets have in common of which the parameters are cut over an axis, by its name."""
+    groups_of = {axis: mesh.group(replicas_of(axis)) for axis in (TENSOR, EXPERTS)}
+    # Where there are no experts both axes have the same replicas.
+    make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else Exchange
+    exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
+    return {
+        axis: BucketOptions(
+            dp_group=group,
+            zero_stage=config.zero_stage,
+            master_weights=config.master_weights,
+            whole_parameters=granularity is not Granularity.ELEMENT,
+            bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
+            exchange=exchanges[group],
+            hidden_by=_what_hides_gradients(config, mesh),
+        )
+        for axis, group in groups_of.items()
+    }
+
+
+def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str | None:
+    """The options by which ranks share gradients, or scale them; None where each has all, as in plain torch."""
+    sizes = {"tp_size": config.tp_size, "pp_size": config.pp_size, "ep_size": config.ep_size}
+    reasons = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if config.zero_stage and mesh.size(REPLICAS) > 1:
+        reasons.append(f"zero_stage={config.zero_stage} with {mesh.size(REPLICAS)} replicas")
+    if config.precision == "fp16":
+        reasons.append("precision='fp16'")
+    return " and ".join(reasons) or None
+
+
+def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """The first of a parameter's names that this stage has."""
+    return next((name for name in names if name in parameters), None)

@@ -1,0 +1,172 @@
+"""One step of `execute_pipeline`: cut the batch, run the schedule, finish gradients, loss and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from booster.errors import ConfigurationError
+from booster.plugin import PipelineResult
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.data.batch_check import check_batch
+from plugins.hybrid_parallel.data.index_check import naming_entry
+from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
+from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
+from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
+from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
+from plugins.hybrid_parallel.zero.frozen import check_tied
+from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
+from shardformer.loss.terms import LOSS_KEYWORDS
+
+_MANY = 2**62  # more samples than any batch has
+
+
+class PipelineStep:
+    """One step.
+
+    Args:
+        model: the boosted model.
+        mesh: the grid of ranks.
+        config: the plugin's options.
+        criterion: the user's loss, or None for the model's own.
+        trains: whether to run backward.
+    """
+
+    def __init__(
+        self,
+        model: HybridParallelModel,
+        mesh: HybridMesh,
+        config: HybridParallelConfig,
+        criterion: Callable[[Any, Any], Any] | None,
+        trains: bool,
+    ) -> None:
+        self.model, self.mesh, self.config, self.criterion, self.trains = model, mesh, config, criterion, trains
+        self._unfinished = set(model.runtime.stages)  # whose gradients are still to grow
+
+    def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
+        """Run one batch; see `Booster.execute_pipeline`."""
+        uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts in 16 bit would be rounded
+        batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype, uncast)
+        if self.trains and self.model.checks_this_batch():
+            check_batch(batch, self.mesh)
+        if self.trains and self.config.debug:
+            # What came apart between two steps is found before a pass has spread it.
+            self.model.synchrony.run_at(self.config.synchrony_interval, self.model.optimizers)
+        if self.trains:
+            check_tied(self.model.tied, self.model.unwrap())
+        count = self._num_microbatches(batch)
+        own = split_batch(batch, count) if num_rows(batch) else []
+        # Others wait for the experts here also where there is nothing of its own to do.
+        microbatches = own or [stand_in(batch)] * count
+        loss = self.model.step_loss(own, self.criterion, batch)
+        if self.trains and isinstance(loss, NoLoss):
+            raise ConfigurationError(
+                f"the batch has no labels (it has {', '.join(batch)}), so that there is no loss to train on; "
+                "give the model's labels in the batch, or pass a criterion"
+            )
+        if self.trains:
+            self.model.trace.begin(microbatches, loss.shares)
+        outputs: list[Any] = []
+        with naming_entry(batch):
+            self._run_schedule(microbatches, loss, bool(own), outputs if return_outputs else None)
+        for optimizer in self.model.optimizers if self.trains else ():
+            optimizer.reducer.launch_rest()
+        value, factor = loss.finish(return_loss)
+        if self.trains:
+            for optimizer in self.model.optimizers:
+                optimizer.reducer.finish(factor)
+        if value is not None:
+            value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
+        return PipelineResult(value, self._share_outputs(outputs, bool(own)) if return_outputs else None)
+
+    def _num_microbatches(self, batch: Mapping[str, Any]) -> int:
+        rows = num_rows(batch)
+        if self.trains and not self.model.has_seen_full_batch:
+            self._refuse_short_start(rows)
+            self.model.has_seen_full_batch = True
+        if self.config.ep_size > 1:
+            return self._agreed_microbatches(rows)
+        return self.config.microbatches_of(rows) if rows else 0
+
+    def _agreed_microbatches(self, rows: int) -> int:
+        """The same number on all ranks, which wait for one another at the experts of every layer.
+
+        None but an empty share has fewer samples than that.
+        """
+        extremes = torch.tensor([rows or _MANY, -rows], device=self.mesh.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(REPLICAS))
+        fewest, most = int(extremes[0]), -int(extremes[1])
+        return min(self.config.microbatches_of(most), fewest) if most else 0
+
+    def _refuse_short_start(self, rows: int) -> None:
+        """A short batch may end an epoch, but one that starts it will never fill the pipeline.
+
+        The replicas agree, since one that raised alone would leave the others waiting for it.
+        """
+        least = self.config.least_batch_size
+        fewest = torch.tensor(rows, device=self.mesh.device)
+        if self.mesh.size("dp") > 1:
+            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
+        rows = int(fewest)
+        if rows < least:
+            raise ConfigurationError(
+                f"the batch has {rows} samples, fewer than num_microbatches={least}; "
+                f"use batches of {least} or more, or num_microbatches={max(rows, 1)}"
+            )
+
+    def _run_schedule(
+        self, microbatches: list[dict[str, Any]], loss: StepLoss, counts: bool, keep: list[Any] | None
+    ) -> None:
+        """Run the passes; those that do not count add nothing to the loss, and no outputs to `keep`."""
+        runtime = self.model.runtime
+        actions = runtime.actions(len(microbatches), self.trains)
+        inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
+
+        def finish_forward(outputs: Any, index: int) -> Tensor | None:
+            if not counts:
+                return nothing_of(outputs)
+            outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
+            share = loss.share(outputs, index)
+            if keep is not None:
+                keep.append(detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))
+            return share
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.trains))
+            stack.enter_context(self.model.running())
+            stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
+            stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
+            scale = self.model.optimizers[0].loss_scale.value if self.trains else 1.0
+            if self.trains and runtime.recorder is not None:
+                stack.enter_context(runtime.recorder.step())
+            runtime.run(actions, inputs, finish_forward, scale, self._before_last, self._after_last)
+
+    def _before_last(self, action: Action) -> None:
+        """A whole backward pass of the only stage left tells by itself which gradients are complete, and when."""
+        if action.kind is Kind.BACKWARD and self._unfinished == {action.stage}:
+            for optimizer in self.model.optimizers:
+                optimizer.reducer.begin_final_backward()
+
+    def _after_last(self, action: Action) -> None:
+        self._unfinished.discard(action.stage)
+        if self._unfinished or action.kind is not Kind.BACKWARD:
+            complete = self.model.parameters_only_of(action.stage, self._unfinished)
+            for optimizer in self.model.optimizers:
+                optimizer.reducer.complete(complete)
+
+    def _share_outputs(self, outputs: list[Any], ran: bool) -> Any:
+        """The merged outputs, on every stage; None where this replica's share of the batch was empty."""
+        if not ran:
+            return None
+        runtime = self.model.runtime
+        merged = merge_outputs(outputs) if runtime.has_last_stage else None
+        if self.mesh.size("pp") == 1:
+            return merged
+        return broadcast_outputs(merged, self.mesh, runtime.rank_of_last_stage)

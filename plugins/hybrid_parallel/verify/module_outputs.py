@@ -1,0 +1,170 @@
+"""What modules return: recorded by hooks on both sides, put together from all ranks, and compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from shardformer.shard_spec import ShardSpec, spec_of
+from shardformer.stages.placeholders import StandIn
+
+_FLOOR = 1e-6  # of what a difference is relative to
+
+
+@dataclass
+class Output:
+    """What one call of a module returned on this rank: the first tensor of it.
+
+    Attributes:
+        name, kind: of the module, and of its class.
+        spec: how the module's weight is cut, None where it is whole.
+        parts: micro-batch -> values.
+    """
+
+    name: str
+    kind: str
+    spec: ShardSpec | None
+    parts: dict[int, numpy.ndarray] = field(default_factory=dict)
+
+
+class OutputLog:
+    """Hooks on all modules of a model; those that stand for modules of other stages are left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._outputs: dict[tuple[str, int], Output] = {}
+        self.begin_microbatch(0)
+        for name, module in model.named_modules():
+            if not isinstance(module, StandIn):
+                module.register_forward_hook(partial(self._after, name))
+
+    def begin_microbatch(self, index: int) -> None:
+        """Either direction of a micro-batch begins."""
+        self._microbatch, self._calls = index, Counter[str]()
+
+    def take(self) -> list[Output]:
+        """What was recorded since the last time, in the order in which modules returned."""
+        found, self._outputs = list(self._outputs.values()), {}
+        self.begin_microbatch(0)
+        return found
+
+    def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        tensor = next(_tensors(output), None)
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        # A tensor with attributes is one that a collective is still writing to.
+        if tensor is None or is_recomputed or vars(tensor):
+            return
+        key = name, self._calls[name]
+        self._calls[name] += 1
+        if key not in self._outputs:
+            weight = getattr(module, "weight", None)
+            spec = spec_of(weight) if isinstance(weight, Tensor) else None
+            cut = spec if spec is not None and spec.dim is not None else None
+            self._outputs[key] = Output(name, type(module).__name__, cut)
+        self._outputs[key].parts[self._microbatch] = tensor.detach().cpu().numpy().copy()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key != "loss":
+                yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def difference(
+    expected: Output, replicas: Sequence[Sequence[Output]], mask: Tensor | None, as_sum: bool = False
+) -> float | None:
+    """The largest relative difference of an output to what the ranks of a stage have of it.
+
+    Args:
+        expected: of the whole model.
+        replicas: the same module's outputs, [dp][tp].
+        mask: [batch, seq], 1 where a token is no padding.
+        as_sum: take what tensor-parallel ranks have as parts of a sum.
+
+    Returns:
+        None where the ranks' pieces do not fit together to a tensor of this shape.
+    """
+    whole = _joined([expected])
+    over_tp = [_joined(pieces) for pieces in zip(*replicas, strict=True)]
+    if whole is None or any(piece is None for piece in over_tp):
+        return None
+    if as_sum:
+        alike = all(piece.shape == whole.shape for piece in over_tp)
+        return relative(torch.stack(over_tp).sum(0), whole, mask) if alike else None
+    candidates = _candidates(over_tp, whole, [piece.spec for piece in replicas[0]])
+    found = [max(relative(each, whole, mask) for each in candidate) for candidate in candidates]
+    return min(found, default=None)
+
+
+def relative(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
+    """The largest difference of an element, relative to the largest element."""
+    if mask is not None and expected.dim() >= 2 and expected.shape[:2] == mask.shape:
+        found, expected = found[mask.bool()], expected[mask.bool()]
+    if not expected.numel():
+        return 0.0
+    # Masks have -inf in both.
+    gap = torch.where(found == expected, 0.0, (found - expected).abs().double())
+    gap = torch.where(found.isnan() & expected.isnan(), 0.0, gap)
+    scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 1.0, _FLOOR)
+    worst = gap.max().item() / scale
+    return worst if worst == worst else float("inf")
+
+
+def _joined(pieces: Sequence[Output]) -> Tensor | None:
+    """The micro-batches of all replicas, one below the other; one alone where they do not depend on the batch."""
+    parts = [torch.from_numpy(piece.parts[index]) for piece in pieces for index in sorted(piece.parts)]
+    if len(parts) == 1:
+        return parts[0]
+    if len({(part.dim(), tuple(part.shape[1:])) for part in parts}) != 1 or not parts[0].dim():
+        return None
+    return torch.cat(parts)
+
+
+def _candidates(pieces: list[Tensor], whole: Tensor, specs: list[ShardSpec | None]) -> Iterator[list[Tensor]]:
+    """Ways in which the pieces of tensor-parallel ranks may make up the whole; each a list of what then equals it."""
+    if all(piece.shape == whole.shape for piece in pieces):
+        yield pieces
+        return
+    if all(
+        piece.dim() and piece.shape[1:] == whole.shape[1:] and not len(piece) % max(len(whole), 1) for piece in pieces
+    ):
+        yield [part for piece in pieces for part in piece.split(len(whole))]  # the same for every micro-batch
+    if (assembled := _by_spec(pieces, whole, specs)) is not None:
+        yield [assembled]
+    for dim in range(whole.dim()):
+        if all(piece.dim() == whole.dim() and _without(piece, dim) == _without(whole, dim) for piece in pieces):
+            joined = torch.cat(pieces, dim)
+            if joined.shape[dim] >= whole.shape[dim]:  # the rest is padding
+                yield [joined.narrow(dim, 0, whole.shape[dim])]
+
+
+def _by_spec(pieces: list[Tensor], whole: Tensor, specs: list[ShardSpec | None]) -> Tensor | None:
+    """Features cut like the weight that made them, perhaps in several parts or with copies."""
+    if not whole.dim() or any(spec is None or spec.full_shape[spec.dim] != whole.shape[-1] for spec in specs):
+        return None
+    if any(
+        piece.shape[-1:] != spec.local_shape[spec.dim : spec.dim + 1] for piece, spec in zip(pieces, specs, strict=True)
+    ):
+        return None
+    spec = specs[0]
+    like_weight = ShardSpec(tuple(whole.shape), whole.dim() - 1, spec.parts, 0, spec.world_size, spec.copies)
+    if any(piece.shape[:-1] != whole.shape[:-1] for piece in pieces):
+        return None
+    return like_weight.assemble(pieces)
+
+
+def _without(tensor: Tensor, dim: int) -> tuple[int, ...]:
+    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])

@@ -1,0 +1,299 @@
+"""The small twin of a model: its class and its configuration, with small sizes in the place of large ones.
+
+What a field means is known by its name; nothing here depends on a family, except what `family_fields` adds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS
+from plugins.hybrid_parallel.verify.layer_pattern import layer_lists, short_periods
+from plugins.hybrid_parallel.verify.random_batch import batch_for
+
+_MISSING = object()
+_HEAD_DIM = 8
+_SEED = 20
+_MOST_PARAMETERS = 10_000_000
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "word_embed_proj_dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers")
+_ALL_LAYERS = (*_LAYERS, "decoder_layers", "encoder_num_layers", "decoder_num_layers")
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "embedding_size"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "seq_length"), 64),
+    **dict.fromkeys(("vocab_size", "padded_vocab_size", "text_vocab_size"), 101),
+    "rotary_dim": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+# None, 0 or less than the small size is a choice of the architecture.
+_CHOICES = frozenset(
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
+    + ("moe_topk", "num_experts_per_token", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")
+    + ("q_lora_rank", "sliding_window", "rotary_dim", "num_decoder_layers")
+)
+_NOT_OF_A_TWIN = frozenset(
+    ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type", "quantization_config")
+    + ("out_features", "out_indices", "stage_names")  # of a backbone with more stages
+)
+
+
+@dataclass(frozen=True)
+class TwinSizes:
+    """How small.
+
+    Attributes:
+        layers: of each tower, at the least.
+        heads, kv_heads: of attention; of keys and values None for as many heads to one of them as the model has.
+        is_faithful: keep which parts are there at all (windows, experts, kinds of layers) as the model has them, and
+            what else its configuration says; False takes every size from the table.
+    """
+
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    is_faithful: bool = True
+
+    @staticmethod
+    def of(config: Any, tp_size: int, num_stages: int) -> TwinSizes:
+        """Sizes for a layout: heads of both kinds fit `tp_size` as the model's own do."""
+        heads, kv_heads = head_counts(config.get_text_config())
+        group = heads // kv_heads
+        small = tp_size * -(-(4 if group == 1 else 2) // tp_size)
+        if kv_heads % tp_size:  # copies of heads, or uneven shares
+            small = kv_heads
+        if group > 8:
+            group = tp_size * -(-4 // tp_size) + (1 if heads % tp_size else 0)
+        return TwinSizes(layers=max(4, num_stages), heads=small * group)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What every process builds for itself, always the same.
+
+    Attributes:
+        module, name: where the model's class is.
+        config: the small configuration.
+        dtype: of the weights.
+    """
+
+    module: str
+    name: str
+    config: Any
+    dtype: torch.dtype = torch.float64
+
+    def build(self) -> nn.Module:
+        """The model in training mode, without dropout.
+
+        Raises:
+            ConfigurationError: it is not small, for what makes it large has an unusual name.
+        """
+        model = build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
+        if (count := sum(param.numel() for param in model.parameters())) > _MOST_PARAMETERS:
+            largest, param = max(model.named_parameters(), key=lambda item: item[1].numel())
+            raise ConfigurationError(
+                f"the small twin of {self.name} would have {count:,} parameters, for {largest} stays "
+                f"{'x'.join(map(str, param.shape))}; give a small configuration of your own"
+            )
+        return model
+
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Tensor]:
+        """The global batch of a step."""
+        batch = batch_for(model, step, rows)
+        return {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def small_config(config: Any, sizes: TwinSizes) -> Any:
+    """The configuration with small sizes wherever a field has one of the usual names; nothing drops out.
+
+    Raises:
+        ConfigurationError: its class does not take what was made small.
+    """
+    config_class = type(config)
+    values = small_values(config, sizes)
+    try:
+        small = config_class(**values)
+    except Exception as error:  # any of hundreds of classes may refuse in its own way
+        reason = " ".join(str(error).split())[:160]
+        raise ConfigurationError(
+            f"no small twin of {config_class.__name__} can be made ({reason}); give a small configuration of your own"
+        ) from None
+    if hasattr(small, "use_cache"):
+        small.use_cache = False
+    if small.is_encoder_decoder and getattr(small, "decoder_start_token_id", None) is None:
+        small.decoder_start_token_id = 0
+    return small
+
+
+def small_values(config: Any, sizes: TwinSizes) -> dict[str, Any]:
+    """Arguments of the small configuration's class."""
+    fields = {**vars(config), **{name: _read(config, name) for name in _named_sizes() if _is_written(config, name)}}
+    layers, lists, values = sizes.layers, {}, {}
+    if sizes.is_faithful:
+        layers, lists = layer_lists(config, _count(config, _LAYERS), sizes.layers)
+        values = {**_own_values(config), **short_periods(fields, layers)}
+    for name, value in fields.items():
+        if hasattr(value, "to_dict"):
+            values[name] = small_config(value, sizes).to_dict()
+        elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
+            values[name] = 0.0
+        elif sizes.is_faithful and isinstance(value, list | tuple):
+            values |= _small_list(name, value)
+        elif value is not _MISSING and (isinstance(value, int | list) or value is None):
+            values |= _small(name, value, config, sizes, layers)
+    values |= lists
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(name), dict) and (sizes.is_faithful or "mrope_section" in fields[name]):
+            values[name] = _small_rope(fields[name], getattr(config, "partial_rotary_factor", None))
+    return _with_special(values, FIELDS.get(config.model_type, {}))
+
+
+def head_counts(config: Any) -> tuple[int, int]:
+    """Heads of queries, and of keys and values, of a configuration."""
+    heads = _count(config, _HEADS) or 4
+    kv_heads = _count(config, _KV_HEADS) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1
+    if _read(config, "kv_lora_rank") not in (None, _MISSING) or heads % kv_heads:  # latent: of every head its own
+        kv_heads = heads
+    return heads, kv_heads
+
+
+def build_small(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
+    """A model of a small configuration, always the same, in training mode and without dropout."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        model = model_class(config)
+        with torch.no_grad():
+            # Biases start at 0 and norms at 1: noise lets mistakes in them show.
+            for param in model.parameters():
+                if param.is_floating_point():
+                    param.add_(torch.randn_like(param), alpha=0.02)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # some heads have one that no field names
+            module.p = 0.0
+    return model.to(dtype).train()
+
+
+def _named_sizes() -> Iterator[str]:
+    yield from (*_HEADS, *_KV_HEADS, *_HIDDEN, *_ALL_LAYERS, *_SIZES)
+
+
+def _small(name: str, own: Any, config: Any, sizes: TwinSizes, layers: int) -> dict[str, Any]:
+    """The field's small value; nothing where the field is no size, or stays as it is."""
+    if sizes.is_faithful and name in _CHOICES and (own is None or (isinstance(own, int) and own == 0)):
+        return {}
+    if name in _KV_HEADS:
+        return {name: _small_kv_heads(config, sizes)}
+    for names, value in ((_HEADS, sizes.heads), (_HIDDEN, sizes.heads * _HEAD_DIM), (_ALL_LAYERS, layers)):
+        if name in names:
+            return {name: value}
+    if name not in _SIZES:
+        return {}
+    if sizes.is_faithful and name in _CHOICES and isinstance(own, int):
+        return {name: min(own, _SIZES[name])}
+    return {name: _SIZES[name]}
+
+
+def _small_kv_heads(config: Any, sizes: TwinSizes) -> int:
+    if _read(config, "kv_lora_rank") is not _MISSING:  # latent attention has a key and a value for every head
+        return sizes.heads
+    if sizes.kv_heads is not None:
+        return sizes.kv_heads
+    heads, kv_heads = head_counts(config)
+    group = heads // kv_heads
+    return sizes.heads // group if sizes.heads % group == 0 else max(1, sizes.heads * kv_heads // heads)
+
+
+def _small_list(name: str, own: Sequence[Any]) -> dict[str, Any]:
+    """A size for each dim of an image, or for each stage of an image model whose resolution falls; else nothing."""
+    if not own or not all(isinstance(item, int) for item in own):
+        return {}
+    if name in ("image_size", "patch_size"):
+        return {name: [_SIZES[name]] * len(own)}
+    if name.endswith("token_id"):
+        return {name: _SIZES.get(name, own)}
+    if name in ("depths", *_ALL_LAYERS):
+        return {name: [min(depth, 2) for depth in own]}
+    if name in ("hidden_sizes", *_HIDDEN):
+        return {name: [16 * width // own[0] for width in own]}
+    return {}
+
+
+def _small_rope(own: Mapping[str, Any], share: float | None) -> dict[str, Any]:
+    """Parameters of rotary embeddings, also of several kinds of layers, for heads of the small size."""
+    share = own.get("partial_rotary_factor", share) or 1.0
+    half = int(_HEAD_DIM * share) // 2
+    small = dict(own)
+    for name, value in own.items():
+        if isinstance(value, dict):
+            small[name] = _small_rope(value, share)
+        elif name == "mrope_section":
+            small[name] = [2, 1, 1] if half == 4 else [1, 1, 0]
+        elif isinstance(value, list) and name.endswith("_factor"):
+            small[name] = value[:half]
+        elif name == "original_max_position_embeddings":
+            small[name] = 32
+    return small
+
+
+def _with_special(values: dict[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in special.items():
+        if value is DEFAULT:
+            values.pop(name, None)
+        else:
+            values[name] = {**values[name], **value} if isinstance(value, dict) and name in values else value
+    return values
+
+
+def _own_values(config: Any) -> dict[str, Any]:
+    """What the configuration says otherwise than its class does by itself."""
+    own = config.to_dict()
+    try:
+        usual = type(config)().to_dict()
+    except Exception:  # a class without values of its own
+        usual = {}
+    return {
+        name: value
+        for name, value in own.items()
+        if not name.startswith("_") and name not in _NOT_OF_A_TWIN and (name not in usual or usual[name] != value)
+    }
+
+
+def _count(config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these fields that is a number."""
+    found = (_read(config, name) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def _is_written(config: Any, name: str) -> bool:
+    found = getattr(type(config), name, None)
+    return not (isinstance(found, property) and found.fset is None)
+
+
+def _read(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, _MISSING)
+    except Exception:  # some say that a field differs from layer to layer
+        return _MISSING

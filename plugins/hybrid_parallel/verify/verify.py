@@ -1,0 +1,139 @@
+"""One verification: a twin for a layout, both trainings, the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
+from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
+from plugins.hybrid_parallel.verify.random_batch import takes_labels
+from plugins.hybrid_parallel.verify.tiny_model import Twin, TwinSizes, small_config
+from plugins.hybrid_parallel.verify.train import Trace, Trial, train_on_rank, train_plainly
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+_REASON_LENGTH = 200
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was trained, and what came of it.
+
+    Attributes:
+        trial: the small model and its layout.
+        precision: "fp64" or "fp32".
+        world_size: ranks of the sharded training.
+        num_parameters: of the twin.
+        verdict: of the comparison.
+    """
+
+    trial: Trial
+    precision: str
+    world_size: int
+    num_parameters: int
+    verdict: Verdict
+
+
+def verify(
+    config: Any,
+    model_class: type[nn.Module],
+    options: dict[str, Any],
+    precision: str | None = None,
+    steps: int = 3,
+    timeout_s: float = 300.0,
+    prepare: Callable[[], None] | None = None,
+) -> Verification:
+    """Train a small twin of a model sharded and unsharded, and compare.
+
+    Args:
+        config: of the model, not small.
+        options: of `HybridParallelPlugin`, with `dp_size`.
+        precision: of both trainings; None for fp64 where the model can be trained in it, else fp32.
+        timeout_s: for the ranks.
+        prepare: called on every rank before its training; for tests, which break something.
+
+    Raises:
+        ConfigurationError: the model cannot be cut like this, or has no twin that trains.
+    """
+    layout = HybridParallelConfig.from_options(options)
+    world_size = layout.tp_size * layout.pp_size * (layout.dp_size or 1)
+    if not takes_labels(model_class):
+        raise ConfigurationError(f"{model_class.__name__} has no loss; name a head with --head, as CausalLM")
+    refuse_what_cannot_be_cut(config, model_class, layout, world_size)
+    num_stages = layout.pp_size * (layout.chunks_per_rank if layout.pp_size > 1 else 1)
+    twin = Twin(
+        model_class.__module__,
+        model_class.__name__,
+        small_config(config, TwinSizes.of(config, layout.tp_size, num_stages)),
+    )
+    microbatches = layout.num_microbatches or layout.pp_size
+    rows = 2 * (layout.dp_size or 1) * microbatches * (layout.microbatch_size or 1) + 1
+    trial = Trial(twin, max(rows, 7), steps, options)
+    trial, precision, plain = _plain(trial, precision)
+    _refuse_batch_norm(trial.twin, layout)
+    try:
+        ranks = run_on_local_ranks(train_on_rank, world_size, trial, prepare, timeout_s=timeout_s)
+        verdict = compare(plain, ranks, TOLERANCES[precision])
+    except RankFailure as error:
+        verdict = Verdict([], Difference(1, "failure", "", float("inf"), f"the sharded training does not end: {error}"))
+    except ConfigurationError as error:  # of the model itself that was not so
+        raise ConfigurationError(f"the small twin of {twin.name} cannot be cut like the model: {error}") from None
+    num_parameters = sum(plain.first_weights[min(names)].size for names in plain.aliases)
+    return Verification(trial, precision, world_size, num_parameters, verdict)
+
+
+def refuse_what_cannot_be_cut(
+    config: Any, model_class: type[nn.Module], layout: HybridParallelConfig, world_size: int
+) -> None:
+    """Cut the model itself, not its twin, on the meta device.
+
+    Raises:
+        ConfigurationError: that is refused.
+    """
+    from plugins.hybrid_parallel.distributed.mesh import build_mesh
+    from plugins.hybrid_parallel.setup.model import shard_model
+
+    with playing(0, world_size):
+        sizes = layout.pp_size, layout.data_parallel_size(world_size), layout.cp_size, layout.tp_size
+        mesh = build_mesh(*sizes, ep_size=layout.ep_size)
+        try:
+            with torch.device("meta"):
+                model = model_class(config)
+        except Exception:  # some need values to be built; their twins have some
+            return
+        shard_model(model, layout, mesh)
+
+
+def _plain(trial: Trial, precision: str | None) -> tuple[Trial, str, Trace]:
+    """The trial in a precision that it trains in, and that training."""
+    for name in [precision] if precision is not None else list(DTYPES):
+        tried = replace(trial, twin=replace(trial.twin, dtype=DTYPES[name]))
+        try:
+            return tried, name, train_plainly(tried)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # any of a thousand classes may fail in its own way
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
+    raise ConfigurationError(
+        f"the small twin of {trial.twin.name} does not train unsharded in {name} ({reason}); "
+        "use --head with another class of the family"
+    )
+
+
+def _refuse_batch_norm(twin: Twin, layout: HybridParallelConfig) -> None:
+    cuts = layout.microbatch_size is not None or (layout.num_microbatches or layout.pp_size) > 1
+    if not cuts and (layout.dp_size or 1) == 1:
+        return
+    if any(isinstance(module, _BatchNorm) for module in twin.build().modules()):
+        raise ConfigurationError(
+            f"{twin.name} normalises over its batch, whose parts have statistics of their own under any layout; "
+            "use --dp 1 --microbatches 1"
+        )

@@ -1,0 +1,24 @@
+"""Refusals of backward passes whose gradients would not be those of the global batch."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from shardformer.layers.partial_gradients import hook_gradient
+
+
+def refuse_backward(model: nn.Module) -> None:
+    """Let no backward pass reach the parameters of a model without an optimizer, which is what sums their gradients."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            hook_gradient(parameter, _refuse)
+
+
+def _refuse(gradient: Tensor) -> NoReturn:
+    raise ConfigurationError(
+        "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients over "
+        "ranks; use model, optimizer = booster.boost(model, optimizer) and booster.backward(loss, optimizer)"
+    )

@@ -1,0 +1,99 @@
+"""What scripts do to the gradients of a bucket between the backward pass and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.zero.bucket_layout import Piece
+    from plugins.hybrid_parallel.zero.grad_buffer_pool import GradientMemory
+
+
+class GradientsByHand:
+    """The part of a bucket that scales, shows, sets and forgets gradients.
+
+    Attributes:
+        shard_grads: this rank's shard of the reduced gradients.
+        used: parameters with reduced gradients.
+        written: parameters with local gradients that are not reduced yet.
+    """
+
+    params: list[nn.Parameter]
+    offsets: list[int]
+    pieces: Sequence[Piece]
+    memory: GradientMemory
+    shard_grads: Tensor | None
+    used: set[int]
+    written: set[int]
+    _norm: Tensor | None
+
+    def __init__(self) -> None:
+        self.is_shown = False  # whether somebody has views of the reduced gradients
+        self._stale: set[int] = set()  # forgotten parameters whose values are still there
+
+    def scale_grads(self, factor: Tensor | float) -> None:
+        """Multiply all gradients that are here, reduced or not."""
+        if self.used:
+            self._norm = None
+            self.shard_grads.mul_(factor if isinstance(factor, float) else factor.to(self.shard_grads.dtype))
+        for index in self.written:
+            self._grad_view(index).mul_(factor)
+
+    def clamp_grads(self, limit: float) -> None:
+        """Clamp every element of the reduced gradients to ±`limit`."""
+        if self.used:
+            self._norm = None
+            self.shard_grads.clamp_(-limit, limit)
+
+    def has_grad(self, index: int) -> bool:
+        """Whether a parameter has a gradient, reduced or not."""
+        return index in self.used or index in self.written
+
+    def reduced_grad(self, index: int) -> Tensor:
+        """The gradient of a parameter where this rank has all of it: to read, to change in place, and to keep."""
+        self.is_shown = True
+        param, offset = self.params[index], self.offsets[index]
+        return self.shard_grads[offset : offset + param.numel()].view(param.shape)
+
+    def set_grad(self, index: int, value: Tensor) -> None:
+        """Set a gradient where this rank has all of it."""
+        if not self.used:
+            self.drop_grads()
+            self._provide_flat_grads()
+            self.shard_grads = torch.zeros_like(self.flat_grads)
+        self._stale.discard(index)
+        self.used.add(index)
+        self.reduced_grad(index).copy_(value)
+
+    def forget_grad(self, index: int) -> None:
+        """Forget one gradient; whoever has a view of it keeps its values."""
+        self._norm = None
+        self.written.discard(index)
+        if index in self.used:
+            self.used.discard(index)
+            self._stale.add(index)
+        if not self.used and self.is_shown:
+            self.drop_grads()
+
+    def drop_grads(self) -> None:
+        """Let go of the memory of reduced gradients, which somebody may still read."""
+        if self.shard_grads is not None:
+            self.memory.leave(self.shard_grads)
+        self.shard_grads, self.is_shown = None, False
+        self._stale.clear()
+
+    def clear_stale(self) -> None:
+        """Have zeros where forgotten gradients were: what is still there is added to, and takes part in the norm."""
+        if not self._stale or not self.used:
+            return
+        if self.is_shown:
+            left, self.shard_grads, self.is_shown = self.shard_grads, self.shard_grads.clone(), False
+            self.memory.leave(left)
+        for piece in self.pieces:
+            if piece.index in self._stale:
+                piece.view(self.shard_grads).zero_()
+        self._stale.clear()

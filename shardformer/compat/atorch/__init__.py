@@ -1,0 +1,1 @@
+"""ATorch's names for process groups and random streams."""

@@ -1,0 +1,130 @@
+"""Named groups of ranks: `create_parallel_group(([("tensor", 2), ("data", 2), ("pipeline", 2)], None))`.
+
+The interface, and that the first name varies fastest, is that of ATorch's `create_parallel_group`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardformer.distributed.collectives import world_timeout
+
+NAMES = ("tensor", "data", "pipeline", "sequence", "expert", "zero")
+_ALIASES = {"pipe": "pipeline"}
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """A grid of ranks with named axes.
+
+    Attributes:
+        sizes: name -> ranks along it, the fastest varying first.
+        order: which rank stands at each place of the grid.
+    """
+
+    sizes: dict[str, int]
+    order: tuple[int, ...]
+
+    @staticmethod
+    def of(axes: Sequence[tuple[str, int]], order: Sequence[int] | None, world_size: int) -> ParallelGroups:
+        """See that names, sizes and order make a grid of all ranks.
+
+        Raises:
+            ValueError: they do not.
+        """
+        sizes: dict[str, int] = {}
+        for name, size in axes:
+            name = _ALIASES.get(name, name)
+            if name not in NAMES or name in sizes:
+                problem = "there twice" if name in sizes else "not known"
+                raise ValueError(
+                    f"the parallel group '{name}' is {problem}; use each of {', '.join(NAMES)} once at most"
+                )
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"the parallel group '{name}' of size {size!r} has no ranks; use a size of 1 or more")
+            sizes[name] = size
+        if math.prod(sizes.values()) != world_size:
+            raise ValueError(
+                f"parallel groups of sizes {sizes} make {math.prod(sizes.values())} ranks of {world_size}; "
+                "use sizes whose product is the world size"
+            )
+        order = tuple(range(world_size)) if order is None else tuple(order)
+        if sorted(order) != list(range(world_size)):
+            raise ValueError(
+                f"the order of ranks {list(order)} is no permutation of 0 to {world_size - 1}; use one, or None"
+            )
+        return ParallelGroups(sizes, order)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Name -> the place of a rank along it."""
+        place, found = self.order.index(rank), {}
+        for name, size in self.sizes.items():
+            place, found[name] = divmod(place, size)
+        return found
+
+    def ranks(self, name: str) -> list[list[int]]:
+        """The ranks of each group of that name."""
+        grid = torch.tensor(self.order).view(*reversed(self.sizes.values()))
+        dim = len(self.sizes) - 1 - list(self.sizes).index(name)
+        return grid.movedim(dim, -1).reshape(-1, self.sizes[name]).tolist()
+
+
+_current: ParallelGroups | None = None
+_process_groups: dict[str, ProcessGroup] = {}
+
+
+def create_parallel_group(
+    parallel_config: tuple[Sequence[tuple[str, int]], Sequence[int] | None],
+) -> ParallelGroups:
+    """Make a process group for each axis; all ranks call this alike, before a model is boosted.
+
+    Args:
+        parallel_config: (name, size) of each axis, the first of which varies fastest, and the order of ranks or None.
+
+    Raises:
+        ValueError: these make no grid of all ranks.
+    """
+    global _current
+    axes, order = parallel_config
+    groups = ParallelGroups.of(axes, order, dist.get_world_size())
+    _process_groups.clear()
+    for name in groups.sizes:
+        for ranks in groups.ranks(name):
+            group = dist.new_group(ranks, timeout=world_timeout())
+            if dist.get_rank() in ranks:
+                _process_groups[name] = group
+    _current = groups
+    return groups
+
+
+def destroy_parallel_group() -> None:
+    """Forget the groups."""
+    global _current
+    _current = None
+    _process_groups.clear()
+
+
+def parallel_groups() -> ParallelGroups | None:
+    """What `create_parallel_group` made last."""
+    return _current
+
+
+def parallel_group(name: str) -> ProcessGroup | None:
+    """This rank's process group of a name; None where there is none."""
+    return _process_groups.get(_ALIASES.get(name, name))
+
+
+def parallel_rank(name: str) -> int:
+    """This rank's place in its group of a name; 0 where there is none."""
+    return 0 if _current is None else _current.coordinates(dist.get_rank()).get(_ALIASES.get(name, name), 0)
+
+
+def parallel_group_size(name: str) -> int:
+    """Ranks in a group of a name; 1 where there is none."""
+    return 1 if _current is None else _current.sizes.get(_ALIASES.get(name, name), 1)

@@ -1,0 +1,197 @@
+"""Attention over sequences that are cut over the ranks of the context-parallel axis.
+
+Like `shardformer.attention.registry` these are entries in transformers' registries of attention and of masks. The mask
+that the model builds once a pass is not a tensor [batch, 1, seq, seq] but a `ContextMask`, which knows the pass and
+says block by block who sees whom; it travels to the layers in the place of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.attention.registry import kernel_named, masks_of, routed_modules
+from shardformer.context_parallel.blockwise import Block, Softmax
+from shardformer.context_parallel.ring import ring_attention
+from shardformer.context_parallel.zigzag import ContextPass, current_pass
+from shardformer.matmul.autocast import autocast
+from shardformer.sequence_parallel.ulysses import exchange_dims, repeated_for
+
+PREFIX = "context_"
+RING, ALL_TO_ALL = "ring_attn", "all_to_all"
+
+
+class ContextMask:
+    """Who sees whom in one pass.
+
+    Args:
+        of: the pass.
+        function: (batch, head, query, key) -> bool on numbers of the whole sequence, as transformers' mask functions.
+        rows: samples.
+        device: of the masks.
+
+    Attributes:
+        whole: for `all_to_all`, the mask of whole sequences as the kernel takes it.
+    """
+
+    def __init__(self, of: ContextPass, function: Callable[..., Tensor], rows: int, device: torch.device) -> None:
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        self.of, self.axis, self.function, self.rows, self.device = of, of.axis, function, rows, device
+        is_plain = of.real is None and of.positions is None
+        is_filled = of.length == 2 * self.axis.size * self.axis.chunk(of.length)
+        self._is_causal = is_plain and function is causal_mask_function
+        self._is_everything = is_plain and is_filled and function is bidirectional_mask_function
+        self._known: dict[int, list[Block]] = {}
+        self.whole: Tensor | None = None
+
+    def blocks(self, source: int) -> Sequence[Block]:
+        """How this rank's queries meet the keys of rank `source`."""
+        if source not in self._known:
+            self._known[source] = self._find(source)
+        return self._known[source]
+
+    def _find(self, source: int) -> list[Block]:
+        chunk, everything = self.axis.chunk(self.of.length), slice(None)
+        if self._is_everything:
+            return [Block(everything, everything)]
+        if not self._is_causal:
+            return self._look(source)
+        if source == self.axis.rank:
+            return [Block(everything, everything, is_causal=True)]
+        # Of a rank before this one all queries see the first chunk and none the last; of one behind it the last
+        # queries see both chunks and the first none.
+        if source < self.axis.rank:
+            return [Block(everything, slice(0, chunk))]
+        return [Block(slice(chunk, None), everything)]
+
+    def _look(self, source: int) -> list[Block]:
+        """Ask the mask function, once a pass for all layers."""
+        allowed = self.allowed(self._places(self.axis.rank), self._places(source))
+        if not bool(allowed.any()):
+            return []
+        everything = slice(None)
+        return [Block(everything, everything, allowed=None if bool(allowed.all()) else allowed)]
+
+    def _places(self, rank: int) -> Tensor:
+        return self.axis.places(self.of.length, rank, self.device)
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """[batch or 1, 1, queries, keys] bool for places in the sequence."""
+        of, rows = self.of, torch.arange(self.rows, device=self.device)[:, None, None, None]
+        q, k = queries[None, None, :, None], keys[None, None, None, :]
+        found = k < of.length
+        if of.positions is None:
+            found = found & self.function(rows, torch.zeros_like(rows), q, k)
+        else:
+            places, documents = (self._at(x) for x in (of.positions, of.documents))
+            found = found & self.function(rows, torch.zeros_like(rows), places(q), places(k))
+            found = found & (documents(q) == documents(k))
+        return found if of.real is None else found & self._at(of.real)(k)
+
+    def _at(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Values of [batch or 1, length] at places; 0 behind the end."""
+        padded = F.pad(x, (0, 2 * self.axis.size * self.axis.chunk(self.of.length) - self.of.length))
+        rows = torch.arange(len(x), device=x.device)[:, None, None, None]
+        return lambda places: padded[rows, places]
+
+
+def use_context_attention(model: nn.Module, mode: str) -> None:
+    """Route the attention of `model` that goes through the registry to the kernels of this file.
+
+    Args:
+        mode: "ring_attn" or "all_to_all".
+    """
+    for _ in routed_modules(model, f"{PREFIX}{mode}_", partial(_register, mode=mode)):
+        pass
+
+
+def _register(name: str, implementation: str, mode: str) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if mode == RING:
+        AttentionInterface.register(name, _ring)
+        AttentionMaskInterface.register(name, _mask)
+    else:
+        AttentionInterface.register(name, partial(_exchanged, implementation))
+        AttentionMaskInterface.register(name, partial(_whole_mask, masks_of(implementation)))
+
+
+def _mask(batch_size: int, mask_function: Callable[..., Tensor], device: Any = "cpu", **_: Any) -> ContextMask:
+    """What a model gets for its mask."""
+    return ContextMask(current_pass(), mask_function, batch_size, torch.device(device))
+
+
+def _whole_mask(
+    masks: Callable[..., Any], batch_size: int, mask_function: Callable[..., Tensor], **kwargs: Any
+) -> ContextMask:
+    """The same with what `masks`, those of the kernel, makes of whole sequences."""
+    of, mask = current_pass(), _mask(batch_size, mask_function, **kwargs)
+    options = {**kwargs, "q_length": of.length, "kv_length": of.length, "attention_mask": of.real}
+    if of.positions is not None:
+        places = torch.arange(of.length, device=mask.device)
+        allowed = mask.allowed(places, places).expand(batch_size, -1, -1, -1)
+        mask_function, options["allow_is_causal_skip"] = (lambda row, _, q, k: allowed[row, 0, q, k]), False
+    mask.whole = masks(batch_size=batch_size, mask_function=mask_function, **options)
+    return mask
+
+
+def _ring(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ContextMask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim]."""
+    _check_mask(module, attention_mask)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
+    group = attention_mask.axis.group
+    query, key, value = autocast(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        found = ring_attention(query, key, value, attention_mask.blocks, Softmax(scale, dropout, seed), group)
+    return found.transpose(1, 2).contiguous(), None
+
+
+def _exchanged(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ContextMask,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """All of the sequence for a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509), and back."""
+    _check_mask(module, attention_mask)
+    axis, length = attention_mask.axis, attention_mask.of.length
+    order = axis.order(length, query.device)
+
+    def to_heads(x: Tensor) -> Tensor:
+        """[batch, heads, part, head_dim] -> [batch, heads/cp, seq, head_dim], in order."""
+        return exchange_dims(repeated_for(x, axis.size), 1, 2, axis.group).index_select(2, order)
+
+    query, key, value = to_heads(query), to_heads(key), to_heads(value)
+    if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
+        module.num_key_value_groups = query.shape[1] // key.shape[1]
+    kernel = kernel_named(implementation, module)
+    found, weights = kernel(module, query, key, value, attention_mask.whole, **kwargs)  # [batch, seq, heads/cp, ...]
+    held = found.new_zeros(found.shape[0], 2 * axis.chunk(length) * axis.size, *found.shape[2:])
+    return exchange_dims(held.index_copy(1, order, found), 1, 2, axis.group), weights
+
+
+def _check_mask(module: nn.Module, mask: Any) -> None:
+    if not isinstance(mask, ContextMask):
+        raise TypeError(
+            f"{type(module).__name__} got a {type(mask).__name__} for its mask, which says nothing of the tokens of "
+            "other ranks; use cp_size=1"
+        )

@@ -1,0 +1,182 @@
+"""Context parallelism: every rank of an axis has a part of each sequence, all through the model.
+
+The base model's inputs are cut before its first layer, so that embeddings, layers, head and loss see 1/cp of the
+tokens; attention alone meets the tokens of other ranks (`attention.py`). Sequences are cut zig-zag
+(Llama 3, arXiv 2407.21783, section 3.3.2; Brandon et al., arXiv 2311.09431): of 2 * cp chunks rank r has number r and
+number 2 * cp - 1 - r, which under a causal mask gives every rank as many scores to compute.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.attention.packed_documents import may_be_packed, start_again
+from shardformer.distributed.collectives import all_gather_dim, reduce_scatter_dim
+from shardformer.sequence_parallel.split_gather import first_output
+
+# What the base model gets whole: masks are about the tokens of all ranks.
+_WHOLE = ("attention_mask",)
+Positions = Callable[[Mapping[str, Any]], Tensor | None]
+_current: list[ContextPass] = []  # functions that make masks are told nothing of the model that asks
+
+
+@dataclass
+class ContextPass:
+    """One pass of a model over sequences that are cut.
+
+    Attributes:
+        axis: over which ranks.
+        length: tokens of a sequence, padding to equal parts not counted.
+        real: [batch, length] bool, tokens that are not padding; None where all are.
+        positions: [batch or 1, length], where documents are packed one behind the other; None where none are.
+    """
+
+    axis: ContextAxis
+    length: int
+    real: Tensor | None = None
+    positions: Tensor | None = None
+
+    @property
+    def documents(self) -> Tensor:
+        """[batch or 1, length], the number of the document that each token belongs to."""
+        starts = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1) != 1
+        return starts.cumsum(-1)
+
+
+def current_pass() -> ContextPass:
+    """The pass in progress."""
+    return _current[0]
+
+
+class ContextAxis:
+    """The ranks that share sequences.
+
+    Args:
+        group: their process group.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def chunk(self, length: int) -> int:
+        """Tokens of one of the 2 * cp chunks of a sequence."""
+        return -(-length // (2 * self.size))
+
+    def places(self, length: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """[2 * chunk], where the tokens of a rank stand in the sequence; those from `length` on are padding."""
+        chunk = self.chunk(length)
+        first = torch.arange(chunk, device=device)
+        return torch.cat([first + rank * chunk, first + (2 * self.size - 1 - rank) * chunk])
+
+    def order(self, length: int, device: torch.device | str = "cpu") -> Tensor:
+        """[length], where the tokens of the sequence stand once the parts of all ranks lie one behind the other."""
+        held = torch.cat([self.places(length, rank, device) for rank in range(self.size)])
+        return held.argsort()[:length]
+
+    def take(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
+        """This rank's part of `dim`; what is behind the end of the sequence is `fill`."""
+        dim = dim % x.dim()
+        chunk = self.chunk(x.shape[dim])
+        missing = 2 * self.size * chunk - x.shape[dim]
+        if missing:
+            x = F.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, missing), value=fill)
+        starts = (self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk)
+        return torch.cat([x.narrow(dim, start, chunk) for start in starts], dim)
+
+    def gather(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
+        """The parts of all ranks, in order and without padding.
+
+        Every rank goes on with the whole, and its gradient there is a share of the gradient: they are summed.
+        """
+        return _Gather.apply(x, self, length, dim)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """[batch, part, hidden] -> [batch, seq, hidden] behind the last layer of the pass in progress."""
+        return self.gather(x, current_pass().length)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: ContextAxis, length: int, dim: int) -> Tensor:
+        ctx.axis, ctx.length, ctx.dim, ctx.current = axis, length, dim, list(_current)
+        return all_gather_dim(x, dim, axis.group).index_select(dim, axis.order(length, x.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        axis, dim = ctx.axis, ctx.dim
+        # A layer that is recomputed after this has to see its own pass, not that of another micro-batch.
+        _current[:] = ctx.current
+        held = 2 * axis.chunk(ctx.length) * axis.size
+        parts = grad.new_zeros(*grad.shape[:dim], held, *grad.shape[dim + 1 :])
+        parts.index_copy_(dim, axis.order(ctx.length, grad.device), grad)
+        return reduce_scatter_dim(parts, dim, axis.group).contiguous(), None, None, None
+
+
+def cut_inputs(base: nn.Module, axis: ContextAxis, positions: Positions) -> None:
+    """Let `base`, a transformers model without head, read this rank's part of its inputs.
+
+    Args:
+        positions: the inputs -> [batch or 1, seq], where the family counts positions in its own way; None for 0, 1, ...
+    """
+    signature = inspect.signature(base.forward)
+
+    def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = dict(signature.bind_partial(*args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        return (), cut_batch(given, axis, positions)
+
+    base.register_forward_pre_hook(cut, with_kwargs=True)
+
+
+def cut_batch(inputs: Mapping[str, Any], axis: ContextAxis, positions: Positions) -> dict[str, Any]:
+    """This rank's part of the inputs of a base model; begins a pass.
+
+    Raises:
+        ValueError: an attention mask that is not [batch, seq], or no tokens.
+    """
+    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
+    if tokens is None:
+        raise ValueError(f"cp_size={axis.size} cuts input_ids or inputs_embeds, and the batch has neither; give one")
+    rows, length = tokens.shape[:2]
+    mask, given = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None and tuple(mask.shape) != (rows, length):
+        raise ValueError(
+            f"cp_size={axis.size} cannot cut an attention_mask of shape {tuple(mask.shape)}; "
+            f"use one of shape [batch, seq], {(rows, length)}"
+        )
+    whole = given if given is not None else positions(inputs)
+    if whole is None:
+        whole = torch.arange(length, device=tokens.device)[None]
+    packed = whole if may_be_packed(inputs) and start_again(whole) else None
+    _current[:] = [ContextPass(axis, length, _real(mask), packed)]
+    parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
+    # A mask that is always there keeps transformers from taking a jump between two chunks for a new document.
+    ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask
+    return {**parts, "attention_mask": ones, "position_ids": axis.take(whole, dim=-1)}
+
+
+def _real(mask: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    real = mask.bool()
+    return None if bool(real.all()) else real
+
+
+def _part(value: Any, name: str, length: int, axis: ContextAxis) -> Any:
+    is_cut = isinstance(value, Tensor) and name not in _WHOLE and value.dim() >= 2 and value.shape[1] == length
+    return axis.take(value) if is_cut else value
+
+
+def gather_behind(layer: nn.Module, axis: ContextAxis) -> None:
+    """What follows the last layer sees whole sequences, on every rank."""
+    layer.register_forward_hook(lambda _, __, output: first_output(output, axis.leave))

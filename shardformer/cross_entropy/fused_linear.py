@@ -1,0 +1,186 @@
+"""Cross-entropy of a language-model head from its hidden states, with the logits of a few tokens at a time.
+
+After Cut Cross-Entropy (arXiv 2411.09009, section 4) and Liger-Kernel (arXiv 2410.10989, section 3.2), in plain torch,
+for whole heads and for heads that are cut over the vocabulary (arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardformer.cross_entropy import chunking as loss_chunks
+from shardformer.distributed.collectives import all_gather_flat
+from shardformer.matmul.weight_grad import matrix
+
+
+def head_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    vocab_range: tuple[int, int] | None = None,
+    group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Sum of the cross-entropy of `hidden weight^T + bias` over the labels that are not `ignore_index` (0-d).
+
+    Gradients are computed in the forward pass, chunk by chunk, and are scaled in the backward pass, which can run once.
+    Kept for it are those of `hidden`, and of `weight` and `bias` in at least fp32.
+
+    Args:
+        hidden: [..., hidden], the same on every rank of `group`; its gradient is summed over them.
+        weight: [vocabulary, hidden], or this rank's [padded vocabulary / ranks, hidden] with `vocab_range`.
+        bias: [vocabulary] or this rank's part of it, or None.
+        labels: [...], the same on every rank of `group`.
+        vocab_range: first and end row of the vocabulary that `weight` has here; None for all.
+        group: the axis over which the vocabulary is cut.
+        chunk_rows: tokens in a chunk; None for as many as `loss_chunks` allows.
+
+    The result is at least fp32, whatever the precision of the head.
+    """
+    start, stop = (0, len(weight)) if vocab_range is None else vocab_range
+    rows = loss_chunks.chunk_rows(len(weight), hidden.device) if chunk_rows is None else chunk_rows
+    cut = _Cut(start, stop, group, ignore_index, rows, torch.is_grad_enabled())
+    return _HeadCrossEntropy.apply(matrix(hidden), weight, bias, labels.reshape(-1), cut)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the work is cut: over ranks `start:stop` of the vocabulary, over time `rows` of the tokens."""
+
+    start: int
+    stop: int
+    group: ProcessGroup | None
+    ignore_index: int
+    rows: int
+    trains: bool
+
+
+class _Chunks:
+    """What is computed of all chunks.
+
+    Attributes:
+        losses: [tokens], 0 where the label is ignored.
+        grad_hidden, grad_weight, grad_bias: of the sum of the losses; None where none is needed.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, cut: _Cut, needs: tuple[bool, bool, bool]
+    ) -> None:
+        self.cut, self.needs = cut, needs
+        # Columns of padding take no part.
+        self.weight = weight[: cut.stop - cut.start]
+        self.bias = None if bias is None else bias[: cut.stop - cut.start]
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        rows = min(cut.rows, len(hidden))
+        # One buffer for all chunks: memory that is asked for again and again costs more than what is computed in it.
+        self._logits = hidden.new_empty(rows, len(self.weight))
+        same = hidden.dtype == self.dtype
+        self._numbers = self._logits if same else torch.empty_like(self._logits, dtype=self.dtype)
+        self.losses = hidden.new_empty(len(hidden), dtype=self.dtype)
+        self.grad_hidden = torch.empty_like(hidden) if needs[0] else None
+        self.grad_weight = weight.new_zeros(weight.shape, dtype=self.dtype) if needs[1] else None
+        self.grad_bias = bias.new_zeros(bias.shape, dtype=self.dtype) if needs[2] else None
+
+    def add(self, hidden: Tensor, labels: Tensor, first: int) -> None:
+        """One chunk: `hidden` [chunk, hidden] and `labels` [chunk], of which the first is token number `first`."""
+        logits = self._logits[: len(hidden)]
+        numbers = logits if self._numbers is self._logits else self._numbers[: len(hidden)]
+        if self.bias is None:
+            torch.mm(hidden, self.weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
+        here = (labels >= self.cut.start) & (labels < self.cut.stop)
+        if self.cut.group is None:  # an index that is no label is refused, not taken for one of another rank
+            here = labels != self.cut.ignore_index
+        local = (labels - self.cut.start).masked_fill(~here, 0).unsqueeze(-1)
+        counted = labels != self.cut.ignore_index
+        peak, picked = self._peak(logits, local, here)
+        if numbers is not logits:  # operators of two dtypes make copies of their own on CPUs
+            numbers.copy_(logits)
+        exponentials = numbers.sub_(peak.unsqueeze(-1)).exp_()
+        log_sum, label_logit = self._over_ranks(peak, exponentials.sum(dim=-1), picked)
+        self.losses[first : first + len(hidden)] = (log_sum - label_logit).masked_fill(~counted, 0.0)
+        if any(self.needs):
+            # The gradient of the logits: softmax - one at the label. `logits` are no longer read.
+            share = (peak - log_sum).exp_().masked_fill_(~counted, 0.0).unsqueeze(-1)
+            if len(self.weight):
+                at_label = exponentials.gather(1, local) * share - (here & counted).unsqueeze(-1).to(self.dtype)
+                exponentials.mul_(share).scatter_(1, local, at_label)
+                if logits is not numbers:
+                    logits.copy_(exponentials)
+            with loss_chunks.finding_gradients():
+                self._add_gradients(hidden, logits, first)
+
+    def _peak(self, logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+        """[chunk] each: the maximum of the logits here, and the logit of the label, 0 where it is elsewhere."""
+        if not len(self.weight):  # all columns are padding; this rank must still take part in what follows
+            nothing = logits.new_zeros(len(logits), dtype=self.dtype)
+            return nothing - torch.inf, nothing
+        picked = logits.gather(1, local).squeeze(-1).to(self.dtype)
+        return logits.amax(dim=-1).to(self.dtype), picked.masked_fill(~here, 0.0)
+
+    def _over_ranks(self, peak: Tensor, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """[chunk] each, of the whole vocabulary: logarithm of the sum of the exponentials, and logit of the label.
+
+        One all-gather of three numbers a token, in the place of two all-reduces that wait for each other.
+        """
+        if self.cut.group is None:
+            return peak + total.log(), picked
+        mine = torch.stack([peak, total, picked])
+        everyone = mine.new_empty(dist.get_world_size(self.cut.group) * 3, len(peak))
+        all_gather_flat(everyone, mine, group=self.cut.group)
+        peaks, totals, labels = everyone.view(-1, 3, len(peak)).unbind(1)  # [ranks, chunk]
+        highest = peaks.amax(dim=0)
+        return highest + (totals * (peaks - highest).exp()).sum(dim=0).log(), labels.sum(dim=0)
+
+    def _add_gradients(self, hidden: Tensor, grad_logits: Tensor, first: int) -> None:
+        if self.grad_hidden is not None:
+            torch.mm(grad_logits, self.weight, out=self.grad_hidden[first : first + len(hidden)])
+        if self.grad_bias is not None:
+            self.grad_bias[: len(self.weight)] += grad_logits.sum(dim=0, dtype=self.dtype)
+        if self.grad_weight is None:
+            return
+        if grad_logits.dtype == self.dtype:
+            self.grad_weight[: len(self.weight)].addmm_(grad_logits.t(), hidden)
+            return
+        # Products in 16 bit are added up in fp32, a few rows at a time: one product of all is as large as the weight.
+        step = max(1, self._logits.numel() // hidden.shape[1])
+        for row in range(0, len(self.weight), step):
+            rows = slice(row, min(row + step, len(self.weight)))
+            self.grad_weight[rows] += grad_logits[:, rows].t() @ hidden
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cut: _Cut) -> Tensor:
+        ctx.group, ctx.dtypes = cut.group, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        needs = tuple(need and cut.trains for need in ctx.needs_input_grad[:3])
+        chunks = _Chunks(hidden, weight, bias, cut, needs)
+        for first in range(0, len(hidden), cut.rows):
+            chunk = slice(first, first + cut.rows)
+            chunks.add(hidden[chunk], labels[chunk], first)
+        ctx.save_for_backward(chunks.grad_hidden, chunks.grad_weight, chunks.grad_bias)
+        return chunks.losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a second pass through the same graph finds that they have changed, which torch refuses.
+        scaled = [None if each is None else each.mul_(grad) for each in ctx.saved_tensors]
+        work = None
+        if scaled[0] is not None and ctx.group is not None:
+            # Each rank has found what its part of the vocabulary says.
+            work = dist.all_reduce(scaled[0], group=ctx.group, async_op=True)
+        results = [None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        if work is not None:
+            work.wait()
+        return *results, None, None

@@ -1,0 +1,1 @@
+"""Differentiable collectives, and random streams of ranks."""

@@ -1,0 +1,99 @@
+"""Expert parallelism: which modules hold experts, and how these are dealt out.
+
+transformers 5 stacks the experts of a layer in parameters [experts, ...] of one module, whose forward takes hidden
+states [tokens, hidden], experts [tokens, k] and weights [tokens, k]. Any family with such a module can be cut: a rank
+gets an equal share of the experts, and tokens travel (`token_dispatcher.py`). Tensor parallelism leaves these modules
+whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+
+from shardformer.expert_parallel.token_dispatcher import Capacity, ExpertDispatch
+from shardformer.sequence_parallel.split_gather import SequenceParallel
+from shardformer.shard_config import ShardConfig
+from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
+from shardformer.utils.phrases import divisors_phrase
+
+_INDICES = ("top_k_index", "router_indices")
+_WEIGHTS = ("top_k_weights", "routing_weights")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module holds stacked experts that are called with tokens, choices and weights."""
+    count = getattr(module, "num_experts", None)
+    stacked = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not isinstance(count, int) or not any(each.dim() == 3 for each in stacked):
+        return False
+    names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    is_called_so = len(names) == 3 and names[1] in _INDICES and names[2] in _WEIGHTS
+    return is_called_so and all(each.dim() > 0 and each.shape[0] == count for each in stacked)
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of the experts of every layer."""
+    return ((path, module) for path, module in model.named_modules() if is_experts(module))
+
+
+def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
+    """Sentences on what keeps the experts of the whole model from being dealt out, or from having a capacity."""
+    name, size, factor = type(model).__name__, config.expert_parallel_size, config.expert_capacity_factor
+    found = list(expert_modules(model)) if size > 1 or factor is not None else []
+    problems = []
+    if size > 1 and not found:
+        problems.append(f"ep_size={size} finds no experts in stacked parameters in {name}; use ep_size=1")
+    if factor is not None and not found:
+        problems.append(
+            f"expert_capacity_factor={factor} finds no experts in stacked parameters in {name}; "
+            "use expert_capacity_factor=None"
+        )
+    if factor is not None and config.exchanges_heads:
+        problems.append(
+            f"expert_capacity_factor={factor} needs whole sequences, which 'all_to_all' sequence parallelism cuts; "
+            "use 'split_gather' or expert_capacity_factor=None"
+        )
+    uneven: dict[int, str] = {}
+    for path, module in found:
+        if module.num_experts % size:
+            uneven.setdefault(module.num_experts, path)  # the first of many layers will do
+    return problems + [
+        f"ep_size={size} does not divide the {count} experts of '{path}'; use {divisors_phrase(count)}"
+        for count, path in uneven.items()
+    ]
+
+
+def deal_out_experts(model: nn.Module, config: ShardConfig) -> None:
+    """Leave this rank its share of the experts, in place, and let tokens find theirs."""
+    size, factor = config.expert_parallel_size, config.expert_capacity_factor
+    if size == 1 and factor is None:
+        return
+    for path, experts in list(expert_modules(model)):
+        if factor is not None:
+            block = model.get_submodule(path.rpartition(".")[0])
+            Capacity(factor, experts.num_experts, skips=size > 1).attach(block, experts)
+        if size > 1:
+            _deal_out(experts, config)
+
+
+def _deal_out(experts: nn.Module, config: ShardConfig) -> None:
+    group, tp_size, count = config.expert_parallel_process_group, config.tensor_parallel_size, experts.num_experts
+    tp_rank = dist.get_rank(config.group) if tp_size > 1 else 0
+    place, ranks = dist.get_rank(group) * tp_size + tp_rank, dist.get_world_size(group) * tp_size
+    # Each tensor-parallel rank sends other tokens, so that each finds a part of the gradients.
+    partial = config.group if tp_size > 1 else None
+    for name, parameter in list(experts._parameters.items()):
+        if parameter is not None:
+            spec = ShardSpec(tuple(parameter.shape), 0, (Part(count),), place, ranks, copies=tp_size, axis=EXPERTS)
+            setattr(experts, name, shard_parameter(parameter, spec, partial))
+    for child in experts.children():  # a norm behind all experts
+        for parameter in child.parameters():
+            annotate(parameter, ShardSpec(tuple(parameter.shape), rank=tp_rank, world_size=tp_size), partial)
+    experts.num_experts = count // dist.get_world_size(group)
+    sees_same = tp_size > 1 and not config.exchanges_heads
+    region = SequenceParallel(config.group) if sees_same else None
+    experts.forward = ExpertDispatch(experts.forward, count, group, region)

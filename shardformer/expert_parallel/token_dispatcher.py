@@ -1,0 +1,157 @@
+"""Tokens travel to the ranks that hold their experts, and what these find travels back.
+
+The all-to-all of GShard (arXiv 2006.16668, section 3.3) and DeepSpeed-MoE (arXiv 2201.05596, section 5.3), without its
+fixed sizes: as in Megatron-Core the ranks tell each other first how many rows come, so that nothing is padded and
+nothing has to be dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.distributed.collectives import local_slice
+from shardformer.sequence_parallel.split_gather import SequenceParallel
+
+ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertDispatch:
+    """Takes the place of the forward of a module of experts, of which each rank has its own.
+
+    A choice with the number `num_experts` is that of no expert, and adds nothing.
+
+    Args:
+        forward: the module's own, with this rank's experts: (hidden states [tokens, hidden], experts [tokens, k],
+            weights [tokens, k]) -> [tokens, hidden].
+        num_experts: of all ranks together; the ranks have equal shares, in order.
+        group: the ranks that share the experts.
+        region: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None where each sees
+            tokens of its own.
+    """
+
+    def __init__(
+        self, forward: ExpertsForward, num_experts: int, group: ProcessGroup, region: SequenceParallel | None
+    ) -> None:
+        self.own_forward, self.num_experts, self.group, self.region = forward, num_experts, group, region
+        self.num_ranks = dist.get_world_size(group)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; all ranks of the group call this alike, with any number of tokens."""
+        region = self.region
+        if region is None:
+            return self._dispatch(hidden_states, top_k_index, top_k_weights)
+        missing = -len(top_k_index) % region.world_size
+        padded = F.pad(top_k_index, (0, 0, 0, missing), value=self.num_experts)
+        hidden, weights = (region.enter(each.unsqueeze(0)).squeeze(0) for each in (hidden_states, top_k_weights))
+        found = self._dispatch(hidden, local_slice(padded, 0, region.group), weights)
+        return region.leave(found.unsqueeze(0)).squeeze(0)
+
+    def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        num_choices, chosen = index.shape[1], index.reshape(-1)  # pairs of a token and a choice
+        counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
+        arriving = torch.empty_like(counts)  # [ranks * experts here]
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        totals = torch.stack([counts, arriving]).view(2, self.num_ranks, -1).sum(-1)
+        sent, received = totals.tolist()  # rows to each rank, and from it
+
+        order = chosen.argsort(stable=True)[: sum(sent)]  # by expert; those of no expert are last
+        rows = exchange_rows(hidden[order // num_choices], sent, received, self.group)
+        experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
+        found = self._run_own(rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
+        back = exchange_rows(found, received, sent, self.group)
+
+        pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back)
+        weighted = pairs.unflatten(0, index.shape) * weights.unsqueeze(-1)
+        return weighted.sum(1).to(hidden.dtype)
+
+    def _run_own(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """What the experts here make of [rows, hidden], each of the expert that `experts` says."""
+        count = len(rows)
+        if count == 0:
+            # One row that nobody reads: the experts are part of the backward pass all the same, which other ranks
+            # wait for, and their gradients are zeros as those of experts without tokens are.
+            rows, experts = F.pad(rows, (0, 0, 0, 1)), experts.new_zeros(1)
+        return self.own_forward(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
+
+
+class Capacity:
+    """How many tokens an expert takes (GShard, arXiv 2006.16668, section 2.2, with a sequence as a group).
+
+    Of each sequence of a batch an expert takes ceil(factor * length * k / experts) choices: the first choices of all
+    tokens go before the second ones, and earlier tokens before later ones. What is over adds nothing. No layout changes
+    this, because sequences are whole wherever it is applied.
+
+    Args:
+        factor: capacity as a multiple of a fair share.
+        num_experts: of all ranks together.
+        skips: whether a choice that is over may get the number `num_experts`; else it gets a weight of zero.
+    """
+
+    def __init__(self, factor: float, num_experts: int, skips: bool) -> None:
+        self.factor, self.num_experts, self.skips = factor, num_experts, skips
+        self._length = 0  # of the sequences in the pass in progress
+
+    def attach(self, block: nn.Module, experts: nn.Module) -> None:
+        """Drop what is over before `experts` see it; `block` around them sees sequences."""
+        block.register_forward_pre_hook(self._note, with_kwargs=True)
+        experts.register_forward_pre_hook(self._drop)
+
+    def kept(self, index: Tensor) -> Tensor:
+        """[tokens, k] experts, of whole sequences one after the other -> [tokens, k], whether there is room."""
+        num_choices = index.shape[1]
+        limit = math.ceil(self.factor * self._length * num_choices / self.num_experts)
+        # [sequences, k * length]: in the order in which they are taken.
+        queue = index.unflatten(0, (-1, self._length)).transpose(1, 2).flatten(1)
+        by_expert = queue.argsort(dim=1, stable=True)
+        ordered = queue.gather(1, by_expert)
+        place = torch.arange(queue.shape[1], device=queue.device) - torch.searchsorted(ordered, ordered)
+        has_room = torch.empty_like(queue, dtype=torch.bool).scatter_(1, by_expert, place < limit)
+        return has_room.unflatten(1, (num_choices, -1)).transpose(1, 2).flatten(0, 1)
+
+    def _note(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"expert_capacity_factor={self.factor} counts the tokens of a sequence, which {type(block).__name__} "
+                f"does not tell apart in its {hidden.dim()}-d input; use expert_capacity_factor=None"
+            )
+        self._length = hidden.shape[1]
+
+    def _drop(self, _: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, index, weights = args
+        over = ~self.kept(index)
+        index = index.masked_fill(over, self.num_experts) if self.skips else index
+        return hidden, index, weights.masked_fill(over, 0.0)
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Rows to each rank in order, [sum of `sent`, features] -> [sum of `received`, features]; back again backward."""
+    return _ExchangeRows.apply(x, sent, received, group)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return _exchange(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.sizes
+        return _exchange(grad, received, sent, ctx.group), None, None, None
+
+
+def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    out = x.new_empty((sum(received), x.shape[1]))
+    # Bytes travel: gloo knows fewer dtypes than models have.
+    given, taken = x.contiguous().view(torch.uint8), out.view(torch.uint8)
+    dist.all_to_all_single(taken, given, list(received), list(sent), group=group)
+    return out

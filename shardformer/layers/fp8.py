@@ -1,0 +1,52 @@
+"""Which layers of a model multiply in 8 bit."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from shardformer.layers import ColumnParallelLinear, RowParallelLinear
+from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.matmul.backends import FP8, use_products
+from shardformer.matmul.weight_grad import own_products
+
+_log = logging.getLogger(__name__)
+
+
+def multiply_in_fp8(model: nn.Module) -> None:
+    """Let the linear layers inside of the model's lists of layers multiply in 8 bit.
+
+    Embeddings, heads and what else stands outside of the lists keep their precision, as do norms, attention, routers
+    and experts whose weights are stacked.
+    """
+    found = [module for path, module in model.named_modules() if _is_in_a_list(path) and _is_linear(module)]
+    for module in found:
+        use_products(module, FP8)
+    if not found:
+        _log.warning("%s has no linear layers in a list of layers: nothing multiplies in 8 bit", type(model).__name__)
+
+
+def check_fp8(device: torch.device) -> None:
+    """Refuse a device without 8-bit products.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ValueError(
+            f"precision='fp8' needs a GPU of compute capability 8.9 or more, and this one has {major}.{minor}; "
+            "use precision='bf16'"
+        )
+
+
+def _is_in_a_list(path: str) -> bool:
+    return any(part.isdigit() for part in path.split("."))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, VocabParallelLMHead):
+        return False
+    return isinstance(module, ColumnParallelLinear | RowParallelLinear) or own_products(module)

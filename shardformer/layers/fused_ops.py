@@ -1,0 +1,225 @@
+"""Elementwise operators in one pass over memory, forward and backward, each equal to its eager form.
+
+The bodies are plain functions; `torch.compile` turns each into one kernel where a compiler works (Triton on GPUs, a C++
+compiler on CPUs), with dynamic shapes so that a new length compiles nothing. Where none works, and under
+TORCHDYNAMO_DISABLE=1, the same bodies run eagerly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.layers.linear import is_transposed
+from shardformer.matmul.weight_grad import linear
+
+_log = logging.getLogger(__name__)
+_SQRT_HALF, _SQRT_2_PI, _CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
+
+
+def has_compiler(device: str) -> bool:
+    """Whether `torch.compile` can make kernels for the device: with Triton for GPUs, a C++ compiler for CPUs."""
+    if device == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return any(shutil.which(name) for name in ("g++", "c++"))
+
+
+@cache
+def _compiled(body: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """`body` as one kernel, or as it is."""
+    if not has_compiler(device):
+        _log.info("no compiler for %s: %s runs eagerly", device, body.__name__)
+        return body
+    return torch.compile(body, dynamic=True)
+
+
+def _run(body: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    # Detached: a compiler that saw what needs a gradient would trace a backward pass of its own, also into the hooks of
+    # activation checkpointing.
+    plain = [value.detach() if isinstance(value, Tensor) else value for value in (x, *rest)]
+    return _compiled(body, x.device.type)(*plain)
+
+
+def _swiglu_body(gate: Tensor, value: Tensor) -> Tensor:
+    return F.silu(gate) * value
+
+
+def _swiglu_backward_body(grad: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * value * (sigmoid + silu * (1 - sigmoid)), grad * silu
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, value)
+        return _run(_swiglu_body, gate, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, value = ctx.saved_tensors
+        return _run(_swiglu_backward_body, grad, gate, value)
+
+
+def swiglu(gate: Tensor, value: Tensor) -> Tensor:
+    """silu(gate) * value (arXiv 2002.05202), any equal shapes."""
+    return _SwiGLU.apply(gate, value)
+
+
+def _gelu_erf_body(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+def _gelu_tanh_body(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def _gelu_erf_backward_body(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    x = x + bias
+    density = torch.exp(-0.5 * x * x) * (_SQRT_2_PI / 2)
+    return grad * (0.5 * (1 + torch.erf(x * _SQRT_HALF)) + x * density)
+
+
+def _gelu_tanh_backward_body(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    x = x + bias
+    tanh = torch.tanh(_SQRT_2_PI * (x + _CUBIC * x * x * x))
+    slope = _SQRT_2_PI * (1 + 3 * _CUBIC * x * x)
+    return grad * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope)
+
+
+_GELU = {"none": (_gelu_erf_body, _gelu_erf_backward_body), "tanh": (_gelu_tanh_body, _gelu_tanh_backward_body)}
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.approximate = approximate
+        return _run(_GELU[approximate][0], x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, bias = ctx.saved_tensors
+        grad_x = _run(_GELU[ctx.approximate][1], grad, x, bias)
+        return grad_x, grad_x.flatten(0, -2).sum(0), None
+
+
+def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(x + bias) (arXiv 1606.08415): "none" is the error function, "tanh" its approximation; never swapped.
+
+    x: [..., features], bias: [features].
+    """
+    return _BiasGelu.apply(x, bias.to(x.dtype), approximate)
+
+
+def _bias_dropout_add_body(x: Tensor, bias: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+    return (x + bias) * keep + residual
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+        ctx.save_for_backward(keep)
+        return _run(_bias_dropout_add_body, x, bias, keep, residual)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+        (keep,) = ctx.saved_tensors
+        grad_x = grad * keep
+        return grad_x, grad_x.flatten(0, -2).sum(0), None, grad
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Module) -> Tensor:
+    """residual + dropout(x + bias); all [..., features], bias [features].
+
+    What is kept is drawn by `dropout` itself, from its own random stream, as it would be without the fusion.
+    """
+    active = dropout.training and dropout.p > 0
+    keep = dropout(torch.ones_like(x)) if active else torch.ones((), dtype=x.dtype, device=x.device)
+    return _BiasDropoutAdd.apply(x, bias.to(x.dtype), keep, residual)
+
+
+# ----- where they go -----
+
+
+def fuse_gated_mlp(mlp: nn.Module) -> None:
+    """Llama's feed-forward; its one line is replaced because the product lies between two of its modules."""
+    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return
+    mlp.forward = MethodType(_forward_of_gated_mlp, mlp)
+
+
+def fuse_bias_gelu(module: nn.Module, linear: str, activation: str) -> None:
+    """Let the activation behind a linear layer add that layer's bias."""
+    kind = _gelu_kind(getattr(module, activation))
+    dense = getattr(module, linear)
+    if kind is None or dense.bias is None:
+        return
+    _leave_bias_out(dense)
+    setattr(module, activation, _BiasActivation(dense, kind))
+
+
+def fuse_output(module: nn.Module) -> None:
+    """BERT's output of a region: linear, dropout, then the norm of the sum with what went in.
+
+    Replaced as a whole, because the sum lies between two of its modules.
+    """
+    if module.dense.bias is None:
+        return
+    _leave_bias_out(module.dense)
+    module.forward = MethodType(_forward_of_output, module)
+
+
+# Methods, not closures: a copy of a module calls its own.
+
+
+def _forward_of_gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def _forward_of_output(module: nn.Module, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    found = module.dense(hidden_states)
+    return module.LayerNorm(bias_dropout_add(found, module.dense.bias, input_tensor, module.dropout))
+
+
+def _forward_without_bias(layer: nn.Module, x: Tensor) -> Tensor:
+    return linear(x, layer.weight.t() if is_transposed(layer) else layer.weight)
+
+
+class _BiasActivation(nn.Module):
+    """gelu(x + bias) with the bias of a linear layer, which stays that layer's parameter."""
+
+    def __init__(self, linear: nn.Module, approximate: str) -> None:
+        super().__init__()
+        self.__dict__["linear"] = linear  # not a sub-module: its parameters have one name
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return bias_gelu(x, self.linear.bias, self.approximate)
+
+
+def _gelu_kind(activation: Any) -> str | None:
+    """Which GELU an activation is; None for another one."""
+    name = type(activation).__name__
+    if name in ("GELUActivation", "GELU"):
+        return getattr(activation, "approximate", "none")
+    return {"NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}.get(name)
+
+
+def _leave_bias_out(layer: nn.Module) -> None:
+    """Let a linear layer return its product alone; who reads it adds the bias."""
+    if hasattr(layer, "adds_bias"):
+        layer.adds_bias = False
+    else:
+        layer.forward = MethodType(_forward_without_bias, layer)

@@ -1,0 +1,110 @@
+"""The products of column-parallel layers as autograd nodes that hide their communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from shardformer.matmul.autocast import autocast
+from shardformer.matmul.backends import current_products
+from shardformer.matmul.weight_grad import matrix, weight_gradient
+from shardformer.sequence_parallel.split_gather import PendingGather
+
+
+class GatheredLinear(torch.autograd.Function):
+    """y_i = gather(x) W_i^T + b_i for several i, with the communication behind the products (sequence overlap).
+
+    Forward, the rank's own tokens are multiplied while those of the others arrive; backward, the gradient of the
+    input is reduced and scattered while the gradients of the weights are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, pending: PendingGather, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.products = products = current_products()
+        (local_x,) = autocast(pending.own)
+        own = [products.forward(local_x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        (gathered,) = autocast(pending.wait())  # [seq, batch, in]
+        outputs = []
+        for weight, bias, part in zip(weights, biases, own, strict=True):
+            out = part.new_empty((*gathered.shape[:-1], part.shape[-1]))
+            out[pending.rows] = part
+            for rows in pending.other_rows:
+                out[rows] = products.forward(gathered[rows], weight, bias)
+            outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
+        ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
+        ctx.save_for_backward(gathered, *weights)
+        ctx.weights = weights  # saved tensors forget whose transposes they are
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gathered, *weights = ctx.saved_tensors
+        region, needs = ctx.pending_region, ctx.needs_input_grad
+        grad_x, work = None, None
+        if needs[0]:
+            whole = ctx.products.of_input(matrix(grads[0]), weights[0])
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                ctx.products.add_of_input(whole, matrix(grad), weight)
+            grad_x, work = region.start_reduce_scatter(whole.unflatten(0, grads[0].shape[:-1]))  # [batch, seq, in]
+        flat_x = matrix(gathered[: ctx.length].movedim(0, 1))
+        flat = [matrix(grad) for grad in grads]
+        needs_weights, needs_biases = needs[3 : 3 + ctx.count], needs[3 + ctx.count :]
+        grad_weights = _weight_gradients(ctx, flat, flat_x, needs_weights)
+        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_biases, strict=True)]
+        if work is not None:
+            work.wait()
+            grad_x = grad_x.movedim(0, 1).contiguous()
+        return grad_x, None, None, *grad_weights, *grad_biases
+
+
+class ColumnLinear(torch.autograd.Function):
+    """y_i = x W_i^T + b_i for several i; `f` is part of it: the gradient of x is summed over the axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.group, ctx.count = group, count
+        ctx.save_for_backward(x, *weights)
+        ctx.weights = weights
+        ctx.products = products = current_products()
+        return tuple(products.forward(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        flat = [matrix(grad) for grad in grads]  # [tokens, local out]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = ctx.products.of_input(flat[0], weights[0])
+            for grad, weight in zip(flat[1:], weights[1:], strict=True):
+                ctx.products.add_of_input(grad_x, grad, weight)
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        # The weight gradients fill the time that the all-reduce takes.
+        needs = ctx.needs_input_grad[3:]
+        flat_x = matrix(x)  # [tokens, in]
+        grad_weights = _weight_gradients(ctx, flat, flat_x, needs[: ctx.count])
+        grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[ctx.count :], strict=True)]
+        if work is not None:
+            work.wait()
+            grad_x = grad_x.view_as(x)
+        return grad_x, None, None, *grad_weights, *grad_biases
+
+
+def _weight_gradients(
+    ctx: Any, flat_grads: Sequence[Tensor], flat_x: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    return [
+        weight_gradient(weight, grad, flat_x, ctx.products) if need else None
+        for weight, grad, need in zip(ctx.weights, flat_grads, needs, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""The losses of heads as sums and counts."""

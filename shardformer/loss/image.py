@@ -1,0 +1,76 @@
+"""The losses of image heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
+from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
+from shardformer.loss.text import not_ignored, token_sum
+
+
+def masked_pixels(model: nn.Module) -> HeadLoss:
+    config = model.config
+    epsilon = 1e-5  # transformers divides by the masked pixels and this
+
+    def count(masked: Tensor, _: Batch) -> Tensor:
+        return masked.sum() * config.patch_size**2
+
+    def total(outputs: Any, masked: Tensor) -> Tensor:
+        # The reconstructed pixels have been compared by the model, whose mean becomes a sum again.
+        return outputs.loss * (count(masked, {}) + epsilon)
+
+    return HeadLoss(LossTerm("bool_masked_pos", count, total, is_input=True, epsilon=epsilon))
+
+
+def masked_visual_tokens(model: nn.Module) -> HeadLoss:
+    def of_patches(labels: Tensor, batch: Batch) -> Tensor:
+        """[rows, patches], also from transformers' list of the masked patches of all samples."""
+        if labels.dim() == 2:
+            return labels
+        masked = batch["bool_masked_pos"].bool()  # [rows, patches]
+        if labels.numel() != int(masked.sum()):
+            raise ValueError(
+                f"labels is a list of {labels.numel()} masked patches where a micro-batch has {int(masked.sum())}; "
+                f"a list cannot be cut into micro-batches: give labels of shape [rows, patches], {IGNORE_INDEX} where "
+                "nothing is masked, or use num_microbatches=1"
+            )
+        return labels.new_full(masked.shape, IGNORE_INDEX).masked_scatter(masked, labels)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        return token_sum(model, outputs.logits, labels)
+
+    return HeadLoss(LossTerm("labels", not_ignored, total, prepare=of_patches))
+
+
+def segmentation(model: nn.Module) -> HeadLoss:
+    def count(labels: Tensor, _: Batch) -> Tensor:
+        return (labels != model.config.semantic_loss_ignore_index).sum()
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        # The logits of the auxiliary head are not among the outputs: the model's mean becomes a sum again.
+        pixels = int(count(labels, {}))
+        return outputs.loss * pixels if pixels else outputs.logits.sum() * 0.0
+
+    return HeadLoss(LossTerm("labels", count, total, is_input=True))
+
+
+class ContrastiveLoss(HeadLoss):
+    """CLIP's: each text finds its image among those of the batch, and each image its text."""
+
+    couples_samples = True
+
+    def __init__(self) -> None:
+        def total(outputs: Any, _: Any) -> Tensor:
+            logits = outputs.logits_per_text  # [texts, images]
+            pairs = torch.arange(len(logits), device=logits.device)
+            return (cross_entropy_sum(logits, pairs) + cross_entropy_sum(logits.t(), pairs)) / 2
+
+        super().__init__(LossTerm("return_loss", lambda _, batch: torch.tensor(len(batch["input_ids"])), total))
+
+    def applies_to(self, batch: Batch) -> bool:
+        """Whether the loss is asked for; there are no labels."""
+        return bool(batch.get("return_loss"))

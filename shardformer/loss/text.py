@@ -1,0 +1,203 @@
+"""The losses of text heads."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.cross_entropy.deferred_logits import loss_of
+from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
+from shardformer.layers.index_range import check_indices
+from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.loss.forward_source import uses
+from shardformer.loss.routers import router_loss_of
+from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, IGNORED, LOSS_KEYWORDS, SHIFTED, Batch, HeadLoss, LossTerm
+
+
+def not_ignored(labels: Tensor, _: Batch) -> Tensor:
+    return (labels != IGNORE_INDEX).sum()
+
+
+def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of [..., classes] logits, cut over the vocabulary where the head left them so, or left to do."""
+    head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
+    is_whole = head is None or head.gather_output
+    check_indices(labels, logits.shape[-1] if is_whole else head.full_out_features, "label", ignored=IGNORE_INDEX)
+    loss = loss_of(logits, labels)
+    if loss is not None:
+        return loss
+    flat = logits.reshape(-1, logits.shape[-1])
+    if is_whole:
+        return cross_entropy_sum(flat, labels.reshape(-1))
+    return cross_entropy_sum(flat, labels.reshape(-1), head.vocab_range, head.group)
+
+
+def causal_lm(model: nn.Module) -> HeadLoss:
+    return _causal(model, lambda labels, _: labels)
+
+
+def causal_lm_of_tokens(model: nn.Module) -> HeadLoss:
+    """Of heads that leave out the labels of padding."""
+
+    def of_tokens(labels: Tensor, batch: Batch) -> Tensor:
+        mask = batch.get("attention_mask")
+        return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
+
+    return _causal(model, of_tokens)
+
+
+def _causal(model: nn.Module, counted: Callable[[Tensor, Batch], Tensor]) -> HeadLoss:
+    def of_next(labels: Tensor, batch: Batch) -> Tensor:
+        if batch.get(SHIFTED) is not None:
+            return batch[SHIFTED]
+        # Token t predicts label t + 1. The labels move, not the logits: no copy of [batch, seq, vocabulary].
+        ignored = batch.get(IGNORED)
+        return F.pad(counted(labels, batch), (0, 1), value=IGNORE_INDEX if ignored is None else int(ignored))[..., 1:]
+
+    term = LossTerm("labels", not_ignored, _token_total(model), prepare=of_next, per_token=True, keywords=LOSS_KEYWORDS)
+    return HeadLoss(term, function="ForCausalLMLoss", routers=router_loss_of(model))
+
+
+def masked_lm(model: nn.Module) -> HeadLoss:
+    term = LossTerm("labels", not_ignored, _token_total(model), per_token=True, keywords=(DIVISOR, IGNORED))
+    # Who gives transformers' causal loss the labels as those of the next token wants the same.
+    function = "ForCausalLMLoss" if uses(type(model).forward, SHIFTED) else "ForMaskedLMLoss"
+    return HeadLoss(term, function=function)
+
+
+def _token_total(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    return lambda outputs, labels: token_sum(model, outputs.logits, labels)
+
+
+def conditional_generation(model: nn.Module) -> HeadLoss:
+    if not model.config.is_encoder_decoder:
+        return causal_lm(model)
+    plain = masked_lm(model)
+    return HeadLoss(*plain.terms, function=plain.function, decoder_inputs=shift_right(model))
+
+
+def language_of_images(model: nn.Module) -> HeadLoss:
+    """BLIP-2's: that of its language model, whose logits it returns."""
+    if model.config.use_decoder_only_language_model:
+        return causal_lm(model)
+    return HeadLoss(*masked_lm(model).terms, decoder_inputs=shift_right(model.language_model))
+
+
+def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """How the family makes decoder inputs of labels: a method, or a function beside the class."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels
+    family, config = sys.modules[type(model).__module__], model.config.get_text_config()
+    special = (config.pad_token_id, config.decoder_start_token_id)
+    takes = len(inspect.signature(family.shift_tokens_right).parameters) - 1
+    return lambda labels: family.shift_tokens_right(labels, *special[:takes])
+
+
+def replaced_tokens(_: nn.Module) -> HeadLoss:
+    """ELECTRA's discriminator: the mean over tokens that are not padding."""
+
+    def of_tokens(labels: Tensor, batch: Batch) -> Tensor:
+        mask = batch.get("attention_mask")
+        return labels if mask is None else labels.masked_fill(mask != 1, IGNORE_INDEX)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        logits, kept = outputs.logits.view(labels.shape), labels != IGNORE_INDEX
+        return F.binary_cross_entropy_with_logits(logits[kept], labels[kept].to(logits.dtype), reduction="sum")
+
+    return HeadLoss(LossTerm("labels", not_ignored, total, prepare=of_tokens, per_token=True))
+
+
+def pretraining(
+    model: nn.Module, pair_label: str = "next_sentence_label", pair_logits: str = "seq_relationship_logits"
+) -> HeadLoss:
+    return HeadLoss(
+        LossTerm("labels", not_ignored, lambda outputs, labels: token_sum(model, outputs.prediction_logits, labels)),
+        LossTerm(
+            pair_label,
+            not_ignored,
+            lambda outputs, labels: cross_entropy_sum(outputs[pair_logits].view(-1, 2), labels.view(-1)),
+        ),
+    )
+
+
+def plain_classes(_: nn.Module, per_token: bool = False) -> HeadLoss:
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        return cross_entropy_sum(outputs.logits.reshape(-1, outputs.logits.shape[-1]), labels.reshape(-1))
+
+    return HeadLoss(LossTerm("labels", not_ignored, total, per_token=per_token), function="ForTokenClassification")
+
+
+def classes_of_tokens(_: nn.Module) -> HeadLoss:
+    """Classes of the tokens that are not padding."""
+    of_tokens = replaced_tokens(_).terms[0].prepare
+    return HeadLoss(replace(plain_classes(_, per_token=True).terms[0], prepare=of_tokens))
+
+
+def sequence_classification(model: nn.Module) -> HeadLoss:
+    config = model.config
+
+    def problem(labels: Tensor) -> str:
+        if config.problem_type is not None:
+            return config.problem_type
+        if config.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def count(labels: Tensor, batch: Batch) -> Tensor:
+        if problem(labels) == "single_label_classification":
+            return not_ignored(labels, batch)
+        return torch.tensor(labels.numel(), device=labels.device)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        logits, kind = outputs.logits, problem(labels)
+        if kind == "single_label_classification":
+            return cross_entropy_sum(logits.view(-1, config.num_labels), labels.view(-1))
+        pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+        return pointwise(logits.reshape(-1), labels.reshape(-1).to(logits.dtype), reduction="sum")
+
+    return HeadLoss(LossTerm("labels", count, total), function="ForSequenceClassificationLoss")
+
+
+def question_answering(_: nn.Module) -> HeadLoss:
+    def term(end: str) -> LossTerm:
+        def count(positions: Tensor, batch: Batch) -> Tensor:
+            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            return (positions < tokens.shape[1]).sum()
+
+        def total(outputs: Any, positions: Tensor) -> Tensor:
+            logits = outputs[f"{end}_logits"]  # [batch, seq]
+            length = logits.shape[1]
+            # A position behind the end of the (padded) sequence means that the answer was cut off: no loss.
+            return cross_entropy_sum(logits, positions.reshape(-1).clamp(0, length), ignore_index=length)
+
+        return LossTerm(f"{end}_positions", count, total, weight=0.5, keywords=(DIVISOR,))
+
+    return HeadLoss(term("start"), term("end"), function="ForQuestionAnsweringLoss")
+
+
+def recurring_spans(model: nn.Module) -> HeadLoss:
+    """Splinter's pretraining: the span of each question token; a position of the padding token is no question."""
+    padding = model.config.pad_token_id
+
+    def term(end: str) -> LossTerm:
+        def inside(positions: Tensor, batch: Batch) -> Tensor:
+            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            return positions.clamp(0, tokens.shape[1] - 1)
+
+        def total(outputs: Any, positions: Tensor) -> Tensor:
+            logits = outputs[f"{end}_logits"]  # [batch, questions, seq]
+            return cross_entropy_sum(logits.flatten(0, 1), positions.flatten(), ignore_index=padding)
+
+        def count(positions: Tensor, _: Batch) -> Tensor:
+            return (positions != padding).sum()
+
+        return LossTerm(f"{end}_positions", count, total, weight=0.5, prepare=inside)
+
+    return HeadLoss(term("start"), term("end"))

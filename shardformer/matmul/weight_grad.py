@@ -1,0 +1,220 @@
+"""Gradients of matrices: put off until they are asked for, or written to their place at once.
+
+Nobody in the backward pass waits for those of linear layers, so that zero-bubble pipelines (Qi et al., arXiv
+2401.10241) send the gradients of activations on their way first and fill their pauses with these. And where gradients
+are gathered in one buffer, a product or a lookup can write, or add, there what would be copied after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.matmul.autocast import autocast
+from shardformer.matmul.backends import NATIVE, Products, current_products, no_view
+
+# (the parameter, what computes its gradient)
+PutOff = list[tuple[nn.Parameter, Callable[[], Tensor]]]
+# Asked at the moment of the product, with its precision: memory in the parameter's shape, and whether to add to what is
+# there; or None. Whoever gave it finds that memory in `parameter.grad`, unless autograd had to add to it what the
+# parameter got in other places of the model.
+GradientPlace = Callable[[torch.dtype], tuple[Tensor, bool] | None]
+
+
+class _State:
+    """Of this process: passes of a pipeline run one at a time."""
+
+    splits = False
+    put_off: PutOff | None = None
+
+
+@contextmanager
+def splitting_backward(put_off: PutOff | None = None) -> Iterator[None]:
+    """A forward pass whose backward pass may come in halves; with a list, the first half, which leaves the rest there.
+
+    Recomputation runs forward passes inside of the first half.
+    """
+    before = _State.splits, _State.put_off
+    _State.splits, _State.put_off = True, put_off
+    try:
+        yield
+    finally:
+        _State.splits, _State.put_off = before
+
+
+def finish_backward(put_off: PutOff) -> None:
+    """The second half: compute what was put off and add it to the gradients of the parameters, hooks included."""
+    for parameter, compute in put_off:
+        with torch.no_grad():
+            gradient = compute()
+        torch.autograd.backward(parameter, gradient)
+    put_off.clear()
+
+
+def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products: Products = NATIVE) -> Tensor | None:
+    """The gradient of `weight` in y = x W^T, now; None in the first half of a backward pass, which puts it off.
+
+    Args:
+        weight: [out, in]; a parameter, or the transpose of one.
+        flat_grad: of the output, [tokens, out].
+        flat_x: the input, [tokens, in].
+        products: of the layer.
+    """
+    parameter = weight if weight.is_leaf else _transposed(weight)
+    if parameter is None:
+        return products.of_weight(flat_grad, flat_x)
+    is_transposed = parameter is not weight
+    if _State.put_off is not None:
+        compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, products)
+        _State.put_off.append((parameter, compute))
+        return None
+    gradient = _compute(parameter, flat_grad, flat_x, is_transposed, products)
+    return gradient.t() if is_transposed else gradient
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """The rows of `weight`, [rows, hidden], that `ids` names, of which one may have no gradient: [..., hidden]."""
+    has_own = has_place(weight) and weight.is_leaf
+    return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
+
+
+def has_place(parameter: Tensor) -> bool:
+    """Whether somebody offers a place for its gradient."""
+    return hasattr(parameter, "gradient_place")
+
+
+def offer_place(parameter: nn.Parameter, place: GradientPlace) -> None:
+    """Have the product that computes this parameter's gradient ask where to write it."""
+    parameter.gradient_place = place
+
+
+def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, products: Products) -> Tensor:
+    """The gradient of a parameter, in its shape."""
+    offered = getattr(parameter, "gradient_place", None)
+    fits = offered is not None and products is NATIVE and flat_grad.dtype == flat_x.dtype
+    place = offered(flat_grad.dtype) if fits else None
+    if place is None:
+        return products.of_weight(flat_grad, flat_x, is_transposed)
+    memory, adds = place
+    products.write_of_weight(memory, adds, flat_grad, flat_x, is_transposed)
+    return memory
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: [..., in] -> [..., out]."""
+    x, weight, bias = autocast(x, weight, bias)
+    is_native = not (_State.splits or has_place(weight if weight.is_leaf else weight._base))
+    is_native = is_native and current_products() is NATIVE
+    return F.linear(x, weight, bias) if is_native else _Linear.apply(x, weight, bias)
+
+
+def own_native_products(model: nn.Module) -> None:
+    """Let the layers of `model` that are torch's and transformers' own do all this with their gradients too."""
+    for module in model.modules():
+        own_products(module)
+        if type(module).forward is nn.Embedding.forward and "forward" not in vars(module) and _is_plain(module):
+            module.forward = MethodType(_forward_of_embedding, module)
+
+
+def own_products(module: nn.Module) -> bool:
+    """Let a linear layer of torch or transformers multiply by `linear`; whether it does."""
+    if "forward" in vars(module):
+        return getattr(module.forward, "__module__", "") == __name__
+    if type(module).forward is nn.Linear.forward:
+        module.forward = MethodType(_forward_of_linear, module)
+    elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        module.forward = MethodType(_forward_of_conv1d, module)
+    else:
+        return False
+    return True
+
+
+def matrix(x: Tensor) -> Tensor:
+    """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def _transposed(weight: Tensor) -> Tensor | None:
+    """The parameter that `weight` is the transpose of; None if it is anything else."""
+    base = weight._base
+    if base is None or not base.is_leaf or weight.dim() != 2 or weight.shape != base.t().shape:
+        return None
+    same = weight.stride() == base.t().stride() and weight.storage_offset() == base.storage_offset()
+    return base if same else None
+
+
+def is_native_linear(module: nn.Module) -> bool:
+    """Whether `module` computes x W^T + b as `nn.Linear` does, and nobody but us has given it a forward of its own."""
+    own = vars(module).get("forward")
+    return type(module).forward is nn.Linear.forward and (own is None or getattr(own, "__module__", "") == __name__)
+
+
+def _is_plain(table: nn.Embedding) -> bool:
+    return not (table.max_norm or table.scale_grad_by_freq or table.sparse)
+
+
+# Methods, not closures: a copy of a module calls its own.
+
+
+def _forward_of_linear(module: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias)
+
+
+def _forward_of_conv1d(module: nn.Module, x: Tensor) -> Tensor:
+    return linear(x, module.weight.t(), module.bias)
+
+
+def _forward_of_embedding(module: nn.Embedding, input: Tensor) -> Tensor:
+    return embedding(input, module.weight, module.padding_idx)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # a saved tensor forgets whose transpose it is
+        ctx.products = current_products()
+        return ctx.products.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        flat = matrix(grad)
+        grad_x = ctx.products.of_input(flat, weight).view_as(x) if needs[0] else None
+        grad_weight = None
+        if needs[1] and torch.is_grad_enabled():  # a gradient of this gradient is wanted: plain products have one
+            grad_weight = ctx.products.of_weight(flat, matrix(x))
+        elif needs[1]:
+            grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.products)
+        return grad_x, grad_weight, flat.sum(0) if needs[2] else None
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx = weight, padding_idx
+        return no_view(F.embedding(ids, weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        place = None if torch.is_grad_enabled() else weight.gradient_place(grad.dtype)
+        if place is None:
+            no_row = -1 if ctx.padding_idx is None else ctx.padding_idx
+            return None, torch.ops.aten.embedding_dense_backward(grad, ids, len(weight), no_row, False), None
+        memory, adds = place
+        if not adds:
+            memory.zero_()
+        rows, flat = ids.reshape(-1), matrix(grad)  # [tokens], [tokens, hidden]
+        if ctx.padding_idx is not None:
+            flat = flat.masked_fill((rows == ctx.padding_idx).unsqueeze(-1), 0.0)
+        memory.index_add_(0, rows, flat)
+        return None, memory, None

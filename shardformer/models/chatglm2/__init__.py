@@ -1,0 +1,10 @@
+"""ChatGLM2: configuration and models, which open checkpoints in the layout of the original."""
+
+from shardformer.models.chatglm2.configuration_chatglm import ChatGLMConfig
+from shardformer.models.chatglm2.modeling_chatglm import (
+    ChatGLMForConditionalGeneration,
+    ChatGLMForSequenceClassification,
+    ChatGLMModel,
+)
+
+__all__ = ["ChatGLMConfig", "ChatGLMForConditionalGeneration", "ChatGLMForSequenceClassification", "ChatGLMModel"]

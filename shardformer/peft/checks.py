@@ -1,0 +1,65 @@
+"""Which adapters of peft go with what is asked for; all others are refused by their name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardformer.peft.kinds import adapter_configs, is_a, kind_of, model_inside, peft_class
+from shardformer.peft.prompts import task_of
+
+# peft's names of the kinds whose layers work by themselves, so that a stage of a pipeline may hold some of them.
+LAYER_KINDS = frozenset(
+    (
+        *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "FOURIERFT", "MISS", "DELORA"),
+        *("LN_TUNING", "TRAINABLE_TOKENS"),
+    )
+)
+# Those whose layers can be cut over tensor-parallel ranks.
+CUT_KINDS = frozenset(("LORA", "IA3"))
+# Those that put virtual tokens in front of each sequence.
+PROMPT_KINDS = frozenset(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"))
+
+
+def check_adapters(model: nn.Module, cut_by: str | None) -> None:
+    """See that each kind of adapter in `model`, which may be inside of peft's wrappers, trains as peft trains it.
+
+    Args:
+        cut_by: the option that cuts the model, `tp_size=2`; None where every rank holds the whole of it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    inside = model_inside(model)
+    if is_a(model, "mixed model") or (inside is not model and is_a(inside, "model")):
+        raise ValueError(
+            f"a {type(model).__name__} around adapters of several kinds is not supported; wrap the model once, by "
+            "peft's get_peft_model"
+        )
+    for name, config in adapter_configs(model).items():
+        problem = _problem_of_kind(model, config, cut_by)
+        if problem:
+            raise ValueError(f"the adapter '{name}' is of peft's kind {kind_of(config)}, {problem}")
+
+
+def _problem_of_kind(model: nn.Module, config: Any, cut_by: str | None) -> str | None:
+    kind, whole = kind_of(config), "tp_size=1, pp_size=1 and cp_size=1 (dp works)"
+    if config.is_prompt_learning:
+        if kind not in PROMPT_KINDS:
+            return f"whose loss is not the model's own; use {', '.join(sorted(PROMPT_KINDS))} or LORA"
+        if task_of(config) not in ("CAUSAL_LM", "SEQ_CLS"):
+            return f"whose outputs of task_type={task_of(config)} are not known; use 'CAUSAL_LM', 'SEQ_CLS', or LORA"
+        return cut_by and f"whose virtual tokens need the whole model, which {cut_by} cuts; use {whole}, or LORA"
+    tuner = getattr(model, "base_model", None) if is_a(model, "model") else None
+    if tuner is not None and not _only_wraps(tuner):
+        return "which changes the model's forward or reads gradients between steps; use LORA or IA3"
+    if cut_by and kind not in LAYER_KINDS:
+        return f"of which it is not known that {cut_by} leaves it what it is; use {whole}, or LORA or IA3"
+    return None
+
+
+def _only_wraps(tuner: nn.Module) -> bool:
+    """Whether a tuner calls the model as it is, and asks nothing of the training loop."""
+    base = peft_class("tuner")
+    return isinstance(tuner, base) and type(tuner).forward is base.forward and not hasattr(tuner, "update_and_allocate")

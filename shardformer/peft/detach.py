@@ -1,0 +1,47 @@
+"""Takes the adapters out of a model while it is sharded, and puts them back, cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from shardformer.peft.kinds import inner_module, is_a, put_inside, wrapped_layers
+from shardformer.peft.layer_checks import check_layers
+from shardformer.peft.modules_to_save import ModuleCopies
+from shardformer.peft.shard import cut_adapter, keep_whole
+from shardformer.policies.base import Policy
+from shardformer.shard_config import ShardConfig
+from shardformer.stages.stage import StandIn, has_module, replace_module
+
+
+@contextmanager
+def adapters_aside(model: nn.Module, config: ShardConfig, policy: Policy) -> Iterator[None]:
+    """Leave `model` without adapters while `policy` is applied; those of the layers that stay here come back, cut.
+
+    Raises:
+        ValueError: adapters that cannot be cut, or options that do not go with them; nothing was changed then.
+    """
+    layers = dict(wrapped_layers(model))
+    check_layers(layers, config, policy)
+    outermost = {path: layer for path, layer in layers.items() if not _is_inside_of_another(path, layers)}
+    for path, layer in outermost.items():
+        replace_module(model, path, inner_module(layer))
+    copies = ModuleCopies(config)
+    try:
+        yield
+    finally:
+        for path, layer in outermost.items():
+            if has_module(model, path) and not isinstance(model.get_submodule(path), StandIn):
+                put_inside(layer, model.get_submodule(path))
+                if is_a(layer, "copied module"):
+                    copies.cut(layer)
+                elif config.tensor_parallel_size > 1:
+                    cut_adapter(layer, path, config)
+                keep_whole(layer.parameters(), config)
+                replace_module(model, path, layer)
+
+
+def _is_inside_of_another(path: str, layers: dict[str, nn.Module]) -> bool:
+    return any(path.startswith(f"{other}.") for other in layers)

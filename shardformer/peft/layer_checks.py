@@ -1,0 +1,143 @@
+"""Which layers of peft go with how a model is cut; all others are refused, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from shardformer.layers.linear import is_linear
+from shardformer.peft.kinds import inner_module, is_a, is_exactly, name_of
+from shardformer.policies.base import Policy
+from shardformer.shard_config import ShardConfig
+
+Layers = Mapping[str, nn.Module]
+
+
+def check_layers(layers: Layers, config: ShardConfig, policy: Policy) -> None:
+    """See that the layers of peft, by their paths, go with how their model is to be cut.
+
+    Raises:
+        ValueError: they do not, with all reasons in one message.
+    """
+    problems = []
+    if layers and config.sequence is not None and config.enable_sequence_overlap:
+        problems.append(
+            "enable_sequence_overlap=True does not support adapters, which read tokens before they have arrived; "
+            "use enable_sequence_overlap=False"
+        )
+    if layers and policy.repeats_layers and config.stage_manager.num_stages > 1:
+        problems.append("adapters of layers that several pipeline stages run are not summed over them; use pp_size=1")
+    if config.stage_manager.num_stages > 1:
+        problems += _problems_of_stages(layers, policy)
+    if config.tensor_parallel_size > 1:
+        problems += _problems_of_cuts(layers, f"tp_size={config.tensor_parallel_size}")
+    if config.tensor_parallel_size > 1 or config.deals_out_experts:
+        of_parameters = [path for path, layer in layers.items() if is_a(layer, "lora parameter")]
+        problems += _about(
+            layers,
+            of_parameters,
+            "target_parameters reaches parameters of {path}, which tp_size and ep_size deal out; "
+            "use tp_size=1 and ep_size=1",
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _problems_of_stages(layers: Layers, policy: Policy) -> list[str]:
+    chain = policy.stages.chain if policy.stages is not None else []
+    lists = [".".join(filter(None, (policy.base_path, each.layers))) for each in chain]
+    around = [path for path in layers if any(f"{each}.".startswith(f"{path}.") for each in lists)]
+    tokens = [path for path, layer in layers.items() if is_a(layer, "trainable tokens")]
+    tied = [path for path in tokens if layers[path].token_adapter.tied_adapter is not None]
+    return [
+        *_tied_adapters(layers, "pp_size"),
+        *_about(
+            layers,
+            around,
+            "modules_to_save reaches {path}, whose layers pp_size deals out; name modules inside of the layers",
+        ),
+        *_about(
+            layers,
+            tied,
+            "trainable_token_indices changes {path}, which is tied to the embedding of another stage; use pp_size=1, "
+            "or a model with tie_word_embeddings=False",
+        ),
+    ]
+
+
+_CUT = ("lora linear", "lora embedding", "ia3 linear", "copied module")
+_SAID_ELSEWHERE = ("trainable tokens", "lora parameter")
+
+
+def _problems_of_cuts(layers: Layers, cut_by: str) -> list[str]:
+    rest = "use tp_size=1 (dp, pp work), or"
+    unknown = [p for p, layer in layers.items() if not any(is_exactly(layer, kind) for kind in _CUT + _SAID_ELSEWHERE)]
+    tokens = [path for path, layer in layers.items() if is_a(layer, "trainable tokens")]
+    variants = [path for path, layer in layers.items() if _has_unknown_variant(layer)]
+    dropped = [path for path, layer in layers.items() if _drops_out_with_dora(layer)]
+    no_linear = [path for path, layer in layers.items() if not _fits(layer)]
+    return [
+        *_tied_adapters(layers, cut_by),
+        *_about(layers, unknown, f"peft's {{name}} on {{path}} cannot be cut over {cut_by}; {rest} LoRA or IA3"),
+        *_about(
+            layers,
+            tokens,
+            f"trainable_token_indices changes rows of {{path}}, of which {cut_by} leaves each rank a part; {rest} "
+            "modules_to_save with the name of the embedding",
+        ),
+        *_about(layers, variants, f"peft's {{variant}} on {{path}} cannot be cut over {cut_by}; {rest} plain LoRA"),
+        *_about(
+            layers,
+            dropped,
+            "use_dora=True with lora_dropout above 0 multiplies by the whole weight of {path}, of which "
+            f"{cut_by} leaves each rank a part; {rest} lora_dropout=0",
+        ),
+        *_about(
+            layers,
+            no_linear,
+            "the adapter of {path} adds to {base}, which is not a linear layer; leave it out of target_modules",
+        ),
+    ]
+
+
+def _about(layers: Layers, paths: Sequence[str], text: str) -> list[str]:
+    """One sentence about the first of these layers, and how many more there are; none about none."""
+    if not paths:
+        return []
+    layer = layers[paths[0]]
+    more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    variants = sorted({type(each).__name__ for each in getattr(layer, "lora_variant", {}).values()})
+    base = type(inner_module(layer)).__name__
+    return [text.format(path=f"{paths[0]}{more}", name=name_of(layer), base=base, variant=" and ".join(variants))]
+
+
+def _tied_adapters(layers: Layers, cut_by: str) -> list[str]:
+    """Adapters that are one, because what they are added to is tied: ranks hold other parts of the two."""
+    owners: dict[int, str] = {}
+    for path, layer in layers.items():
+        of_model = {id(each) for each in inner_module(layer).parameters()}
+        for parameter in layer.parameters():
+            owner = owners.setdefault(id(parameter), path)
+            if id(parameter) not in of_model and owner != path and not path.startswith(f"{owner}."):
+                return [
+                    f"ensure_weight_tying=True gives {owner} and {path} one adapter, of which {cut_by} leaves ranks "
+                    "other parts; use ensure_weight_tying=False"
+                ]
+    return []
+
+
+def _has_unknown_variant(layer: nn.Module) -> bool:
+    variants = getattr(layer, "lora_variant", {}).values()
+    return not all(is_exactly(each, "dora") and is_exactly(layer, "lora linear") for each in variants)
+
+
+def _drops_out_with_dora(layer: nn.Module) -> bool:
+    return any(isinstance(layer.lora_dropout[name], nn.Dropout) for name in getattr(layer, "lora_variant", {}))
+
+
+def _fits(layer: nn.Module) -> bool:
+    """Whether what a layer of a known kind wraps can be cut."""
+    if is_exactly(layer, "lora embedding"):
+        return isinstance(layer.base_layer, nn.Embedding)
+    return is_linear(inner_module(layer)) or not (is_exactly(layer, "lora linear") or is_exactly(layer, "ia3 linear"))

@@ -1,0 +1,42 @@
+"""Virtual tokens that peft's prompt tuning puts in front of every sequence."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.loss.terms import IGNORE_INDEX
+from shardformer.peft.kinds import adapter_configs, is_a, kind_of
+from shardformer.policies.head_losses import HeadLoss, LossTerm
+
+
+def task_of(config: Any) -> str | None:
+    """peft's own name of what an adapter is for: 'CAUSAL_LM', 'SEQ_CLS', …"""
+    return None if config.task_type is None else str(getattr(config.task_type, "value", config.task_type))
+
+
+def behind_prompts(model: nn.Module, head_loss: HeadLoss | None) -> HeadLoss | None:
+    """The loss of a head whose outputs begin with those of virtual tokens, which have no labels.
+
+    Prefixes are keys and values of attention and have no outputs; a classifier's are of whole sequences.
+    """
+    active = getattr(model, "active_adapter", None) if is_a(model, "model") else None
+    config = adapter_configs(model).get(active) if isinstance(active, str) else None
+    has_outputs = config is not None and config.is_prompt_learning and kind_of(config) != "PREFIX_TUNING"
+    if head_loss is None or not has_outputs or task_of(config) != "CAUSAL_LM":
+        return head_loss
+    behind = copy.copy(head_loss)
+    behind.terms = tuple(_behind(term, config.num_virtual_tokens) for term in head_loss.terms)
+    return behind
+
+
+def _behind(term: LossTerm, length: int) -> LossTerm:
+    def prepare(labels: Tensor, batch: Any) -> Tensor:
+        labels = F.pad(labels, (length, 0), value=IGNORE_INDEX)
+        return labels if term.prepare is None else term.prepare(labels, batch)
+
+    return replace(term, prepare=prepare)

@@ -1,0 +1,188 @@
+"""Adapters of a layer, cut like the layer.
+
+Of a column-parallel layer what meets its outputs is cut (LoRA's B, DoRA's magnitudes, the factors of IA³), of a
+row-parallel one what meets its inputs (LoRA's A). The other matrix is small and stays whole, and what travels between
+the two has only as many features as the adapter's rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.layers import ColumnParallelLinear, HeadRowsLinear, ParallelDropout, ParallelModule, RowParallelLinear
+from shardformer.layers.linear import is_transposed
+from shardformer.peft.kinds import is_exactly, name_of
+from shardformer.shard_config import ShardConfig
+from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
+
+
+def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
+    """Cut all adapters of a layer of peft like its base layer, which is sharded.
+
+    Raises:
+        ValueError: this base layer's outputs, or inputs, are not cut in a way that the adapter could follow.
+    """
+    if is_exactly(layer, "lora linear"):
+        if layer.lora_magnitude_vector:
+            _check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
+        _cut_lora(layer, config)
+        _cut_magnitudes(layer, config)
+    elif is_exactly(layer, "ia3 linear"):
+        _check_shape_of_cut(layer.base_layer, path, "IA³; leave it out of target_modules")
+        _cut_factors(layer, config)
+    elif is_exactly(layer, "lora embedding"):
+        _keep_embedding_adapters(layer, config)
+
+
+def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_group: ProcessGroup | None = None) -> None:
+    """Say of parameters of which nothing has been said yet that every tensor-parallel rank has the whole of them."""
+    size = config.tensor_parallel_size
+    rank = dist.get_rank(config.group) if size > 1 else 0
+    for parameter in parameters:
+        if getattr(parameter, "shard_spec", None) is None:
+            annotate(parameter, ShardSpec(tuple(parameter.shape), rank=rank, world_size=size), grad_group)
+
+
+def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
+    """Some layers return what is whole on every rank, or take it, although their weight is cut."""
+    gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
+    splits = isinstance(base, RowParallelLinear) and base.splits_input
+    if gathers or splits or isinstance(base, HeadRowsLinear):
+        raise ValueError(
+            f"tp_size cuts {path} in a way that does not go with peft's {what}, or tp_size=1 (dp, pp work)"
+        )
+
+
+def _cut_lora(layer: nn.Module, config: ShardConfig) -> None:
+    base = layer.base_layer
+    for name in layer.lora_A:
+        first, second = layer.lora_A[name], layer.lora_B[name]
+        if isinstance(base, ColumnParallelLinear | HeadRowsLinear):
+            keep_whole(first.parameters(), config, _group_of_inputs(base))
+            layer.lora_B[name] = _cut_like(base, second, dim=0)
+        elif isinstance(base, RowParallelLinear):
+            layer.lora_A[name] = _cut_like(base, first, dim=1)
+            keep_whole(second.parameters(), config, _group_of_outputs(base))
+            if not base.splits_input:
+                _draw_apart(layer.lora_dropout, name, base.group)
+        elif isinstance(base, ParallelModule):
+            raise ValueError(f"{type(base).__name__} cannot be given adapters; leave it out of target_modules")
+        else:
+            group = grad_group_of(base.weight)  # of a layer that is whole, but sees tokens of this rank only
+            keep_whole([*first.parameters(), *second.parameters()], config, group)
+            if group is not None:
+                _draw_apart(layer.lora_dropout, name, group)
+
+
+def _cut_magnitudes(layer: nn.Module, config: ShardConfig) -> None:
+    """DoRA's lengths of the rows of the weight (arXiv 2402.09353): cut with the rows, or summed over ranks."""
+    base = layer.base_layer
+    for dora in (layer.lora_magnitude_vector or {}).values():
+        if isinstance(base, ColumnParallelLinear):
+            dora.weight = _piece(base, dora.weight, dim=0)
+            dora.get_lora_weight = _local_product
+        elif isinstance(base, RowParallelLinear):
+            keep_whole(dora.parameters(), config, _group_of_outputs(base))
+            dora.get_lora_weight = _local_product
+            dora.get_weight_norm = partial(_norm_over_ranks, group=base.group, transposed=base.transposed)
+        else:
+            keep_whole(dora.parameters(), config, grad_group_of(base.weight))
+
+
+def _local_product(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> Tensor:
+    """B A of what is here; peft would multiply by the identity, through collectives."""
+    return lora_B.weight @ lora_A.weight
+
+
+@torch.no_grad()
+def _norm_over_ranks(
+    weight: Tensor,
+    lora_weight: Tensor,
+    scaling: float,
+    adapter_name: str | None = None,
+    *,
+    group: ProcessGroup,
+    transposed: bool,
+) -> Tensor:
+    """[out]: lengths of the rows of W + scaling B A, of which this rank has some of the inputs."""
+    own = (weight.t() if transposed else weight) + scaling * lora_weight
+    squares = own.square().sum(dim=1)
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def _cut_factors(layer: nn.Module, config: ShardConfig) -> None:
+    """IA³ multiplies the inputs of feed-forward layers, [1, in], and the outputs of others, [out, 1]."""
+    base, of_inputs = layer.base_layer, layer.is_feedforward
+    for name, factors in layer.ia3_l.items():
+        if isinstance(base, RowParallelLinear) and of_inputs:
+            layer.ia3_l[name] = _piece(base, factors, dim=1)
+        elif isinstance(base, ColumnParallelLinear) and not of_inputs:
+            layer.ia3_l[name] = _piece(base, factors, dim=0)
+        elif isinstance(base, ColumnParallelLinear):
+            keep_whole([factors], config, _group_of_inputs(base))
+        elif isinstance(base, RowParallelLinear):
+            keep_whole([factors], config, _group_of_outputs(base))
+        else:
+            keep_whole([factors], config, grad_group_of(base.weight))
+    shared = getattr(base, "_shared_input", None)
+    for reader in shared.layers if shared is not None and of_inputs else ():
+        reader._shared_input = None  # each reads an input of its own now
+
+
+def _keep_embedding_adapters(layer: nn.Module, config: ShardConfig) -> None:
+    group = grad_group_of(layer.base_layer.weight)
+    keep_whole([*layer.lora_embedding_A.parameters(), *layer.lora_embedding_B.parameters()], config, group)
+    if isinstance(layer.base_layer, ParallelModule) or spec_of(layer.base_layer.weight).dim is not None:
+        layer.merge = partial(_refuse_merge, name_of(layer))
+
+
+def _refuse_merge(name: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"peft's {name} cannot be merged into an embedding whose vocabulary tp_size cuts; save the adapter with "
+        "booster.save_model and merge it into the whole model, by PeftModel.from_pretrained(...).merge_and_unload()"
+    )
+
+
+def _group_of_inputs(base: ParallelModule) -> ProcessGroup | None:
+    """Behind a gather of the sequence gradients are partial sums; without one, the layer sums that of its input."""
+    return base.group if base.input_is_gathered else None
+
+
+def _group_of_outputs(base: RowParallelLinear) -> ProcessGroup | None:
+    """Of what meets only this rank's tokens of the output gradients are partial sums."""
+    return base.group if base.sequence is not None else None
+
+
+def _cut_like(base: ParallelModule, native: nn.Linear, dim: int) -> ParallelModule:
+    """A layer that works as `base` does, with the weight of `native`, of which `dim` is cut like that of `base`."""
+    layer = copy.copy(base)
+    bias = None if native.bias is None else _piece(base, native.bias, dim)
+    vars(layer).pop("bias", None)  # the None of a base layer without one would hide the parameter
+    layer._parameters = {"weight": _piece(base, native.weight, dim), "bias": bias}
+    layer.transposed, layer.adds_bias, layer._shared_input = is_transposed(native), True, None
+    return layer.train(native.training)
+
+
+def _piece(base: ParallelModule, parameter: nn.Parameter, dim: int) -> nn.Parameter:
+    """This rank's piece of a parameter of which `dim` is cut like the weight of `base`."""
+    spec, shape = spec_of(base.weight), tuple(parameter.shape)
+    if spec.dim is None:
+        whole = ShardSpec(shape, rank=spec.rank, world_size=spec.world_size)
+        return annotate(parameter, whole, grad_group_of(base.weight))
+    cut = ShardSpec(shape, dim, spec.parts, spec.rank, spec.world_size, spec.copies)
+    return shard_parameter(parameter, cut, grad_group_of(base.weight))
+
+
+def _draw_apart(dropouts: nn.ModuleDict, name: str, group: ProcessGroup) -> None:
+    """Each rank drops features, or tokens, of its own."""
+    if isinstance(dropouts[name], nn.Dropout):
+        dropouts[name] = ParallelDropout.from_native_module(dropouts[name], group).train(dropouts[name].training)

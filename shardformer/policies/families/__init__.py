@@ -1,0 +1,1 @@
+"""Policies written for single families, one file each."""

@@ -1,0 +1,122 @@
+"""ALBERT: a few groups of layers, each of which runs several times."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import PassedThrough, Received, StageLayout
+
+
+class RepeatedLayers(nn.ModuleList):
+    """A list of layers that looks as long as the model is deep; its modules keep their names and parameters.
+
+    Args:
+        modules: the layers, each once.
+        order: for each position the index of the layer that runs there.
+    """
+
+    def __init__(self, modules: nn.ModuleList, order: list[int]) -> None:
+        # Distinct objects with the same parameters: a stage treats its first layer unlike the others.
+        self.positions = [_twin(modules[index]) for index in order]
+        super().__init__()
+        self.order = order
+        for name, module in modules.named_children():
+            self.add_module(name, module)
+
+    def positions_of(self, index: int) -> list[int]:
+        """Where layer number `index` runs."""
+        return [position for position, used in enumerate(self.order) if used == index]
+
+    def keep_used(self) -> None:
+        """Drop the layers that no position of this stage runs."""
+        for index in list(self._modules):
+            used = {id(child) for layer in self.positions for child in layer._modules.values()}
+            if not any(id(child) in used for child in self._modules[index]._modules.values()):
+                del self._modules[index]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.positions)
+
+    def __getitem__(self, position: int) -> nn.Module:
+        return self.positions[position]
+
+    def __setitem__(self, position: int, layer: nn.Module) -> None:
+        self.positions[position] = layer
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    twin = copy.copy(module)
+    for name in (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks_with_kwargs",
+    ):
+        twin.__dict__[name] = copy.copy(module.__dict__[name])
+    return twin
+
+
+class AlbertPolicy(Policy):
+    """All heads of ALBERT. Stages that run the same group share its parameters."""
+
+    family, prefix = "albert", "Albert"
+    heads = (
+        "Model",
+        "ForPreTraining",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForMultipleChoice",
+    )
+    supports_sequence_parallel = False  # the residual is added inside of the attention
+    repeats_layers = True
+    stages = StageLayout(
+        layers="encoder.albert_layer_groups",
+        first={"embeddings": Received, "encoder.embedding_hidden_mapping_in": PassedThrough},
+        last=("pooler",),
+    )
+    writes_usual_losses = True
+
+    def preprocess(self) -> nn.Module:
+        encoder = self.model.get_submodule(self.base_path).encoder
+        depth, groups = encoder.config.num_hidden_layers, encoder.config.num_hidden_groups
+        if self.shard_config.stage_manager.num_stages > 1 and not isinstance(
+            encoder.albert_layer_groups, RepeatedLayers
+        ):
+            order = [int(position / (depth / groups)) for position in range(depth)]  # as transformers counts
+            encoder.albert_layer_groups = RepeatedLayers(encoder.albert_layer_groups, order)
+            # The encoder finds group number `position * groups / depth` at each position.
+            encoder.config = copy.copy(encoder.config)
+            encoder.config.num_hidden_groups = depth
+        return self.model
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.num_attention_heads
+        return {
+            "AlbertEmbeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "AlbertAttention": ModulePolicyDescription(
+                sub_module_replacement=[
+                    *cut.column("query", "key", "value", num_heads=heads),
+                    *cut.row("dense", num_heads=heads),
+                    *cut.layer_norm("LayerNorm"),
+                ]
+            ),
+            "AlbertLayer": ModulePolicyDescription(
+                sub_module_replacement=[
+                    *cut.column("ffn"),
+                    *cut.row("ffn_output"),
+                    *cut.layer_norm("full_layer_layer_norm"),
+                ]
+            ),
+            "AlbertMLMHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
+        }

@@ -1,0 +1,217 @@
+"""BART, the encoder-decoders built like it, and Whisper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardformer.distributed.random import draw_per_rank
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.module_edits import drop_behind_activation
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import AddsNothing, PassedThrough, Received, StageLayout, StandIn
+
+
+class BartPolicy(Policy):
+    """Encoder-decoders whose layers have q_proj, k_proj, v_proj, out_proj, fc1 and fc2."""
+
+    family, prefix = "bart", "Bart"
+    splits_towers = True
+    exchanges_heads = False
+    heads: tuple[str, ...] = (
+        "Model",
+        "ForConditionalGeneration",
+        "ForSequenceClassification",
+        "ForQuestionAnswering",
+        "ForCausalLM",
+    )
+    head_names: tuple[str, ...] = ("lm_head", "classification_head", "qa_outputs")
+    encoder_first: Mapping[str, type[StandIn]] = {
+        "shared": Received,
+        "encoder.embed_tokens": Received,
+        "encoder.embed_positions": AddsNothing,
+        "encoder.layernorm_embedding": PassedThrough,
+    }
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    @property
+    def stages(self) -> StageLayout:
+        base = self.model.get_submodule(self.base_path)
+        # What a layout names and a class does not have (a tower, a norm) is left out.
+        decoder = StageLayout(
+            layers="decoder.layers",
+            first={
+                "decoder.embed_tokens": Received,
+                "decoder.embed_positions": AddsNothing,
+                "decoder.layernorm_embedding": PassedThrough,
+            },
+            last=("decoder.layer_norm", *self.head_names),
+        )
+        if not hasattr(base, "encoder"):
+            return decoder
+        return StageLayout(
+            layers="encoder.layers",
+            first=self.encoder_first,
+            last=("encoder.layer_norm", *(() if hasattr(base, "decoder") else self.head_names)),
+            done={"encoder": ("last_hidden_state",)} if hasattr(base, "decoder") else {},
+            then=decoder if hasattr(base, "decoder") else None,
+        )
+
+    def head_counts(self) -> Mapping[str, int]:
+        config = self.model.config
+        return {name: getattr(config, name) for name in ("encoder_attention_heads", "decoder_attention_heads")}
+
+    def check(self) -> list[str]:
+        problems = super().check()
+        config = self.model.config
+        for name in ("encoder_layerdrop", "decoder_layerdrop"):
+            value = getattr(config, name, 0.0)
+            if value and self.shard_config.stage_manager.num_stages > 1:
+                problems.append(f"{name}={value} leaves layers out at random, which a pipeline cannot; use {name}=0.0")
+        return problems
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+
+        def attention(name: str, heads: int, *read_together: str) -> list:
+            query = [] if "q_proj" in read_together else cut.column(f"{name}.q_proj", num_heads=heads)
+            together = [f"{name}.{projection}" for projection in read_together]
+            return [
+                *query,
+                *cut.column(*together, num_heads=heads, reads_whole="q_proj" not in read_together),
+                *cut.row(f"{name}.out_proj", num_heads=heads),
+                *cut.layer_norm(f"{name}_layer_norm"),
+            ]
+
+        def layer(*attentions: list) -> ModulePolicyDescription:
+            dense = [*cut.column("fc1", gathers_sequence=True), *cut.row("fc2")]
+            return ModulePolicyDescription(
+                param_replacement=[self._drop_behind_activation, self._drop_own_slice],
+                sub_module_replacement=[*sum(attentions, []), *dense, *cut.layer_norm("final_layer_norm")],
+            )
+
+        config = self.model.config
+        encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
+        # A bias is added to the logits behind the head: they have to be whole there.
+        head = cut.whole_head if hasattr(self.model, "final_logits_bias") else cut.head
+        heads = [*cut.vocab("shared?"), *(head("lm_head?")), *(cut.head("proj_out?"))]
+        return {
+            f"{self.prefix}Encoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens?")),
+            f"{self.prefix}Decoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Attention": ModulePolicyDescription(
+                param_replacement=[self._keep_local_heads], gathers_sequence=True
+            ),
+            f"{self.prefix}EncoderLayer": layer(attention("self_attn", encoder_heads, "q_proj", "k_proj", "v_proj")),
+            f"{self.prefix}DecoderLayer": layer(
+                attention("self_attn", decoder_heads, "q_proj", "k_proj", "v_proj"),
+                attention("encoder_attn", decoder_heads, "k_proj", "v_proj"),
+            ),
+            **{f"{self.prefix}{name}": ModulePolicyDescription(sub_module_replacement=heads) for name in self.heads},
+        }
+
+    def _keep_local_heads(self, attention: nn.Module) -> None:
+        attention.num_heads //= self.tp_size  # the two towers may differ
+        attention.embed_dim //= self.tp_size
+
+    def _drop_behind_activation(self, layer: nn.Module) -> None:
+        if self.tp_size > 1:
+            drop_behind_activation(layer, self.shard_config.group.rank())
+
+    def _drop_own_slice(self, layer: nn.Module) -> None:
+        """Dropout between the regions is a function: a layer whose rank holds a slice draws all of it for itself."""
+        if self.shard_config.sequence is not None:
+            draw_per_rank(layer, self.shard_config.group.rank())
+
+
+class MBartPolicy(BartPolicy):
+    """mBART."""
+
+    family, prefix = "mbart", "MBart"
+    writes_usual_losses = True
+
+
+class MvpPolicy(BartPolicy):
+    """MVP, without prompts in front of its layers' keys and values."""
+
+    family, prefix = "mvp", "Mvp"
+    writes_usual_losses = True
+
+    def _keep_local_heads(self, attention: nn.Module) -> None:
+        super()._keep_local_heads(attention)
+        if self.tp_size > 1:  # written out in the model
+            draw_per_rank(attention, self.shard_config.group.rank())
+
+    def check(self) -> list[str]:
+        prompts = ["use_prompt=True is not supported for MVP; use use_prompt=False"]
+        return super().check() + (prompts if self.model.config.use_prompt else [])
+
+
+class PLBartPolicy(BartPolicy):
+    """PLBART."""
+
+    family, prefix = "plbart", "PLBart"
+    heads = ("Model", "ForConditionalGeneration", "ForSequenceClassification", "ForCausalLM")
+    writes_usual_losses = True
+
+
+class PegasusPolicy(BartPolicy):
+    """Pegasus."""
+
+    family, prefix = "pegasus", "Pegasus"
+    heads = ("Model", "ForConditionalGeneration", "ForCausalLM")
+    writes_usual_losses = True
+
+
+class BlenderbotPolicy(PegasusPolicy):
+    """Blenderbot."""
+
+    family, prefix = "blenderbot", "Blenderbot"
+    writes_usual_losses = True
+
+
+class BlenderbotSmallPolicy(PegasusPolicy):
+    """Blenderbot, small."""
+
+    family, prefix = "blenderbot_small", "BlenderbotSmall"
+    writes_usual_losses = True
+
+
+class MarianPolicy(BartPolicy):
+    """Marian."""
+
+    family, prefix = "marian", "Marian"
+    heads = ("Model", "MTModel", "ForCausalLM")
+    writes_usual_losses = True
+
+
+class M2M100Policy(BartPolicy):
+    """M2M-100 and NLLB."""
+
+    family, prefix = "m2m_100", "M2M100"
+    heads = ("Model", "ForConditionalGeneration")
+    writes_usual_losses = True
+
+
+class WhisperPolicy(BartPolicy):
+    """Whisper: convolutions in the place of an embedding in front of the encoder."""
+
+    family, prefix = "whisper", "Whisper"
+    heads = ("Model", "ForConditionalGeneration", "ForCausalLM", "ForAudioClassification")
+    head_names = ("projector", "classifier", "proj_out", "layer_weights")
+    encoder_first = {
+        "encoder.conv1": Received,
+        "encoder.conv2": Received,
+        "encoder.embed_positions": AddsNothing,
+    }
+    writes_usual_losses = True
+
+    def check(self) -> list[str]:
+        problems = super().check()
+        sums_layers = getattr(self.model.config, "use_weighted_layer_sum", False) and hasattr(
+            self.model, "layer_weights"
+        )
+        if sums_layers and self.shard_config.stage_manager.num_stages > 1:
+            problems.append("use_weighted_layer_sum=True reads the outputs of all layers; use pp_size=1 or False")
+        return problems

@@ -1,0 +1,62 @@
+"""BEiT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.policies.base import ModulePolicyDescription
+from shardformer.policies.families.vit import ViTPolicy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, StageLayout
+
+_READ_HIDDEN_STATES = ("BeitForSemanticSegmentation", "BeitBackbone")
+
+
+class BeitPolicy(ViTPolicy):
+    """BEiT with any of its heads: ViT's modules, biases of relative positions in each layer or one for all of them.
+
+    The batch norms of the segmentation head normalise each micro-batch of a rank by itself, as they do in any training
+    that cuts its batches.
+    """
+
+    exchanges_heads = False  # attention has biases of single heads
+    family, prefix = "beit", "Beit"
+    heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
+    stages = StageLayout(
+        layers="layers",
+        first={"embeddings": Received},
+        every=("shared_position_bias",),
+        last=("layernorm", "pooler"),
+    )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def check(self) -> list[str]:
+        return [*super().check(), *self.check_hidden_states(_READ_HIDDEN_STATES)]
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        table = dict(super().module_policy())
+        table["BeitLayer"].param_replacement.extend(cut.own_parameters("lambda_1", "lambda_2"))
+        table["BeitRelativePositionBias"] = ModulePolicyDescription(
+            param_replacement=cut.heads_of_parameter("relative_position_bias_table", dim=1)
+        )
+        table["BeitForMaskedImageModeling"] = ModulePolicyDescription(sub_module_replacement=cut.head("lm_head"))
+        table["BatchNorm2d"] = ModulePolicyDescription(method_replacement={"forward": _batch_norm})
+        return table
+
+
+def _batch_norm(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """[rows, channels, height, width]: in the precision of the statistics.
+
+    They are buffers and keep theirs where parameters are cast to 16 bit, which no kernel of torch takes together.
+    """
+    if self.training:
+        self.num_batches_tracked.add_(1)
+    dtype = self.running_mean.dtype
+    weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+    statistics = (self.running_mean, self.running_var)
+    return F.batch_norm(x.to(dtype), *statistics, weight, bias, self.training, self.momentum, self.eps).to(x.dtype)

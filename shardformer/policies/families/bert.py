@@ -1,0 +1,84 @@
+"""BERT and RoBERTa."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from shardformer.layers.fused_ops import fuse_bias_gelu, fuse_output
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, StageLayout
+
+
+class BertPolicy(Policy):
+    """All heads of BERT; its layers normalise after each region, so norms sit between the regions."""
+
+    family, prefix = "bert", "Bert"
+    heads = (
+        "Model",
+        "ForPreTraining",
+        "LMHeadModel",
+        "ForMaskedLM",
+        "ForNextSentencePrediction",
+        "ForSequenceClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+    stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("pooler",))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.num_attention_heads
+        attention = cut.column("query", "key", "value", num_heads=heads)
+        cross_attention = [*cut.column("query", num_heads=heads), *cut.column("key", "value", num_heads=heads)]
+        output = [*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+        local_heads = {
+            "num_attention_heads": heads // self.tp_size,
+            "all_head_size": self.model.config.hidden_size // self.tp_size,
+        }
+        return {
+            f"{self.prefix}Embeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            f"{self.prefix}SelfAttention": ModulePolicyDescription(local_heads, [], attention, gathers_sequence=True),
+            f"{self.prefix}CrossAttention": ModulePolicyDescription(
+                local_heads, [], cross_attention, gathers_sequence=True
+            ),
+            f"{self.prefix}SelfOutput": ModulePolicyDescription(
+                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output],
+                fusions=[fuse_output],
+            ),
+            f"{self.prefix}Intermediate": ModulePolicyDescription(
+                sub_module_replacement=cut.column("dense"),
+                gathers_sequence=True,
+                fusions=[partial(fuse_bias_gelu, linear="dense", activation="intermediate_act_fn")],
+            ),
+            f"{self.prefix}Output": ModulePolicyDescription(
+                sub_module_replacement=[*cut.row("dense"), *output], fusions=[fuse_output]
+            ),
+            f"{self.prefix}LMPredictionHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
+        }
+
+
+class RobertaPolicy(BertPolicy):
+    """All heads of RoBERTa."""
+
+    family, prefix = "roberta", "Roberta"
+    heads = (
+        "Model",
+        "ForCausalLM",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        table[f"{self.prefix}LMHead"] = table.pop(f"{self.prefix}LMPredictionHead")
+        return table

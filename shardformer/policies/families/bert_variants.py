@@ -1,0 +1,139 @@
+"""Encoders with the layers of BERT or RoBERTa under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription
+from shardformer.policies.families.bert import BertPolicy, RobertaPolicy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, StageLayout
+
+
+class XLMRobertaPolicy(RobertaPolicy):
+    """All heads of XLM-RoBERTa."""
+
+    family, prefix = "xlm_roberta", "XLMRoberta"
+    writes_usual_losses = True
+
+
+class CamembertPolicy(RobertaPolicy):
+    """All heads of CamemBERT."""
+
+    family, prefix = "camembert", "Camembert"
+    writes_usual_losses = True
+
+
+class Data2VecTextPolicy(RobertaPolicy):
+    """All heads of data2vec for text."""
+
+    family, prefix = "data2vec_text", "Data2VecText"
+    module = "transformers.models.data2vec.modeling_data2vec_text"
+    writes_usual_losses = True
+
+
+class RobertaPreLayerNormPolicy(RobertaPolicy):
+    """All heads of RoBERTa-PreLayerNorm: a norm in front of each region, and one behind the layers."""
+
+    family, prefix = "roberta_prelayernorm", "RobertaPreLayerNorm"
+    stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("LayerNorm", "pooler"))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.num_attention_heads
+        dropout = cut.residual_dropout("dropout")
+        return {
+            **super().module_policy(),
+            f"{self.prefix}Attention": ModulePolicyDescription(sub_module_replacement=cut.layer_norm("LayerNorm")),
+            f"{self.prefix}SelfOutput": ModulePolicyDescription(
+                sub_module_replacement=[*cut.row("dense", num_heads=heads), *dropout]
+            ),
+            f"{self.prefix}Intermediate": ModulePolicyDescription(
+                sub_module_replacement=[*cut.layer_norm("LayerNorm"), *cut.column("dense")], gathers_sequence=True
+            ),
+            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *dropout]),
+        }
+
+
+class BertGenerationPolicy(BertPolicy):
+    """The encoder of BertGeneration, and its decoder, a causal language model."""
+
+    family, prefix = "bert_generation", "BertGeneration"
+    heads = ("Encoder", "Decoder")
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        table["BertGenerationOnlyLMHead"] = table.pop("BertGenerationLMPredictionHead")
+        return table
+
+
+class LayoutLMPolicy(BertPolicy):
+    """All heads of LayoutLM; boxes on the page only matter to its embeddings."""
+
+    family, prefix = "layoutlm", "LayoutLM"
+    heads = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    writes_usual_losses = True
+
+
+class SplinterPolicy(BertPolicy):
+    """All heads of Splinter, which find spans."""
+
+    family, prefix = "splinter", "Splinter"
+    heads = ("Model", "ForQuestionAnswering", "ForPreTraining")
+    stages = StageLayout(layers="encoder.layer", first={"embeddings": Received})
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        del table["SplinterLMPredictionHead"]
+        return table
+
+
+class MPNetPolicy(BertPolicy):
+    """All heads of MPNet. Its position biases are computed once: every stage has them, a rank those of its heads."""
+
+    family, prefix = "mpnet", "MPNet"
+    heads = (
+        "Model",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+    stages = StageLayout(
+        layers="encoder.layer",
+        first={"embeddings": Received},
+        every=("encoder.relative_attention_bias",),
+        last=("pooler",),
+        tuple_output=True,
+    )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.num_attention_heads
+        table["MPNetSelfAttention"] = ModulePolicyDescription(
+            {"all_head_size": self.model.config.hidden_size // self.tp_size},
+            sub_module_replacement=[
+                *cut.column("q", "k", "v", num_heads=heads),
+                *cut.row("o", num_heads=heads),
+                *cut.region_dropout("dropout"),
+            ],
+            gathers_sequence=True,
+        )
+        table["MPNetAttention"] = ModulePolicyDescription(
+            sub_module_replacement=[*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+        )
+        table["MPNetEncoder"] = ModulePolicyDescription(
+            sub_module_replacement=cut.head_table("relative_attention_bias")
+        )
+        table["MPNetLMHead"] = table.pop("MPNetLMPredictionHead")
+        return table

@@ -1,0 +1,125 @@
+"""BLIP-2: an image encoder, a querying transformer and a language model of another family, one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from torch import nn
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import PassedThrough, Received, StageLayout
+
+
+class Blip2Policy(Policy):
+    """BLIP-2. The language model is sharded by the policy of its own family."""
+
+    family, prefix = "blip_2", "Blip2"
+    heads = ("ForConditionalGeneration", "Model")
+    supports_sequence_parallel = False  # three towers
+    writes_usual_losses = True
+
+    @cached_property
+    def language_policy(self) -> Policy:
+        from shardformer.policies.registry import policy_for
+
+        policy = policy_for(self.model.language_model)
+        policy.set_model(self.model.language_model)
+        policy.set_shard_config(self.shard_config)
+        return policy
+
+    @property
+    def stages(self) -> StageLayout:
+        language = _below(self._language_path, self.language_policy.stages)
+        base = self.language_policy.base_path.split(".")[0]
+        if base:  # the head of the language model is behind its base model
+            names = [name for name, _ in self.model.language_model.named_children() if name != base]
+            language = _with_last(language, tuple(f"language_model.{name}" for name in names))
+        queries = StageLayout(
+            layers="qformer.encoder.layer",
+            first={"qformer.layernorm": PassedThrough},
+            last=("language_projection",),
+            # Its output has become embeddings of the language model, which later stages do not need.
+            done={"qformer": ()},
+            then=language,
+        )
+        return StageLayout(
+            layers="vision_model.encoder.layers",
+            first={"vision_model.embeddings": Received},
+            every=("query_tokens",),
+            last=("vision_model.post_layernorm",),
+            done={"vision_model": ("last_hidden_state",)},
+            then=queries,
+        )
+
+    @property
+    def _language_path(self) -> str:
+        return ".".join(filter(None, ("language_model", self.language_policy.base_path)))
+
+    def head_counts(self) -> Mapping[str, int]:
+        config = self.model.config
+        return {
+            f"{tower}.num_attention_heads": getattr(config, tower).num_attention_heads
+            for tower in ("vision_config", "qformer_config")
+        }
+
+    def check(self) -> list[str]:
+        return [*super().check(), *self.language_policy.check()]
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads = config.qformer_config.num_attention_heads
+        output = [*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+        return {
+            # It reshapes by the size of its input, so every rank runs all heads of weights that are cut.
+            "Blip2Attention": ModulePolicyDescription(
+                {"attention_is_replicated": True},
+                sub_module_replacement=[*cut.gathered("qkv"), *cut.row_of_whole("projection")],
+            ),
+            "Blip2MLP": ModulePolicyDescription(sub_module_replacement=[*cut.column("fc1"), *cut.row("fc2")]),
+            "Blip2EncoderLayer": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm("layer_norm1", "layer_norm2")
+            ),
+            # Keys and values of a cross-attention read the image: they run apart from the query.
+            "Blip2QFormerMultiHeadAttention": ModulePolicyDescription(
+                sub_module_replacement=[
+                    *cut.column("query", num_heads=heads),
+                    *cut.column("key", "value", num_heads=heads),
+                ]
+            ),
+            "Blip2QFormerSelfOutput": ModulePolicyDescription(
+                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output]
+            ),
+            "Blip2QFormerIntermediate": ModulePolicyDescription(sub_module_replacement=cut.column("dense")),
+            "Blip2QFormerOutput": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *output]),
+            **self.language_policy.module_policy(),
+        }
+
+    def preprocess(self) -> nn.Module:
+        self.language_policy.preprocess()
+        return self.model
+
+
+def _below(path: str, layout: StageLayout | None) -> StageLayout | None:
+    """The layout of a model at `path` of a larger one."""
+    if layout is None:
+        return None
+    return replace(
+        layout,
+        layers=f"{path}.{layout.layers}",
+        first={f"{path}.{name}": stand_in for name, stand_in in layout.first.items()},
+        every=tuple(f"{path}.{name}" for name in layout.every),
+        last=tuple(f"{path}.{name}" for name in layout.last),
+        done={f"{path}.{name}": fields for name, fields in layout.done.items()},
+        then=_below(path, layout.then),
+    )
+
+
+def _with_last(layout: StageLayout, names: tuple[str, ...]) -> StageLayout:
+    """The layout with further modules behind its last list."""
+    if layout.then is not None:
+        return replace(layout, then=_with_last(layout.then, names))
+    return replace(layout, last=(*layout.last, *names))

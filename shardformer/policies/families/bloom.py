@@ -1,0 +1,122 @@
+"""BLOOM and Falcon: fused query, key and value of each head side by side, and ALiBi (arXiv 2108.12409)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardformer.distributed.random import draw_per_rank
+from shardformer.layers import HeadRowsLinear
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.module_edits import use_local_biases
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import PassedThrough, Received, StageLayout
+
+
+class BloomPolicy(Policy):
+    """BLOOM. Every rank builds the biases of all heads and uses those of its own."""
+
+    family, prefix = "bloom", "Bloom"
+    heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    supports_sequence_parallel = False  # the residual is added inside of the regions
+    stages = StageLayout(
+        layers="h",
+        first={"word_embeddings": Received, "word_embeddings_layernorm": PassedThrough},
+        last=("ln_f",),
+        tuple_output=2,
+    )
+    writes_usual_losses = True
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {"n_head": self.model.config.n_head}
+
+    def check(self) -> list[str]:
+        config = self.model.config
+        if config.pretraining_tp > 1 and config.slow_but_exact and self.tp_size > 1:
+            return [*super().check(), "slow_but_exact=True slices whole weights; use slow_but_exact=False"]
+        return super().check()
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.n_head
+        return {
+            "BloomModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "BloomAttention": ModulePolicyDescription(
+                {"num_heads": heads // self.tp_size},
+                [self._use_local_biases],
+                [
+                    *cut.column("query_key_value", num_heads=heads),
+                    *cut.row("dense", num_heads=heads),
+                    *cut.region_dropout("attention_dropout"),
+                ],
+            ),
+            "BloomMLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("dense_h_to_4h"), *cut.row("dense_4h_to_h")]
+            ),
+            "BloomBlock": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm("input_layernorm", "post_attention_layernorm")
+            ),
+            "BloomForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }
+
+    def _use_local_biases(self, attention: nn.Module) -> None:
+        if self.tp_size > 1:
+            use_local_biases(attention, self.model.config.num_attention_heads, self.shard_config.group)
+
+
+class FalconPolicy(BloomPolicy):
+    """Falcon: one key/value head for all, one a group of heads, or one a head."""
+
+    family, prefix = "falcon", "Falcon"
+    stages = StageLayout(
+        layers="h", first={"word_embeddings": Received}, every=("rotary_emb",), last=("ln_f",), tuple_output=2
+    )
+    writes_usual_losses = True
+
+    def head_counts(self) -> Mapping[str, int]:
+        config = self.model.config
+        counts = {"num_attention_heads": config.num_attention_heads}
+        return counts | ({"num_kv_heads": config.num_kv_heads} if config.new_decoder_architecture else {})
+
+    def check(self) -> list[str]:
+        return Policy.check(self)
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads = config.num_attention_heads
+        local = {"num_heads": heads // self.tp_size}
+        if config.new_decoder_architecture:
+            fused = cut.column("query_key_value", num_heads=config.num_kv_heads)
+            local["num_kv_heads"] = config.num_kv_heads // self.tp_size
+        elif config.multi_query:
+            fused = [
+                SubModuleReplacementDescription(
+                    "query_key_value", HeadRowsLinear, {"num_heads": heads, "head_dim": config.hidden_size // heads}
+                )
+            ]
+        else:
+            fused = cut.column("query_key_value", num_heads=heads)
+            local["num_kv_heads"] = heads // self.tp_size
+        return {
+            "FalconModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "FalconAttention": ModulePolicyDescription(
+                local,
+                [self._use_local_biases, self._draw_per_rank],
+                [*fused, *cut.row("dense", num_heads=heads), *cut.region_dropout("attention_dropout")],
+            ),
+            "FalconMLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("dense_h_to_4h"), *cut.row("dense_4h_to_h")]
+            ),
+            "FalconDecoderLayer": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm(
+                    "input_layernorm?", "post_attention_layernorm?", "ln_attn?", "ln_mlp?"
+                )
+            ),
+            "FalconForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }
+
+    def _draw_per_rank(self, attention: nn.Module) -> None:
+        if self.tp_size > 1:  # SDPA takes the probability of the dropout module, and draws itself
+            draw_per_rank(attention, self.shard_config.group.rank())

@@ -1,0 +1,92 @@
+"""CLIP: a tower of images, a tower of texts, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import PassedThrough, Received, StageLayout
+
+
+class CLIPPolicy(Policy):
+    """CLIP with any of its heads; in the model of both towers that of images runs first."""
+
+    family, prefix = "clip", "CLIP"
+    heads = (
+        "Model",
+        "TextModel",
+        "VisionModel",
+        "TextModelWithProjection",
+        "VisionModelWithProjection",
+        "ForImageClassification",
+    )
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    @property
+    def stages(self) -> StageLayout:
+        base = self.model.get_submodule(self.base_path)
+        if hasattr(base, "final_layer_norm"):
+            return _text_layout("")
+        if hasattr(base, "post_layernorm"):
+            return _vision_layout("")
+        vision = _vision_layout("vision_model.")
+        if not hasattr(base, "text_model"):
+            return replace(vision, last=(*vision.last, "classifier"))
+        text = _text_layout("text_model.")
+        return replace(
+            vision,
+            # The last stage projects what the tower of images has found on an earlier one.
+            every=("visual_projection", "logit_scale"),
+            done={"vision_model": ("pooler_output",)},
+            then=replace(text, last=(*text.last, "text_projection")),
+        )
+
+    def mixes_in_attention_alone(self) -> bool:
+        return False  # the pooler of a text looks for its last token
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {
+            f"{tower}num_attention_heads": config.num_attention_heads for tower, config in self._tower_configs().items()
+        }
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        return {
+            "CLIPTextEmbeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("token_embedding")),
+            "CLIPAttention": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("q_proj", "k_proj", "v_proj"), *cut.row("out_proj")],
+                gathers_sequence=True,
+            ),
+            "CLIPMLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("fc1"), *cut.row("fc2")], gathers_sequence=True
+            ),
+            "CLIPEncoderLayer": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm("layer_norm1", "layer_norm2")
+            ),
+        }
+
+    def _tower_configs(self) -> Mapping[str, Any]:
+        """Prefix of the names of its options -> configuration of a tower that the model has."""
+        config = self.model.config
+        if hasattr(config, "num_attention_heads"):
+            return {"": config}
+        towers = {"vision_config.": config.vision_config}
+        return towers | ({"text_config.": config.text_config} if hasattr(self.model, "text_model") else {})
+
+
+def _vision_layout(tower: str) -> StageLayout:
+    return StageLayout(
+        layers=f"{tower}encoder.layers",
+        first={f"{tower}embeddings": Received, f"{tower}pre_layrnorm": PassedThrough},
+        last=(f"{tower}post_layernorm",),
+    )
+
+
+def _text_layout(tower: str) -> StageLayout:
+    return StageLayout(
+        layers=f"{tower}encoder.layers", first={f"{tower}embeddings": Received}, last=(f"{tower}final_layer_norm",)
+    )

@@ -1,0 +1,76 @@
+"""DeBERTa-v2 and v3: disentangled attention, which projects a table of relative positions as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, StageLayout
+
+
+class DebertaV2Policy(Policy):
+    """All heads of DeBERTa-v2. The table of relative positions is read by every layer: all stages hold it."""
+
+    family, prefix = "deberta_v2", "DebertaV2"
+    heads = (
+        "Model",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForMultipleChoice",
+    )
+    supports_sequence_parallel = False  # the table of relative positions is not cut, and read beside the sequence
+    stages = StageLayout(
+        layers="encoder.layer",
+        first={"embeddings": Received, "encoder.conv": Received},
+        every=("encoder.rel_embeddings", "encoder.LayerNorm"),
+        tuple_output=2,
+    )
+    writes_usual_losses = True
+
+    def check(self) -> list[str]:
+        problems = super().check()
+        if self._reads_embedding and self.shard_config.stage_manager.num_stages > 1:
+            problems.append(
+                "legacy=False lets the head multiply with the embedding's weight; use pp_size=1 or legacy=True"
+            )
+        return problems
+
+    @property
+    def _reads_embedding(self) -> bool:
+        """The newer head multiplies with the embedding's weight itself, and adds a bias of the whole vocabulary."""
+        return hasattr(self.model, "lm_predictions")
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads = config.num_attention_heads
+        # With a shared key, query and key read the table of positions as well; the value does not.
+        value_reads = "value_proj" if getattr(config, "share_att_key", False) else "query_proj"
+        output = [*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+        return {
+            "DebertaV2Embeddings": ModulePolicyDescription(
+                sub_module_replacement=[] if self._reads_embedding else cut.vocab("word_embeddings")
+            ),
+            "DisentangledSelfAttention": ModulePolicyDescription(
+                {"num_attention_heads": heads // self.tp_size},
+                sub_module_replacement=[
+                    *cut.column("query_proj", "key_proj", num_heads=heads),
+                    *cut.column("value_proj", num_heads=heads, reads=value_reads),
+                    *cut.column("pos_key_proj?", num_heads=heads),
+                    *cut.column("pos_query_proj?", num_heads=heads),
+                    *cut.region_dropout("dropout"),
+                ],
+                gathers_sequence=True,
+            ),
+            "DebertaV2SelfOutput": ModulePolicyDescription(
+                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output]
+            ),
+            "DebertaV2Intermediate": ModulePolicyDescription(
+                sub_module_replacement=cut.column("dense"), gathers_sequence=True
+            ),
+            "DebertaV2Output": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *output]),
+            "LegacyDebertaV2LMPredictionHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
+        }

@@ -1,0 +1,51 @@
+"""DistilBERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, StageLayout
+
+
+class DistilBertPolicy(Policy):
+    """All heads of DistilBERT."""
+
+    family, prefix = "distilbert", "DistilBert"
+    heads = (
+        "Model",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForQuestionAnswering",
+        "ForTokenClassification",
+        "ForMultipleChoice",
+    )
+    stages = StageLayout(layers="transformer.layer", first={"embeddings": Received})
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {"n_heads": self.model.config.n_heads}
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.n_heads
+        return {
+            "Embeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "DistilBertSelfAttention": ModulePolicyDescription(
+                sub_module_replacement=[
+                    *cut.column("q_lin", "k_lin", "v_lin", num_heads=heads),
+                    *cut.row("out_lin", num_heads=heads),
+                ],
+                gathers_sequence=True,
+            ),
+            "FFN": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("lin1"), *cut.row("lin2"), *cut.residual_dropout("dropout")],
+                gathers_sequence=True,
+            ),
+            "TransformerBlock": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm("sa_layer_norm", "output_layer_norm")
+            ),
+            "DistilBertForMaskedLM": ModulePolicyDescription(sub_module_replacement=cut.head("vocab_projector")),
+        }

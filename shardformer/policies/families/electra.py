@@ -1,0 +1,55 @@
+"""ELECTRA and ERNIE: BERT's layers under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription
+from shardformer.policies.families.bert import BertPolicy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import PassedThrough, Received, StageLayout
+
+
+class ErniePolicy(BertPolicy):
+    """All heads of ERNIE."""
+
+    family, prefix = "ernie", "Ernie"
+    heads = (
+        "Model",
+        "ForPreTraining",
+        "ForCausalLM",
+        "ForMaskedLM",
+        "ForNextSentencePrediction",
+        "ForSequenceClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+    writes_usual_losses = True
+
+
+class ElectraPolicy(BertPolicy):
+    """All heads of ELECTRA: the discriminator, and the generator's language-model heads."""
+
+    family, prefix = "electra", "Electra"
+    heads = (
+        "Model",
+        "ForPreTraining",
+        "ForCausalLM",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+    stages = StageLayout(layers="encoder.layer", first={"embeddings": Received, "embeddings_project": PassedThrough})
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        del table["ElectraLMPredictionHead"]
+        cut = Shorthand(self.shard_config)
+        for head in ("ForMaskedLM", "ForCausalLM"):
+            table[f"Electra{head}"] = ModulePolicyDescription(sub_module_replacement=cut.head("generator_lm_head"))
+        return table

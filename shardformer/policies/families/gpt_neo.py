@@ -1,0 +1,70 @@
+"""GPT-Neo and GPT-J, whose attention is written out in their own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import AddsNothing, PassedThrough, Received, StageLayout
+
+
+class GPTNeoPolicy(Policy):
+    """GPT-Neo."""
+
+    exchanges_heads = False  # attention does not go through the registry
+    family, prefix = "gpt_neo", "GPTNeo"
+    heads: tuple[str, ...] = (
+        "Model",
+        "ForCausalLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+    stages = StageLayout(
+        layers="h",
+        first={"wte": Received, "wpe": AddsNothing, "drop": PassedThrough},
+        last=("ln_f",),
+        tuple_output=2,
+    )
+    # (class of the attention, its number of heads, feed-forward in and out, norms of a layer)
+    attention, count, feed_forward, norms = "SelfAttention", "num_heads", ("c_fc", "c_proj"), ("ln_1", "ln_2")
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {self.count: getattr(self.model.config, self.count)}
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = getattr(self.model.config, self.count)
+        grow, shrink = self.feed_forward
+        return {
+            f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=cut.vocab("wte")),
+            f"{self.prefix}{self.attention}": ModulePolicyDescription(
+                {self.count: heads // self.tp_size},
+                sub_module_replacement=[
+                    *cut.column("q_proj", "k_proj", "v_proj", num_heads=heads),
+                    *cut.row("out_proj", num_heads=heads),
+                    *cut.region_dropout("attn_dropout"),
+                    *cut.residual_dropout("resid_dropout"),
+                ],
+                gathers_sequence=True,
+            ),
+            f"{self.prefix}MLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column(grow), *cut.row(shrink), *cut.residual_dropout("dropout")],
+                gathers_sequence=True,
+            ),
+            f"{self.prefix}Block": ModulePolicyDescription(sub_module_replacement=cut.layer_norm(*self.norms)),
+            f"{self.prefix}ForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }
+
+
+class GPTJPolicy(GPTNeoPolicy):
+    """GPT-J: attention and feed-forward read the same norm; its head has a bias."""
+
+    family, prefix = "gptj", "GPTJ"
+    heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
+    stages = StageLayout(layers="h", first={"wte": Received, "drop": PassedThrough}, last=("ln_f",), tuple_output=2)
+    attention, count, feed_forward, norms = "Attention", "num_attention_heads", ("fc_in", "fc_out"), ("ln_1",)
+    writes_usual_losses = True

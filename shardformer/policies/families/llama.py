@@ -1,0 +1,93 @@
+"""Llama, and the decoders whose modules have its names: Mistral, Qwen2, Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.layers.fused_ops import fuse_gated_mlp
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, StageLayout
+from shardformer.utils.phrases import divisors_phrase
+
+
+class LlamaPolicy(Policy):
+    """Llama with any of its heads; key/value heads fewer than the ranks are copied.
+
+    Heads that the ranks do not divide are shared out in groups around a key/value head, 6 over 4 ranks as 2, 2, 1, 1.
+    """
+
+    family, prefix = "llama", "Llama"
+    heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    @property
+    def uneven_heads(self) -> bool:
+        return self.model.config.num_key_value_heads >= self.tp_size
+
+    def check(self) -> list[str]:
+        kv_heads = self.model.config.num_key_value_heads
+        if kv_heads < self.tp_size and self.tp_size % kv_heads:
+            clash = f"tp_size={self.tp_size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"
+            return [*super().check(), f"{clash}; use {divisors_phrase(kv_heads)}"]
+        return super().check()
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        is_copied = kv_heads < self.tp_size
+        local_groups = heads // self.tp_size if is_copied else heads // kv_heads
+        # Queries stay with their key and value.
+        query_units = heads if is_copied else kv_heads
+        attention = [
+            *cut.column("q_proj", num_heads=query_units, reads="hidden_states"),
+            *cut.column("k_proj", "v_proj", num_heads=kv_heads, reads="hidden_states"),
+            *cut.row("o_proj", num_heads=query_units),
+        ]
+        return {
+            f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Attention": ModulePolicyDescription(
+                {"num_key_value_groups": local_groups}, [], attention, gathers_sequence=True
+            ),
+            f"{self.prefix}MLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("gate_proj", "up_proj"), *cut.row("down_proj")],
+                gathers_sequence=True,
+                fusions=[fuse_gated_mlp],
+            ),
+            f"{self.prefix}DecoderLayer": ModulePolicyDescription(
+                sub_module_replacement=cut.rms_norm("input_layernorm", "post_attention_layernorm")
+            ),
+            f"{self.prefix}ForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }
+
+
+class MistralPolicy(LlamaPolicy):
+    """Mistral; the sliding window is a matter of masks, which every rank builds alike."""
+
+    family, prefix = "mistral", "Mistral"
+    writes_usual_losses = True
+
+
+class Qwen2Policy(LlamaPolicy):
+    """Qwen2; its query, key and value projections have biases."""
+
+    family, prefix = "qwen2", "Qwen2"
+    writes_usual_losses = True
+
+
+class Qwen3Policy(LlamaPolicy):
+    """Qwen3 normalises each head's queries and keys with weights that all heads share."""
+
+    family, prefix = "qwen3", "Qwen3"
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        table = dict(super().module_policy())
+        # A rank sees the gradient of its own heads only.
+        norms = Shorthand(self.shard_config).head_norm("q_norm", "k_norm")
+        table["Qwen3Attention"].sub_module_replacement.extend(norms)
+        return table

@@ -1,0 +1,67 @@
+"""OPT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardformer.context_parallel.zigzag import Positions
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import AddsNothing, PassedThrough, Received, StageLayout
+
+
+class OPTPolicy(Policy):
+    """OPT. Its layers flatten batch and sequence in front of the feed-forward: no sequence parallelism."""
+
+    family, prefix = "opt", "OPT"
+    heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
+    supports_sequence_parallel = False
+    stages = StageLayout(
+        layers="decoder.layers",
+        first={
+            "decoder.embed_tokens": Received,
+            "decoder.project_in": PassedThrough,
+            "decoder.embed_positions": AddsNothing,
+        },
+        last=("decoder.final_layer_norm", "decoder.project_out"),
+    )
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.num_attention_heads
+        return {
+            "OPTDecoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            "OPTAttention": ModulePolicyDescription(
+                {"num_heads": heads // self.tp_size},
+                sub_module_replacement=[
+                    *cut.column("q_proj", "k_proj", "v_proj", num_heads=heads),
+                    *cut.row("out_proj", num_heads=heads),
+                ],
+            ),
+            "OPTDecoderLayer": ModulePolicyDescription(
+                sub_module_replacement=[
+                    *cut.column("fc1"),
+                    *cut.row("fc2"),
+                    *cut.layer_norm("self_attn_layer_norm", "final_layer_norm"),
+                ]
+            ),
+            "OPTForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+        }
+
+    def position_counter(self) -> Positions:
+        def of_real_tokens(inputs: Mapping[str, Any]) -> Tensor | None:
+            mask = inputs.get("attention_mask")
+            return None if mask is None else (mask.cumsum(dim=1) * mask - 1).long()
+
+        return of_real_tokens
+
+    def check(self) -> list[str]:
+        problems = super().check()
+        layerdrop = self.model.config.layerdrop
+        if layerdrop and self.shard_config.stage_manager.num_stages > 1:
+            problems.append(f"layerdrop={layerdrop} leaves layers out at random, which a pipeline cannot; use 0.0")
+        return problems

@@ -1,0 +1,71 @@
+"""SAM: an image encoder that is cut into stages, and a small decoder of masks behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardformer.distributed.random import draw_per_rank
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, StageLayout
+
+
+class SamPolicy(Policy):
+    """SAM. Heads share the decomposed relative positions, of which a rank sees the gradient of its own heads."""
+
+    family, prefix = "sam", "Sam"
+    heads = ("Model", "VisionModel")
+    supports_sequence_parallel = False  # hidden states are images, [batch, height, width, hidden]
+    writes_usual_losses = True
+
+    @property
+    def stages(self) -> StageLayout:
+        return StageLayout(
+            layers="vision_encoder.layers",
+            first={"vision_encoder.patch_embed": Received},
+            every=("vision_encoder.pos_embed", "shared_image_embedding"),
+            last=("vision_encoder.neck", "prompt_encoder", "mask_decoder"),
+        )
+
+    def head_counts(self) -> Mapping[str, int]:
+        config = self.model.config
+        vision = getattr(config, "vision_config", config)
+        counts = {"vision_config.num_attention_heads": vision.num_attention_heads}
+        if hasattr(config, "mask_decoder_config"):
+            counts["mask_decoder_config.num_attention_heads"] = config.mask_decoder_config.num_attention_heads
+        return counts
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        vision = getattr(config, "vision_config", config)
+        heads = vision.num_attention_heads
+        table = {
+            "SamVisionAttention": ModulePolicyDescription(
+                {"num_attention_heads": heads // self.tp_size},
+                [self._draw_per_rank, *cut.own_parameters("rel_pos_h", "rel_pos_w", partial_gradient=True)],
+                [
+                    *cut.column("qkv", num_heads=heads, part_size=vision.hidden_size),
+                    *cut.row("proj", num_heads=heads),
+                ],
+            ),
+            "SamMLPBlock": ModulePolicyDescription(sub_module_replacement=[*cut.column("lin1"), *cut.row("lin2")]),
+            "SamVisionLayer": ModulePolicyDescription(
+                sub_module_replacement=cut.layer_norm("layer_norm1", "layer_norm2")
+            ),
+        }
+        if hasattr(config, "mask_decoder_config"):
+            decoder_heads = config.mask_decoder_config.num_attention_heads
+            # Query, key and value read three different inputs.
+            projections = [cut.column(name, num_heads=decoder_heads) for name in ("q_proj", "k_proj", "v_proj")]
+            table["SamAttention"] = ModulePolicyDescription(
+                {"num_attention_heads": decoder_heads // self.tp_size},
+                sub_module_replacement=[*sum(projections, []), *cut.row("out_proj", num_heads=decoder_heads)],
+            )
+        return table
+
+    def _draw_per_rank(self, attention: nn.Module) -> None:
+        if self.tp_size > 1:  # the dropout of attention is a function, and all that the module draws
+            draw_per_rank(attention, self.shard_config.group.rank())

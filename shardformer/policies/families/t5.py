@@ -1,0 +1,112 @@
+"""T5 and mT5: encoder-decoders whose first layer's position bias serves all layers of its stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import Received, ReceivedByTower, StageLayout
+
+
+class T5Policy(Policy):
+    """All heads of T5. A rank has the position biases of its own heads.
+
+    Attributes:
+        shares_biases: whether a layer returns (hidden state, position bias, cross-attention's position bias), the
+            biases of the first layer, instead of the hidden state alone.
+    """
+
+    family, prefix = "t5", "T5"
+    splits_towers = True
+    exchanges_heads = False
+    heads = (
+        "Model",
+        "ForConditionalGeneration",
+        "EncoderModel",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+    shares_biases = True
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    @property
+    def stages(self) -> StageLayout:
+        has_decoder = hasattr(self.model.get_submodule(self.base_path), "decoder")
+        layer: dict[str, Any] = {"tuple_output": 3, "carries": ("position_bias",)} if self.shares_biases else {}
+        decoder = StageLayout(
+            layers="decoder.block",
+            first={"decoder.embed_tokens": Received},
+            last=("decoder.final_layer_norm", "lm_head", "qa_outputs"),
+            **layer,
+        )
+        return StageLayout(
+            layers="encoder.block",
+            first={"encoder.embed_tokens": Received, "shared": ReceivedByTower},
+            last=("encoder.final_layer_norm",),
+            done={"encoder": ("last_hidden_state",)} if has_decoder else {},
+            then=decoder if has_decoder else None,
+            **layer,
+        )
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {"num_heads": self.model.config.num_heads}
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        config = self.model.config
+        heads = config.num_heads
+
+        def attention(name: str, *read_together: str) -> ModulePolicyDescription:
+            together = [f"{name}.{projection}" for projection in read_together]
+            query = [] if "q" in read_together else cut.column(f"{name}.q", num_heads=heads)
+            return ModulePolicyDescription(
+                sub_module_replacement=[
+                    *query,
+                    *cut.column(*together, num_heads=heads, reads_whole="q" not in read_together),
+                    *cut.row(f"{name}.o", num_heads=heads),
+                    *cut.head_table(f"{name}.relative_attention_bias?"),
+                    *cut.rms_norm("layer_norm"),
+                    *cut.residual_dropout("dropout"),
+                ],
+            )
+
+        def dense(*column: str) -> ModulePolicyDescription:
+            return ModulePolicyDescription(
+                sub_module_replacement=[*cut.column(*column), *cut.row("wo"), *cut.region_dropout("dropout")],
+                gathers_sequence=True,
+            )
+
+        vocabulary = ModulePolicyDescription(sub_module_replacement=[*cut.vocab("shared?"), *cut.head("lm_head?")])
+        return {
+            f"{self.prefix}Stack": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Attention": ModulePolicyDescription(
+                {"n_heads": heads // self.tp_size}, gathers_sequence=True
+            ),
+            f"{self.prefix}LayerSelfAttention": attention("SelfAttention", "q", "k", "v"),
+            f"{self.prefix}LayerCrossAttention": attention("EncDecAttention", "k", "v"),
+            f"{self.prefix}DenseActDense": dense("wi"),
+            f"{self.prefix}DenseGatedActDense": dense("wi_0", "wi_1"),
+            f"{self.prefix}LayerFF": ModulePolicyDescription(
+                sub_module_replacement=[*cut.rms_norm("layer_norm"), *cut.residual_dropout("dropout")]
+            ),
+            **{f"{self.prefix}{head}": vocabulary for head in self.heads},
+        }
+
+
+class MT5Policy(T5Policy):
+    """mT5: T5's table under its names."""
+
+    family, prefix = "mt5", "MT5"
+    writes_usual_losses = True
+
+
+class UMT5Policy(T5Policy):
+    """UMT5: every layer has position biases of its own."""
+
+    family, prefix = "umt5", "UMT5"
+    shares_biases = False
+    writes_usual_losses = True

@@ -1,0 +1,44 @@
+"""ViT, and DeiT, whose modules have its names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.rules import Shorthand
+from shardformer.stages.stage import ReceivedPatches, StageLayout
+
+
+class ViTPolicy(Policy):
+    """ViT with any of its heads; its layers normalise before each region."""
+
+    family, prefix = "vit", "ViT"
+    heads = ("Model", "ForImageClassification", "ForMaskedImageModeling")
+    uneven_heads = True
+    stages = StageLayout(layers="layers", first={"embeddings": ReceivedPatches}, last=("layernorm", "pooler"))
+    supports_sequence_parallel = True
+    writes_usual_losses = True
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        cut = Shorthand(self.shard_config)
+        heads = self.model.config.num_attention_heads
+        attention = [*cut.column("q_proj", "k_proj", "v_proj", num_heads=heads), *cut.row("o_proj", num_heads=heads)]
+        between_regions = [
+            *cut.layer_norm("layernorm_before", "layernorm_after"),
+            *cut.residual_dropout("dropout"),
+        ]
+        return {
+            f"{self.prefix}Attention": ModulePolicyDescription(sub_module_replacement=attention, gathers_sequence=True),
+            f"{self.prefix}MLP": ModulePolicyDescription(
+                sub_module_replacement=[*cut.column("fc1"), *cut.row("fc2")], gathers_sequence=True
+            ),
+            f"{self.prefix}Layer": ModulePolicyDescription(sub_module_replacement=between_regions),
+        }
+
+
+class DeiTPolicy(ViTPolicy):
+    """DeiT; its distillation token is one more token of the embedding."""
+
+    family, prefix = "deit", "DeiT"
+    heads = (*ViTPolicy.heads, "ForImageClassificationWithTeacher")
+    writes_usual_losses = True

@@ -1,0 +1,1 @@
+"""Policies made from tensor-parallel plans, those of transformers or our own."""

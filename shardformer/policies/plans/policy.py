@@ -1,0 +1,336 @@
+"""Models that describe themselves: policies made from transformers' own tensor-parallel plan.
+
+A plan maps paths with `*` in the place of numbers ("layers.*.self_attn.q_proj") to styles. Each style is lowered to
+what the engine has; one that is not known is refused by name. Where stages may be cut is read from the model's tree:
+the plan names the list of layers, and modules run in the order in which they were registered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+from torch import nn
+
+from shardformer.attention import log_once, uses_registry
+from shardformer.expert_parallel.experts import expert_modules
+from shardformer.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLMHead,
+)
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.module_edits import shard_weights_of_heads
+from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.sequence import (
+    add_sequence_regions,
+    own_parameters_per_token,
+    per_token,
+    unclosed_regions,
+)
+from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
+from shardformer.policies.plans.styles import STYLES
+from shardformer.utils.module_paths import starred
+from shardformer.utils.phrases import divisors_phrase
+
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+class PlanPolicy(Policy):
+    """Any model with a `tp_plan`, or with a plan that was declared here. What it does not name is replicated.
+
+    Args:
+        declared: the plan of a family that transformers gives none; it goes before one that the model brings.
+    """
+
+    rest_is_replicated = True
+    supports_sequence_parallel = True
+
+    def __init__(self, declared: DeclaredPlan | None = None) -> None:
+        super().__init__()
+        self.declared = declared
+
+    @property
+    def base_path(self) -> str:
+        return ""  # the paths of a plan start at the model itself
+
+    @cached_property
+    def plan(self) -> Mapping[str, str]:
+        return dict(self.model.tp_plan) if self.declared is None else self.declared.styles_of(self.model)
+
+    @cached_property
+    def stages(self) -> Any:
+        if self.declared is not None:
+            return self.declared.stages_of(self.model)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            return None  # a plan does not tell what the decoder reads of the encoder
+        return stage_layout(self.model, layer_paths(self.model, self.plan))
+
+    def set_model(self, model: nn.Module) -> None:
+        super().set_model(model)
+        for name in ("plan", "stages"):
+            self.__dict__.pop(name, None)
+
+    def head_counts(self) -> Mapping[str, int]:
+        """Those of the configuration and of its towers, as far as they name one; how they are cut, the plan says."""
+        config = getattr(self.model, "config", None)
+        towers = {"": config} | {f"{name}.": getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+        found = {f"{at}num_attention_heads": getattr(each, "num_attention_heads", None) for at, each in towers.items()}
+        return {name: count for name, count in found.items() if isinstance(count, int)}
+
+    def check(self) -> list[str]:
+        unknown = sorted({style for style in self.plan.values() if style not in STYLES})
+        problems = [
+            f"tensor-parallel style '{style}' in the plan of {type(self.model).__name__} is not known; "
+            f"known are {', '.join(sorted(STYLES))}: use tp_size=1 or a policy"
+            for style in unknown
+            if self.tp_size > 1
+        ]
+        if self.shard_config.sequence is not None and not self._splits_sequence():
+            problems.append(
+                f"sequence_parallelism_mode='{self.shard_config.sequence_parallelism_mode}' needs a policy for "
+                f"{type(self.model).__name__}, whose plan does not tell where its tokens meet; "
+                "use enable_sequence_parallelism=False"
+            )
+        if self.declared is not None:
+            problems += self.declared.check(self.model)
+        if self.tp_size > 1 and not unknown:
+            problems += self._check_heads()
+        return problems
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
+        exchanges_heads = layers is not None and self.shard_config.exchanges_heads
+        table = self._whole_layers(layers) if exchanges_heads else self._cut_layers()
+        if self.tp_size > 1 and not table:
+            log_once(
+                type(self.model).__name__, f"keeps its layers whole: tp_size={self.tp_size} cuts its vocabulary alone"
+            )
+        if layers is not None and not exchanges_heads:
+            add_sequence_regions(table, self.model, layers, self.shard_config)
+        for target, module in self._vocabulary():
+            path, _, name = _name_of(self.model, module).rpartition(".")
+            description = table.setdefault(path, ModulePolicyDescription())
+            if all(replacement.suffix != name for replacement in description.sub_module_replacement):
+                options = dict(self.shard_config.vocab_options)
+                if target is VocabParallelLMHead and self._reads_logits:
+                    target, options["gather_output"] = ColumnParallelLinear, True
+                description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
+        return table
+
+    def _splits_sequence(self) -> bool:
+        """Whether layers can work on slices of the sequence."""
+        if self.shard_config.exchanges_heads:
+            return self.mixes_in_attention_alone()
+        return bool(self._only_layers()) and not unclosed_regions(self._cut_layers(), self.stages.layers)
+
+    def mixes_in_attention_alone(self) -> bool:
+        return self._attends_only(self._only_layers())
+
+    def _only_layers(self) -> list[nn.Module]:
+        """The layers; none where a tower stands beside them, or where a declaration does not tell."""
+        layout = None if self.declared is not None else self.stages
+        if layout is None or layout.then is not None:
+            return []
+        layers = list(self.model.get_submodule(layout.layers))
+        held = {id(module) for layer in layers for module in layer.modules()}
+        is_beside = any(_attends(module) and id(module) not in held for module in self.model.modules())
+        return [] if is_beside else layers
+
+    def _attends_only(self, layers: list[nn.Module]) -> bool:
+        """Whether tokens of different places meet in attention alone, so that a layer can work on a part of them."""
+        attentions = [[module for module in layer.modules() if _attends(module)] for layer in layers]
+        others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
+        # A part of an attention that is more than a layer reads tokens of its own choice (an indexer).
+        parts = [child for found in attentions for module in found for child in module.children()]
+        others += [part for part in parts if any(True for child in part.children() for _ in child.parameters())]
+        sinks = [parameter for found in attentions for module in found for parameter in module._parameters.values()]
+        return bool(layers) and all(attentions) and not others and not sinks
+
+    def _whole_layers(self, layers: str) -> dict[str, ModulePolicyDescription]:
+        """Every rank has all of a layer and works on a part of the tokens: gradients are summed."""
+        return {
+            f"{layers}.{index}": ModulePolicyDescription(
+                param_replacement=own_parameters_per_token(layer, self.shard_config),
+                sub_module_replacement=[
+                    change for name, child in layer.named_children() for change in per_token(name, child)
+                ],
+            )
+            for index, layer in enumerate(self.model.get_submodule(layers))
+        }
+
+    def _cut_layers(self) -> dict[str, ModulePolicyDescription]:
+        table: dict[str, ModulePolicyDescription] = {}
+        for path, owner, name in self._planned():
+            description = table.setdefault(path, ModulePolicyDescription())
+            change = STYLES[self.plan[starred(_join(path, name))]](self, owner, name)
+            if isinstance(change, SubModuleReplacementDescription):
+                description.sub_module_replacement.append(change)
+            elif change is not None:
+                description.param_replacement.append(change)
+            if change is not None and self._gathers_heads(owner, path, name):
+                description.attribute_replacement["attention_is_replicated"] = True
+        for path, description in table.items():
+            owner = self.model.get_submodule(path)
+            description.attribute_replacement.update(self._local_groups(owner))
+            if self.declared is not None:
+                description.attribute_replacement.update(self.declared.local_values(path, owner, self.tp_size))
+            description.sub_module_replacement += self._learned_activations(owner, description)
+            description.sub_module_replacement += self._head_norms(path, owner)
+            description.param_replacement += self._norms_by_head(path, owner)
+        return table
+
+    # ----- what a plan names -----
+
+    def _planned(self) -> list[tuple[str, nn.Module, str]]:
+        """(path of the owner, owner, name of its module or parameter) of everything that the plan names."""
+        found = []
+        heads = {id(module) for _, module in self._vocabulary()}
+        # Whole experts are dealt out: not cut a second time.
+        dealt_out = {id(each) for _, each in expert_modules(self.model)} if self.shard_config.deals_out_experts else ()
+        for path, owner in self.model.named_modules():
+            if id(owner) in dealt_out:
+                continue
+            names = [*(name for name, _ in owner.named_children()), *owner._parameters]
+            for name in names:
+                is_planned = starred(_join(path, name)) in self.plan
+                child = getattr(owner, name)
+                if is_planned and child is not None and id(child) not in heads and id(child) not in dealt_out:
+                    found.append((path, owner, name))
+        return found
+
+    def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
+        """The token embeddings and the language-model head, which are cut alike because they may be one parameter."""
+        embedding, head = _asked(self.model.get_input_embeddings), _asked(self.model.get_output_embeddings)
+        cut: list[tuple[type[nn.Module], nn.Module]] = []
+        if self.declared is not None and not self.declared.cut_vocabulary:
+            return cut
+        if type(head) is nn.Linear and _name_of(self.model, head):
+            cut.append((VocabParallelLMHead, head))
+        is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
+        if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
+            # An encoder-decoder has several with one weight.
+            same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
+            cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
+        return cut
+
+    @property
+    def _reads_logits(self) -> bool:
+        """Whether the model does something with all logits: adds a bias to them."""
+        return hasattr(self.model, "final_logits_bias") or (self.declared is not None and self.declared.whole_logits)
+
+    def _learned_activations(
+        self, owner: nn.Module, description: ModulePolicyDescription
+    ) -> list[SubModuleReplacementDescription]:
+        """Activations with parameters between a column- and a row-parallel layer see a rank's own features."""
+        targets = {replacement.target_module for replacement in description.sub_module_replacement}
+        if not {ColumnParallelLinear, RowParallelLinear} <= targets:
+            return []
+        names = [
+            name for name, child in owner.named_children() if "act" in name and any(True for _ in child.parameters())
+        ]
+        return [SubModuleReplacementDescription(name, None, partial_gradient=True) for name in names]
+
+    def _head_norms(self, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
+        """Norms of single heads that a plan forgets: their weights are whole, and see a rank's own heads."""
+        return [
+            SubModuleReplacementDescription(name, None, partial_gradient=True)
+            for name, norm in self._forgotten_norms(path, owner)
+            if [param.numel() for param in norm.parameters()] == [getattr(owner, "head_dim", None)]
+        ]
+
+    def _norms_by_head(self, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
+        """Norms with weights of each head by itself, [heads, head_dim], which are cut as the heads are."""
+        group, head_dim = self.shard_config.group, getattr(owner, "head_dim", None)
+        return [
+            partial(shard_weights_of_heads, name=name, group=group)
+            for name, norm in self._forgotten_norms(path, owner)
+            if all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters())
+        ]
+
+    def _forgotten_norms(self, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
+        """(name, norm) of those behind projections to heads that are cut, of which the plan says nothing."""
+        if self.plan.get(starred(_join(path, "q_proj"))) != "colwise":
+            return []
+        found = [(name, norm) for name, norm in owner.named_children() if any(True for _ in norm.parameters())]
+        return [
+            (name, norm) for name, norm in found if name in _HEAD_NORMS and starred(_join(path, name)) not in self.plan
+        ]
+
+    # ----- attention heads -----
+
+    def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
+        """How many heads a projection to, or from, `features` has; None where it is no attention's."""
+        if not _is_attention(owner):
+            return None
+        config = getattr(owner, "config", None) or self.model.config.get_text_config()
+        head_dim = getattr(owner, "head_dim", None)
+        is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
+        if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:
+            return features // head_dim
+        counts = [getattr(owner, name, None) for name in _HEAD_COUNTS] + [getattr(config, "num_attention_heads", None)]
+        heads = next((count for count in counts if isinstance(count, int)), None)
+        return heads if heads is not None and features % heads == 0 else None
+
+    def _gathers_heads(self, owner: nn.Module, path: str, name: str) -> bool:
+        return _is_attention(owner) and self.plan[starred(_join(path, name))] in (
+            "colwise_gather_output",
+            "colwise_rep",
+        )
+
+    def _check_heads(self) -> list[str]:
+        problems = {}
+        for path, owner, name in self._planned():
+            module = getattr(owner, name)
+            if self.plan[starred(_join(path, name))] != "colwise" or not isinstance(module, nn.Linear):
+                continue
+            count = self.heads_of(owner, name, module.out_features)
+            is_shared_out = count is None or count % self.tp_size == 0
+            is_copied = name in ("k_proj", "v_proj") and count is not None and self.tp_size % count == 0
+            if not is_shared_out and not is_copied:
+                problems[count] = f"tp_size={self.tp_size} does not divide the {count} heads of '{path}.{name}'"
+        return [f"{problem}; use {divisors_phrase(count)}" for count, problem in problems.items()]
+
+    def _local_groups(self, owner: nn.Module) -> dict[str, int]:
+        """Query heads that share a key/value head on this rank, where those are copied."""
+        groups, key = getattr(owner, "num_key_value_groups", None), getattr(owner, "k_proj", None)
+        path = _name_of(self.model, owner)
+        if not isinstance(groups, int) or self.plan.get(starred(_join(path, "k_proj"))) != "colwise":
+            return {}
+        kv_heads = self.heads_of(owner, "k_proj", key.out_features)
+        if kv_heads is None or kv_heads % self.tp_size == 0:
+            return {}
+        return {"num_key_value_groups": groups * kv_heads // self.tp_size}
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return any(hasattr(module, name) for name in (*_HEAD_COUNTS, "head_dim", "num_key_value_groups", "qk_head_dim"))
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether it is an attention that goes through transformers' registry; linear attention beside it does not."""
+    return (
+        uses_registry(module)
+        and _is_attention(module)
+        and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)
+    )
+
+
+def _asked(getter: Callable[[], nn.Module | None]) -> nn.Module | None:
+    """What a model says of its embeddings; None where it has none to name."""
+    try:
+        return getter()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next((name for name, other in model.named_modules() if other is module), "")

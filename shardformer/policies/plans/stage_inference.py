@@ -1,0 +1,157 @@
+"""Where a model that describes itself may be cut into stages, read from its tree of modules."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from shardformer.stages.stage import (
+    AddsNothing,
+    Elsewhere,
+    PassedThrough,
+    Received,
+    ReceivedByTower,
+    StageLayout,
+    StandIn,
+)
+
+# Inputs that are turned into embeddings by the first stage; later stages go without.
+_ENCODED_INPUTS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "pixel_attention_mask",
+    "input_features",
+    "input_audio_embeds",
+    "audio_values",
+)
+# What these return is added to the embeddings of tokens.
+_POSITIONS = ("embed_positions", "position_embeddings", "positions_embed", "wpe")
+
+
+def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
+    """Path of the list of layers that most of the plan is about, or, where it is about none, of the largest list."""
+    lists = Counter(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for pattern in plan
+        if re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) == pattern.partition(".*.")[0]
+    )
+    if lists:
+        return lists.most_common(1)[0][0]
+    sizes = {
+        path: sum(parameter.numel() for parameter in module.parameters())
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
+    return max(sizes, key=sizes.__getitem__) if sizes else None
+
+
+def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageLayout | None:
+    """Cut at `layers`: modules registered before it, on any level, run before it, and those after it behind it.
+
+    Modules without parameters (rotary tables) stay on every stage. A pooler, and what a head class has around its base
+    model, run behind the layers in whatever order they were registered. Only what is below `root` is looked at.
+    """
+    if layers is None or len(model.get_submodule(layers)) == 0:
+        return None
+    first: dict[str, type[StandIn]] = {}
+    last: list[str] = []
+    every: list[str] = []  # parameters beside modules: class tokens, layer weights
+    parts = layers.split(".")
+    for depth in range(len(root.split(".")) if root else 0, len(parts)):
+        parent = ".".join(parts[:depth])
+        every += [_below(parent, name) for name in model.get_submodule(parent)._parameters]
+        seen = depth == 0 and parts[0] == getattr(model, "base_model_prefix", None)
+        for name, module in _with_parameters(model.get_submodule(parent)):
+            if name == parts[depth]:
+                seen = True
+            elif seen or name == "pooler":
+                last.append(_below(parent, name))
+            else:
+                first[_below(parent, name)] = _stand_in_for(module, name)
+    layer = model.get_submodule(layers)[0]
+    skips_encoders = any(stand_in is Elsewhere for stand_in in first.values())
+    return StageLayout(
+        layers=layers,
+        first=first,
+        every=tuple(every),
+        last=tuple(last),
+        tuple_output=num_outputs(layer),
+        first_inputs=_ENCODED_INPUTS if skips_encoders else (),
+    )
+
+
+def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | None:
+    """Cut an encoder-decoder at its two lists of layers; whatever is around both towers runs behind the decoder, but
+    for embeddings that they share."""
+    roots = [path.rpartition(".")[0] for path in (encoder, decoder)]
+    layouts = [stage_layout(model, path, root) for path, root in zip((encoder, decoder), roots, strict=True)]
+    if None in layouts:
+        return None
+    first, last = dict(layouts[0].first), list(layouts[1].last)
+    parts = roots[0].split(".")
+    for depth in range(len(parts)):
+        parent = ".".join(parts[:depth])
+        for name, module in _with_parameters(model.get_submodule(parent)):
+            path = _below(parent, name)
+            if any(root == path or root.startswith(f"{path}.") for root in roots):
+                continue
+            if isinstance(module, nn.Embedding):
+                first[path] = ReceivedByTower
+            else:
+                last.append(path)
+    behind = replace(layouts[1], last=tuple(last))
+    done = {roots[0]: ("last_hidden_state",)}
+    return replace(layouts[0], first=first, done=done, then=behind)
+
+
+def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+
+
+def _below(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+def _stand_in_for(module: nn.Module, name: str) -> type[StandIn]:
+    if name in _POSITIONS:
+        return AddsNothing
+    if isinstance(module, nn.Embedding) or name == "embeddings":
+        return Received
+    # An encoder of another modality is not called where its inputs are not given.
+    is_tower = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+    return Elsewhere if is_tower else PassedThrough
+
+
+def num_outputs(layer: nn.Module) -> int:
+    """How many values the forward of `layer` returns as a tuple; 0 where it returns the bare hidden state.
+
+    Read from the source: annotations are often those of an earlier release.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(layer).forward)))
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
+    if not returned:
+        return 0
+    value = returned[-1]
+    if isinstance(value, ast.Name):
+        assigned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and _assigns(node, value.id)]
+        value = next((each for each in map(_first_part, assigned) if isinstance(each, ast.Tuple)), value)
+    value = _first_part(value)
+    return len(value.elts) if isinstance(value, ast.Tuple) else 0
+
+
+def _first_part(value: ast.expr) -> ast.expr:
+    """The tuple in front of what is added to it: (hidden state, …) + rest."""
+    return value.left if isinstance(value, ast.BinOp) else value
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)

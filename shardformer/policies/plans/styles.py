@@ -1,0 +1,175 @@
+"""Tensor-parallel styles of a plan, each lowered to a change that the engine makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torch import nn
+
+from shardformer.distributed.random import draw_per_rank
+from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
+from shardformer.layers.linear import in_features, out_features
+from shardformer.policies.base import SubModuleReplacementDescription
+from shardformer.policies.module_edits import (
+    drop_behind_activation,
+    reduce_shared_experts,
+    scale_input,
+    shard_own_parameter,
+    share_expert_inputs,
+    sum_gradient_of_rotary_part,
+    use_local_biases,
+)
+from shardformer.shard_config import ShardConfig
+
+
+class HeadCounts(Protocol):
+    """What a style asks of the policy whose plan names it."""
+
+    model: nn.Module
+    shard_config: ShardConfig
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share each weight."""
+
+    def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
+        """How many heads a projection to, or from, `features` has; None where it belongs to no attention."""
+
+
+Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
+
+Style = Callable[[HeadCounts, nn.Module, str], Change | None]
+
+
+def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = False) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        # Some plans of transformers forget that gate and up are two parts.
+        num_parts = 2 if name == "gate_up_proj" else 1
+        return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
+    if gather:
+        return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
+    heads = policy.heads_of(owner, name, out_features(module))
+    reads = f"input of {in_features(module)} features"
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
+
+
+def _fused_column(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    """Query, key and value in one projection, one after the other."""
+    features = out_features(getattr(owner, name)) // 3
+    kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
+
+
+def _first_dim(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    """A parameter with something for each head along its first dim."""
+    dims = getattr(owner, name).dim()
+    return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
+
+
+def _row(policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
+    if splits_input:
+        return SubModuleReplacementDescription(name, RowParallelLinear, {"splits_input": True})
+    heads = policy.heads_of(owner, name, in_features(module))
+    return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
+
+
+def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> Change:
+    module = getattr(owner, name)
+    if not isinstance(module, nn.Module):
+        group = policy.shard_config.group
+        return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=2, group=group)
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": out_features(module) // 2})
+
+
+def _embedding(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
+
+
+def _partial_gradient(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, None, partial_gradient=True)
+
+
+def _dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
+
+
+def _hooked(hook: Callable[..., None]) -> Style:
+    """A style that changes what goes into a module or comes out of it."""
+
+    def style(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+        return lambda module: hook(getattr(module, name), policy.shard_config.group)
+
+    return style
+
+
+def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    """An attention that draws by itself, and for its own heads alone."""
+    return lambda module: draw_per_rank(getattr(module, name), policy.shard_config.group.rank())
+
+
+def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
+    """A layer with an `activation_dropout` between its linear layers."""
+    if not hasattr(getattr(owner, name), "activation_dropout"):
+        return None
+
+    def change(module: nn.Module) -> None:
+        layer = getattr(module, name)
+        if hasattr(layer, "activation_fn"):  # it is on this stage
+            drop_behind_activation(layer, policy.shard_config.group.rank())
+
+    return change
+
+
+def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    """An attention that is given biases of all heads; what it draws is this rank's own."""
+    heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
+
+    def change(module: nn.Module) -> None:
+        use_local_biases(getattr(module, name), heads, group)
+        draw_per_rank(getattr(module, name), group.rank())
+
+    return change
+
+
+def _latent_key_value(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    config = getattr(owner, "config", None) or policy.model.config.get_text_config()
+    size = getattr(owner, "qk_rope_head_dim", None) or config.qk_rope_head_dim
+    return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
+
+
+def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:
+    return None
+
+
+STYLES: dict[str, Style] = {
+    "colwise": _column,
+    "colwise_gather_output": partial(_column, gather=True),
+    "colwise_rep": partial(_column, gather=True),
+    "first_dim": _first_dim,
+    "fused_colwise": _fused_column,
+    "rowwise": _row,
+    "rowwise_split_input": partial(_row, splits_input=True),
+    "rowwise_rep": partial(_row, splits_input=True),
+    "packed_colwise": partial(_packed, from_end=2),
+    "packed_rowwise": partial(_packed, from_end=1),
+    "embedding_rowwise": _embedding,
+    "embedding_colwise": _embedding,  # which dim is cut is not seen from outside
+    "dropout": _dropout,
+    "replicated_with_grad_allreduce": _partial_gradient,
+    "mla_kv_a_proj": _latent_key_value,
+    "moe_tp_experts": _hooked(share_expert_inputs),
+    "moe_identity_expert": _hooked(scale_input),
+    "all_reduce": _hooked(reduce_shared_experts),
+    "activation_dropout": _activation_dropout,
+    "draws_per_rank": _draws_per_rank,
+    "local_biases": _local_biases,
+    "local_params": _nothing,
+    "replicate": _nothing,
+    "sequence_parallel": _nothing,  # norms between regions: whole sequences give the same numbers
+}

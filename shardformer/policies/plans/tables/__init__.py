@@ -1,0 +1,1 @@
+"""Plans for families to which transformers gives none."""

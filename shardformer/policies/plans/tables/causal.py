@@ -1,0 +1,157 @@
+"""Plans of causal language models without one of their own."""
+
+from __future__ import annotations
+
+from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
+from shardformer.stages.stage import AddsNothing
+
+_ATTENTION = self_attention("o_proj")
+_W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
+_LFM2 = {**_W123, **self_attention("out_proj")}
+_LFM3 = {**_W123, **_ATTENTION, "self_attn.g_proj": "colwise"}
+# The layers of a BART decoder without its encoder.
+_DECODER = {
+    **self_attention("out_proj"),
+    "fc1": "colwise",
+    "fc2": "rowwise",
+    "layers.*": "activation_dropout",
+}
+_DECODER_LOCAL = {"self_attn": ("num_heads", "embed_dim")}
+_NEOX = {
+    "query_key_value": "colwise",
+    "dense": "rowwise",
+    "dense_h_to_4h": "colwise",
+    "dense_4h_to_h": "rowwise",
+}
+_PERSIMMON = {
+    **_NEOX,
+    "self_attn.q_layernorm": "replicated_with_grad_allreduce",
+    "self_attn.k_layernorm": "replicated_with_grad_allreduce",
+}
+_PERSIMMON_LOCAL = {"self_attn": ("num_heads", "hidden_size")}
+_FUSED = {
+    "attn.c_attn": "fused_colwise",
+    "attn.attn_dropout": "dropout",
+    "attn.c_proj": "rowwise",
+    "mlp.c_fc": "colwise",
+    "mlp.c_proj": "rowwise",
+}
+
+# Nothing in a layer can be cut: its heads are normalised together, or it is a state-space model.
+_VOCABULARY = DeclaredPlan({})
+
+PLANS = {
+    "bitnet": _VOCABULARY,
+    "clvp": DeclaredPlan(
+        {
+            **{f"attn.{part}_proj": "colwise" for part in "qkv"},
+            "attn.out_proj": "rowwise",
+            "mlp.c_fc": "colwise",
+            "mlp.c_proj": "rowwise",
+        },
+        {"attn": ("num_heads", "embed_dim")},
+    ),
+    "falcon_mamba": _VOCABULARY,
+    "fuyu": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL, layers="language_model.layers"),
+    "jetmoe": _VOCABULARY,
+    "kosmos2": _VOCABULARY,
+    "kosmos2_5": DeclaredPlan(self_attention("out_proj"), _DECODER_LOCAL),
+    "mamba": _VOCABULARY,
+    "mamba2": _VOCABULARY,
+    "mllama": DeclaredPlan(
+        {**LLAMA, **{f"cross_attn.{part}_proj": "colwise" for part in "qkv"}, "cross_attn.o_proj": "rowwise"},
+        {name: ("num_heads", "num_key_value_heads") for name in ("self_attn", "cross_attn")},
+    ),
+    "moshi": DeclaredPlan(
+        {
+            **{f"self_attn.{part}_proj.linear": "colwise" for part in "qkv"},
+            "self_attn.o_proj.linear": "rowwise",
+            "mlp.fc1": "packed_colwise",
+            "mlp.fc2": "rowwise",
+        },
+        {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")},
+    ),
+    "trocr": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"}, pipelined=False),
+    "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
+    "zaya": DeclaredPlan({}, pipelined=False),  # routers hand on their states
+    "biogpt": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": AddsNothing}),
+    "ctrl": DeclaredPlan(
+        {
+            "multi_head_attention.Wq": "colwise",
+            "multi_head_attention.Wk": "colwise",
+            "multi_head_attention.Wv": "colwise",
+            "multi_head_attention.dense": "rowwise",
+            "ffn.0": "colwise",
+            "ffn.2": "rowwise",
+        },
+        {"multi_head_attention": ("num_heads", "d_model_size")},
+    ),
+    "emu3": DeclaredPlan(LLAMA),
+    # Its state-space half stays whole.
+    "falcon_h1": DeclaredPlan({**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}),
+    "gemma4": DeclaredPlan(None, pipelined=False),  # every layer reads embeddings of its own
+    "lfm2": DeclaredPlan(_LFM2),
+    "lfm2_vl": DeclaredPlan(_LFM2, layers="language_model.layers"),
+    "lfm3": DeclaredPlan(_LFM3),
+    "lfm3_vl": DeclaredPlan(_LFM3, layers="language_model.layers"),
+    "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers behind the layers
+    **dict.fromkeys(("deepseek_v4", "hy_v4"), DeclaredPlan(None, pipelined=False)),  # layers hand on several streams
+    "inkling2": DeclaredPlan(None, pipelined=False),  # layers read the states of all before them
+    "hrm_text": DeclaredPlan(None, pipelined=False),  # runs its two lists of layers in turns
+    # Where heads are mixed otherwise, the attention stays whole.
+    "doge": DeclaredPlan(GATED),
+    "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
+    "diffllama": DeclaredPlan(GATED),
+    "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
+    # Experts interleave gate and up, and each adds a bias: they stay whole.
+    "gpt_oss": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
+    "hunyuan_v1_dense": DeclaredPlan(
+        {
+            **LLAMA,
+            "self_attn.query_layernorm": "replicated_with_grad_allreduce",
+            "self_attn.key_layernorm": "replicated_with_grad_allreduce",
+        }
+    ),
+    **{
+        family: DeclaredPlan(LLAMA, layers="language_model.layers")
+        for family in ("cosmos3_omni", "hunyuan_vl", "qwen3_vl")
+    },
+    "openai_privacy_filter": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
+    "recurrent_gemma": DeclaredPlan(
+        {"mlp_block.gate_proj": "colwise", "mlp_block.up_proj": "colwise", "mlp_block.down_proj": "rowwise"}
+    ),
+    "rwkv": DeclaredPlan({"feed_forward.key": "colwise", "feed_forward.value": "rowwise"}, layer_outputs=3),
+    "gpt_neox_japanese": DeclaredPlan(
+        {**_NEOX, "attention.attention_dropout": "dropout"}, {"attention": ("num_attention_heads", "hidden_size")}
+    ),
+    "imagegpt": DeclaredPlan(_FUSED, {"attn": ("num_heads", "split_size", "embed_dim")}, first={"wpe": AddsNothing}),
+    "modernbert_decoder": DeclaredPlan(
+        {
+            "attn.q_proj": "colwise",
+            "attn.k_proj": "colwise",
+            "attn.v_proj": "colwise",
+            "attn.Wo": "rowwise",
+            "mlp.Wi": "packed_colwise",
+            "mlp.drop": "dropout",
+            "mlp.Wo": "rowwise",
+        },
+        {"attn": ("num_heads", "all_head_size")},
+    ),
+    "mpt": DeclaredPlan(
+        {
+            "attn.Wqkv": "fused_colwise",
+            "attn.out_proj": "rowwise",
+            "ffn.up_proj": "colwise",
+            "ffn.down_proj": "rowwise",
+            "attn": "local_biases",
+        },
+        {"attn": ("n_heads",)},
+    ),
+    "openai": DeclaredPlan(_FUSED, {"attn": ("n_head", "split_size")}, first={"positions_embed": AddsNothing}),
+    "persimmon": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL),
+    "stablelm": DeclaredPlan(LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
+    "xglm": DeclaredPlan(
+        {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": AddsNothing}
+    ),
+}

@@ -1,0 +1,125 @@
+"""Plans of encoders of text, and of pages, whose layers have the names of BERT or of Llama."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.tables.naming import GATED, LLAMA
+from shardformer.stages.stage import Received
+
+
+class ReceivedTokens(Received):
+    """Stands for an embedding whose table of tokens the model reads by itself."""
+
+    @property
+    def tok_embeddings(self) -> Received:
+        return self
+
+
+_BERT_STYLES = {
+    "self.query": "colwise",
+    "self.key": "colwise",
+    "self.value": "colwise",
+    "self.dropout": "dropout",
+    "output.dense": "rowwise",
+    "intermediate.dense": "colwise",
+}
+_BERT_LOCAL = {"self": ("num_attention_heads", "all_head_size")}
+_BERT = DeclaredPlan(_BERT_STYLES, _BERT_LOCAL)
+# Where heads are mixed before they are put together, the attention stays whole.
+_FEED_FORWARD = DeclaredPlan(
+    {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
+)
+_PAGE_BIASES = ("encoder.rel_pos_bias", "encoder.rel_pos_x_bias", "encoder.rel_pos_y_bias")
+_MODERN = DeclaredPlan(
+    {"attn.Wqkv": "fused_colwise", "attn.Wo": "rowwise", "mlp.Wi": "packed_colwise", "mlp.Wo": "rowwise"}
+    | {"mlp.drop": "dropout"}
+)
+_XLM = {
+    "styles": {
+        "q_lin": "colwise",
+        "k_lin": "colwise",
+        "v_lin": "colwise",
+        "out_lin": "rowwise",
+        "lin1": "colwise",
+        "lin2": "rowwise",
+        "attentions.*": "draws_per_rank",
+    },
+    "local": {"attentions.*": ("n_heads", "dim")},
+    "layers": "attentions",
+    "beside": ("layer_norm1", "ffns", "layer_norm2"),
+    "every": ("position_embeddings", "lang_embeddings", "layer_norm_emb"),
+    "first": {"embeddings": Received},
+}
+_LLAMA = DeclaredPlan(LLAMA)
+
+PLANS = {
+    "big_bird": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
+    # Every head adds products with the embedding of the distances between boxes.
+    "bros": DeclaredPlan(
+        {**_BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"}, _BERT_LOCAL, every=("bbox_embeddings",)
+    ),
+    "canine": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, pipelined=False),  # characters are read again behind the layers
+    "convbert": _FEED_FORWARD,
+    # Query, key and value of a head lie side by side.
+    "deberta": DeclaredPlan(
+        {**_BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
+        | {"self.q_bias": "colwise", "self.v_bias": "colwise"},
+        _BERT_LOCAL,
+        every=("encoder.rel_embeddings",),
+    ),
+    "esm": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
+    "flaubert": DeclaredPlan(**_XLM, needs={"pre_norm": False, "layerdrop": 0.0}),
+    "esmc": DeclaredPlan(GATED),  # normalises all heads together
+    "fnet": _BERT,
+    "funnel": DeclaredPlan({"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"}, pipelined=False),  # pools on its way
+    "gte": _LLAMA,
+    "jina_embeddings_v3": DeclaredPlan({**LLAMA, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
+    "layoutlmv3": DeclaredPlan(
+        {
+            **_BERT_STYLES,
+            "attention.self": "local_biases",
+            **dict.fromkeys(_PAGE_BIASES, "replicated_with_grad_allreduce"),
+        },
+        _BERT_LOCAL,
+        every=_PAGE_BIASES,
+    ),
+    "lilt": DeclaredPlan(
+        {**_BERT_STYLES, "self.layout_query": "colwise", "self.layout_key": "colwise", "self.layout_value": "colwise"}
+        | {"layout_output.dense": "rowwise", "layout_intermediate.dense": "colwise"},
+        _BERT_LOCAL,
+        pipelined=False,  # a layer returns a tuple in a tuple
+    ),
+    "longformer": _FEED_FORWARD,
+    "luke": DeclaredPlan(
+        # Words and entities ask words and entities with projections of their own.
+        {**_BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
+        _BERT_LOCAL,
+        first={"entity_embeddings": Received},
+        carries=("entity_hidden_states",),
+    ),
+    "markuplm": _BERT,
+    "megatron_bert": _BERT,
+    # Its head puts two weights side by side in one product.
+    "mobilebert": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, cut_vocabulary=False),
+    "modernbert": _MODERN,
+    "modernvbert": replace(_MODERN, first={"text_model.embeddings": ReceivedTokens}),
+    "mra": _BERT,
+    "nomic_bert": _LLAMA,
+    "nystromformer": DeclaredPlan(
+        {**_BERT_STYLES, "self.conv.weight": "first_dim"},
+        {**_BERT_LOCAL, "self.conv": ("groups", "in_channels", "out_channels")},
+    ),
+    "rembert": _BERT,
+    "roc_bert": _BERT,
+    "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
+    "squeezebert": DeclaredPlan({}, pipelined=False),  # its projections are convolutions in groups
+    "tapas": _BERT,
+    "visual_bert": _BERT,
+    "xlm": DeclaredPlan(**_XLM),
+    "xlm_roberta_xl": _BERT,
+    "xlnet": DeclaredPlan({"ff.layer_1": "colwise", "ff.layer_2": "rowwise"}),
+    "xmod": _BERT,
+    "yoso": _BERT,
+}

@@ -1,0 +1,154 @@
+"""Plans of encoders of images, video and sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.stages.stage import AddsNothing, Received, ReceivedPatches, StandIn
+
+
+class ReceivedChannels(StandIn):
+    """Stands for convolutions over sound: a hidden state of the right shape, channels first."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.arrival.dummy().mT
+
+
+class ReceivedPair(StandIn):
+    """Stands for a projection of features that returns them beside their projection."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.arrival.dummy(), self.arrival.dummy()
+
+
+_QKV = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"}
+_MLP = {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+_VIT = DeclaredPlan(
+    {**_QKV, "attention.o_proj": "rowwise", **_MLP},
+    {"attention": ("num_attention_heads",)},
+    first={"embeddings": ReceivedPatches},
+)
+_CLIP = DeclaredPlan(
+    {**_QKV, "self_attn.out_proj": "rowwise", **_MLP},
+    {"self_attn": ("num_heads", "embed_dim")},
+    first={"embeddings": ReceivedPatches},
+)
+_BERT_STYLES = {
+    "attention.query": "colwise",
+    "attention.key": "colwise",
+    "attention.value": "colwise",
+    "output.dense": "rowwise",
+    "intermediate.dense": "colwise",
+}
+_BERT = DeclaredPlan(
+    _BERT_STYLES,
+    {"attention.attention": ("num_attention_heads", "all_head_size")},
+    first={"embeddings": ReceivedPatches},
+)
+
+
+def _sound(attention: Mapping[str, str], projection: type[StandIn], **options: Any) -> DeclaredPlan:
+    """Layers behind convolutions over the waveform; `projection` stands for what follows those."""
+    feed_forward = {
+        "intermediate_dense": "colwise",
+        "intermediate_dropout": "dropout",
+        "output_dense": "rowwise",
+    }
+    return DeclaredPlan(
+        {**attention, **feed_forward},
+        {"attention": ("num_heads", "embed_dim"), "self_attn": ("num_heads",)},
+        first={
+            "feature_extractor": ReceivedChannels,
+            "feature_projection": projection,
+            "encoder.pos_conv_embed": AddsNothing,
+        },
+        # In front of the layers of a base model, behind those of a large one.
+        every=("encoder.layer_norm",),
+        needs={"layerdrop": 0.0},
+        **options,
+    )
+
+
+_SELF_ATTENTION = {**_QKV, "attention.out_proj": "rowwise"}
+_CONFORMER = {
+    "linear_q": "colwise",
+    "linear_k": "colwise",
+    "linear_v": "colwise",
+    "linear_pos": "colwise",
+    "linear_out": "rowwise",
+    "pos_bias_u": "colwise",
+    "pos_bias_v": "colwise",
+    "self_attn.dropout": "dropout",
+    "distance_embedding": "replicated_with_grad_allreduce",
+}
+
+# Convolutions between the linear layers of a feed-forward see each feature by itself.
+_CONVOLVED = {"dwconv.dwconv.weight": "first_dim", "dwconv.dwconv.bias": "first_dim"}
+_CONVOLVED_LOCAL = {"dwconv.dwconv": ("groups", "in_channels", "out_channels")}
+_DENSE = {"mlp.dense1": "colwise", "mlp.dense2": "rowwise"}
+
+_ENCODER_BLOCK = {
+    "feed_forward1.linear1": "colwise",
+    "feed_forward1.linear2": "rowwise",
+    "feed_forward2.linear1": "colwise",
+    "feed_forward2.linear2": "rowwise",
+}
+
+PLANS = {
+    "convnextv2": DeclaredPlan({}, layers="encoder.stages"),  # normalises over all features
+    "focalnet": DeclaredPlan(_MLP, pipelined=False),
+    "hiera": DeclaredPlan(_MLP, pipelined=False),
+    "lasr": DeclaredPlan(_ENCODER_BLOCK, pipelined=False),
+    "perceiver": DeclaredPlan(_DENSE, pipelined=False),
+    "pvt": DeclaredPlan(_DENSE, pipelined=False),
+    "pvt_v2": DeclaredPlan({**_DENSE, **_CONVOLVED}, _CONVOLVED_LOCAL, pipelined=False),
+    "segformer": DeclaredPlan({**_MLP, **_CONVOLVED}, _CONVOLVED_LOCAL, pipelined=False),
+    "sew": DeclaredPlan(
+        {**_QKV, "attention.out_proj": "rowwise", "intermediate_dense": "colwise", "output_dense": "rowwise"}
+        | {"intermediate_dropout": "dropout"},
+        {"attention": ("num_heads", "embed_dim")},
+        pipelined=False,
+    ),
+    "sew_d": DeclaredPlan({"intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"}, pipelined=False),
+    "vilt": replace(_BERT, first={}, pipelined=False),  # its embeddings return masks too
+    "vjepa2": DeclaredPlan(
+        {"attention.query": "colwise", "attention.key": "colwise", "attention.value": "colwise"}
+        | {"attention.proj": "rowwise", **_MLP},
+        {"attention": ("num_attention_heads", "all_head_size")},
+        pipelined=False,
+    ),
+    "audio_spectrogram_transformer": _VIT,
+    "convnext": DeclaredPlan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),
+    "dinov2": _VIT,
+    "dinov2_with_registers": _VIT,
+    "hubert": _sound(_SELF_ATTENTION, Received),
+    "ijepa": _VIT,
+    "metaclip_2": _CLIP,
+    "siglip": _CLIP,
+    "siglip2": _CLIP,
+    "timesformer": DeclaredPlan(
+        {
+            "intermediate.dense": "colwise",
+            "output.dense": "rowwise",
+            "attention.output.dense": "replicate",
+            "temporal_attention.output.dense": "replicate",
+        },
+        first={"embeddings": ReceivedPatches},
+    ),
+    "unispeech": _sound(_SELF_ATTENTION, ReceivedPair),
+    "unispeech_sat": _sound(_SELF_ATTENTION, ReceivedPair),
+    "videomae": _BERT,
+    "vit_msn": _VIT,
+    "vivit": _VIT,
+    "wav2vec2": _sound(_SELF_ATTENTION, ReceivedPair),
+    "wav2vec2_bert": _sound(_CONFORMER, ReceivedPair),
+    "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair),
+    # Its attention hands whole weights to a function of torch.
+    "wavlm": _sound({}, ReceivedPair, carries=("position_bias",)),
+    "yolos": _BERT,
+}

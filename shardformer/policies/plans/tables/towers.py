@@ -1,0 +1,76 @@
+"""Plans of encoder-decoders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.tables.naming import GATED
+from shardformer.stages.stage import Received, ReceivedUnpadded
+
+_TOWERS = ("encoder.layers", "decoder.layers")
+_ATTENTIONS = ("self_attn", "encoder_attn", "cross_attention")
+_QKV = {f"{name}.{part}_proj": "colwise" for name in _ATTENTIONS for part in "qkv"} | {
+    f"{name}.out_proj": "rowwise" for name in _ATTENTIONS
+}
+_FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise", "ffn.dropout": "dropout", "layers.*": "activation_dropout"}
+_STYLES = {**_QKV, **_FEED_FORWARD}
+_LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
+# T5's towers with other attentions in the encoder, which stay whole.
+_POP2PIANO = DeclaredPlan(
+    {
+        "EncDecAttention.q": "colwise",
+        "EncDecAttention.k": "colwise",
+        "EncDecAttention.v": "colwise",
+        "EncDecAttention.o": "rowwise",
+        "DenseReluDense.wi": "colwise",
+        "DenseReluDense.wi_0": "colwise",
+        "DenseReluDense.wi_1": "colwise",
+        "DenseReluDense.wo": "rowwise",
+        "DenseReluDense.dropout": "dropout",
+    },
+    {"EncDecAttention": ("n_heads", "inner_dim")},
+    towers=("encoder.block", "decoder.block"),
+    carries=("position_bias",),
+)
+_SEAMLESS = DeclaredPlan(_STYLES, _LOCAL, towers=("text_encoder.layers", "text_decoder.layers"))
+
+PLANS = {
+    "switch_transformers": DeclaredPlan(
+        {**{f"EncDecAttention.{part}": "colwise" for part in "qkv"}, "EncDecAttention.o": "rowwise"},
+        {"EncDecAttention": ("n_heads", "inner_dim")},
+        pipelined=False,
+    ),
+    "bigbird_pegasus": DeclaredPlan(
+        {
+            **_STYLES,
+            "self.query": "colwise",
+            "self.key": "colwise",
+            "self.value": "colwise",
+            "self_attn.output": "rowwise",
+        },
+        {**_LOCAL, "self_attn.self": ("num_attention_heads", "all_head_size")},
+        towers=_TOWERS,
+        needs={"attention_type": "original_full"},
+    ),
+    "florence2": DeclaredPlan(_STYLES, _LOCAL, pipelined=False),
+    "led": DeclaredPlan(
+        # The encoder's windows mix heads before they are put together: its attention stays whole.
+        _FEED_FORWARD,
+        pipelined=False,  # embeds padding in front of its layers
+    ),
+    # Of five values the fourth, the bias of cross-attention, is worked out again from the mask where there is none.
+    "longt5": replace(_POP2PIANO, layer_outputs=5),
+    "pop2piano": _POP2PIANO,
+    "nllb_moe": DeclaredPlan(_QKV, _LOCAL, pipelined=False),  # its loss reads the routers of all layers
+    "pegasus_x": DeclaredPlan(
+        _FEED_FORWARD,
+        towers=_TOWERS,
+        first={"encoder.embed_tokens": ReceivedUnpadded},
+        carries=("global_hidden_states",),
+    ),
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": _SEAMLESS,
+    "t5gemma2": DeclaredPlan(GATED, pipelined=False, cut_vocabulary=False),  # an embedding of its own making
+    "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={"encoder.conv": Received}),
+}

@@ -1,0 +1,1 @@
+"""Policies that users describe: TPInfo, slots, and layers cut one by one."""

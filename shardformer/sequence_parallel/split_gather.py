@@ -1,0 +1,262 @@
+"""Split-gather sequence parallelism (arXiv 2205.05198, section 4.2).
+
+Between the tensor-parallel regions of a layer every rank holds `[batch, seq/tp, hidden]`. The stack of layers is
+entered with `enter` and left with `leave`; a tensor-parallel region starts with `gather` and ends with
+`reduce_scatter`. A length that the axis does not divide is padded inside and trimmed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
+
+from shardformer.distributed.collectives import (
+    all_gather_dim,
+    all_gather_flat,
+    local_slice,
+    reduce_scatter_dim,
+    reduce_scatter_flat,
+)
+from shardformer.shard_spec import pad_to_multiple
+
+_SEQ_DIM = 1  # tensors are [batch, seq, hidden]
+# What may be asked of tokens that have not arrived yet.
+_OF_SHAPE = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device"))}
+
+
+class SequenceParallel:
+    """The sequence-parallel region of one model on one mesh axis.
+
+    Attributes:
+        group: process group of the axis.
+        length: sequence length of the pass in progress, before padding.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.length = 0
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
+        self.length = x.shape[_SEQ_DIM]
+        return _Enter.apply(x, self)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """[batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
+        return _Leave.apply(x, self, self.length)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], read by sharded weights."""
+        return _GatherSequence.apply(x, self, self.length)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """`g-bar*`: partial sums [batch, seq, hidden] -> their sum's slice [batch, seq/tp, hidden]."""
+        return _ReduceScatterSequence.apply(x, self)
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Begin to sum partial [batch, seq, hidden] over ranks: this rank's [seq/tp, batch, hidden], and the work."""
+        full = self.pad(x).movedim(_SEQ_DIM, 0).contiguous()
+        out = full.new_empty((len(full) // self.world_size, *full.shape[1:]))
+        return out, reduce_scatter_flat(out, full, group=self.group, async_op=True)
+
+    def pad(self, x: Tensor) -> Tensor:
+        missing = pad_to_multiple(x.shape[_SEQ_DIM], self.world_size) - x.shape[_SEQ_DIM]
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+    def all_gather(self, x: Tensor, length: int) -> Tensor:
+        return all_gather_dim(x, _SEQ_DIM, self.group)[:, :length].contiguous()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: SequenceParallel) -> Tensor:
+        ctx.region, ctx.length = region, x.shape[_SEQ_DIM]
+        return local_slice(region.pad(x), _SEQ_DIM, region.group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.all_gather(grad, ctx.length), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: SequenceParallel, length: int) -> Tensor:
+        ctx.region, ctx.length = region, length
+        return region.all_gather(x, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # The first node of this region's backward: layers that are recomputed after it must see the length of their
+        # own pass, which another micro-batch may have changed since.
+        ctx.region.length = ctx.length
+        return (local_slice(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: SequenceParallel, length: int) -> Tensor:
+        ctx.region = region
+        return region.all_gather(x, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (reduce_scatter_dim(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: SequenceParallel) -> Tensor:
+        ctx.region, ctx.length = region, x.shape[_SEQ_DIM]
+        return reduce_scatter_dim(region.pad(x), _SEQ_DIM, region.group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.all_gather(grad, ctx.length), None
+
+
+def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
+    """Apply `change` to the hidden states among a module's inputs, wherever the caller put them."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def first_output(output: Any, change: Any) -> Any:
+    """Apply `change` to the hidden states that a module returns, alone or with others."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+class _AwaitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, pending: PendingGather) -> Tensor:
+        ctx.region = pending.region
+        return pending.wait().movedim(0, _SEQ_DIM)[:, : pending.length].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (reduce_scatter_dim(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None)
+
+
+class PendingTokens(Tensor):
+    """What stands for tokens that are on their way: its shape is known, and any operator on it waits for them.
+
+    A norm in front of a column-parallel layer reads them so, and so do hooks and adapters.
+    """
+
+    pending_gather: PendingGather
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _OF_SHAPE:
+            args, kwargs = tree_map_only(PendingTokens, lambda x: x.pending_gather.tokens(), (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class PendingGather:
+    """A gather of the sequence that is on its way.
+
+    Attributes:
+        local: this rank's tokens, [batch, seq/tp, hidden], to differentiate by.
+        own: the same values, [seq/tp, batch, hidden].
+        rows, other_rows: of the gathered [seq, batch, hidden], those of this rank, and the others'.
+        length: of the sequence without padding.
+    """
+
+    def __init__(self, local: Tensor, region: SequenceParallel) -> None:
+        self.local, self.region, self.length = local, region, region.length
+        self.own = local.detach().movedim(_SEQ_DIM, 0).contiguous()
+        share, rank = len(self.own), dist.get_rank(region.group)
+        self.rows = slice(rank * share, (rank + 1) * share)
+        self.other_rows = [slice(0, self.rows.start), slice(self.rows.stop, share * region.world_size)]
+        self._gathered = self.own.new_empty((share * region.world_size, *self.own.shape[1:]))
+        self._tokens: Tensor | None = None
+        self._work = all_gather_flat(self._gathered, self.own, group=region.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The gathered tokens, [seq, batch, hidden], with padding."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._gathered
+
+    def placeholder(self) -> Tensor:
+        """[batch, seq, hidden], for column-parallel layers to recognise; all other readers wait for its values."""
+        whole = self._gathered.movedim(0, _SEQ_DIM)[:, : self.length].as_subclass(PendingTokens)
+        whole.pending_gather = self
+        return whole
+
+    def tokens(self) -> Tensor:
+        """The gathered tokens, [batch, seq, hidden], differentiable, for readers that are no column-parallel layers."""
+        if self._tokens is None:
+            self._tokens = _AwaitSequence.apply(self.local, self)
+        return self._tokens
+
+    @staticmethod
+    def of(x: Tensor) -> PendingGather | None:
+        return getattr(x, "pending_gather", None)
+
+
+def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool = False) -> None:
+    """Let `module`, a tensor-parallel region, see the whole sequence.
+
+    With `overlaps` it begins without the tokens of other ranks: its column-parallel layers multiply its own meanwhile.
+    """
+
+    def start(x: Tensor) -> Tensor:
+        return PendingGather(x, region).placeholder() if overlaps else region.gather(x)
+
+    module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, start), with_kwargs=True)
+
+
+def wrap_layers(layers: list[nn.Module], region: SequenceParallel) -> None:
+    """Enter the region before the first of `layers` and leave it after the last."""
+    layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: first_input(args, kwargs, region.enter), with_kwargs=True
+    )
+    layers[-1].register_forward_hook(lambda _, __, output: first_output(output, region.leave))
+
+
+def run_whole(module: nn.Module, region: SequenceParallel) -> None:
+    """Let `module`, between two slices of the sequence, see the whole of it and compute the same on every rank."""
+
+    def enter(x: Tensor) -> Tensor:
+        if x.dim() > 2:
+            return region.enter(x)
+        return region.enter(x.unflatten(0, (-1, region.length))).flatten(0, 1)  # experts return [tokens, hidden]
+
+    module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, region.leave), with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: first_output(output, enter))
+
+
+def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:
+    """Let `layer`, which holds a slice of the sequence, see the positions of that slice alone."""
+
+    def own(x: Any, dim: int) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[dim] != region.length:
+            return x
+        share = pad_to_multiple(region.length, region.world_size) // region.world_size
+        first = dist.get_rank(region.group) * share
+        piece = x.narrow(dim, min(first, region.length), max(min(share, region.length - first), 0))
+        missing = share - piece.shape[dim]
+        return F.pad(piece, (0, 0) * (-dim - 1) + (0, missing)) if missing else piece
+
+    def narrow(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        changed = dict(kwargs)
+        tables = kwargs.get("position_embeddings")  # cos and sin, [..., seq, features]
+        if isinstance(tables, (tuple, list)):
+            changed["position_embeddings"] = tuple(own(table, -2) for table in tables)
+        elif isinstance(tables, Tensor):  # one table of complex numbers
+            changed["position_embeddings"] = own(tables, -2)
+        if "position_ids" in kwargs:
+            changed["position_ids"] = own(kwargs["position_ids"], -1)
+        return args, changed
+
+    layer.register_forward_pre_hook(narrow, with_kwargs=True)

@@ -1,0 +1,1 @@
+"""Pipeline stages: how a model is partitioned, and placeholders for modules of other stages."""

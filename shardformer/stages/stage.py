@@ -1,0 +1,381 @@
+"""Pipeline stages cut from an unmodified transformers model.
+
+A stage runs the model's own forward. Layers before its range are `Skipped`, embeddings of earlier stages are
+`Received`, and the first layer after the range is a `Boundary`, which ends the pass with the hidden state, so that no
+head ever sees one. Names stay `layers.7.*` on every stage. Masks, positions and rotary tables are recomputed from the
+batch, which every stage has; only hidden states travel, and what later layers read of an earlier tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardformer.stages.partition import balanced_split, matrix_cost
+from shardformer.stages.placeholders import (
+    AddsNothing,
+    Arrival,
+    Boundary,
+    Elsewhere,
+    Entered,
+    Finished,
+    Message,
+    PassedThrough,
+    Received,
+    ReceivedByTower,
+    ReceivedPatches,
+    ReceivedUnpadded,
+    Skipped,
+    StageBoundary,
+    StandIn,
+    enter_at,
+    keep_output,
+)
+from shardformer.stages.virtual_stages import Place, StageView, StageViews
+
+__all__ = [
+    "AddsNothing",
+    "Elsewhere",
+    "PassedThrough",
+    "PipelineStageManager",
+    "Received",
+    "ReceivedByTower",
+    "ReceivedPatches",
+    "ReceivedUnpadded",
+    "StageCut",
+    "StageLayout",
+    "StandIn",
+    "has_module",
+    "replace_module",
+    "run_stage",
+]
+
+
+@dataclass(frozen=True)
+class PipelineStageManager:
+    """Which stages are here.
+
+    Attributes:
+        stage: index of this stage.
+        num_stages: stages of the pipeline.
+        layers_per_stage: an explicit split of the layers; None for an even one.
+        further_stages: stages that are here as well, where the schedule gives a rank several.
+    """
+
+    stage: int = 0
+    num_stages: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    further_stages: tuple[int, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """All stages that are here."""
+        return (self.stage, *self.further_stages)
+
+    @property
+    def is_first(self) -> bool:
+        return 0 in self.held
+
+    @property
+    def is_last(self) -> bool:
+        return self.num_stages - 1 in self.held
+
+    def split(self, num_layers: int, even: Sequence[int] | None = None) -> list[range]:
+        """The layers of each stage, in order.
+
+        Args:
+            even: how many layers of this model make stages that take equal times; None to count layers.
+
+        Raises:
+            ValueError: fewer layers than stages, or an explicit split that does not fit.
+        """
+        if num_layers < self.num_stages:
+            chunks = len(self.held)
+            if chunks == 1:
+                raise ValueError(
+                    f"pp_size={self.num_stages} is larger than the model's {num_layers} layers; "
+                    f"use a pp_size of at most {num_layers}"
+                )
+            raise ValueError(
+                f"pp_size={self.num_stages // chunks} with {chunks} chunks a rank makes {self.num_stages} stages, more "
+                f"than the model's {num_layers} layers; use fewer chunks, or a pp_size of at most "
+                f"{max(num_layers // chunks, 1)}"
+            )
+        even = list(even or self._even_counts(num_layers))
+        counts = list(self.layers_per_stage or even)
+        if len(counts) != self.num_stages or sum(counts) != num_layers or min(counts) < 1:
+            raise ValueError(
+                f"layers_per_stage={counts} does not split {num_layers} layers over {self.num_stages} stages; "
+                f"use for example {even}"
+            )
+        starts = [sum(counts[:stage]) for stage in range(self.num_stages)]
+        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+    def _even_counts(self, num_layers: int) -> list[int]:
+        base, rest = divmod(num_layers, self.num_stages)
+        # The first and the last stage also hold the embedding and the head: surplus layers go to the middle, and of
+        # two stages to the first, whose embedding costs less than a head.
+        middle_out = sorted(range(self.num_stages), key=lambda s: (min(s, self.num_stages - 1 - s) == 0, s))
+        surplus = set(middle_out[:rest])
+        return [base + (stage in surplus) for stage in range(self.num_stages)]
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """Where a family may be cut: a list of layers and what is around it. Paths are relative to the base model.
+
+    Attributes:
+        layers: path of the layer list.
+        first: modules that run before these layers and what stands in for them on later stages.
+        every: modules, or single parameters, that every stage needs; parameters among them are shared by the stages.
+        last: modules behind the layers; the modules of a head class around the base model always are.
+        tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number for one of so
+            many elements.
+        carries: names of inputs of the layers that an earlier layer has computed (T5's position bias) and a layer
+            passes on: they travel.
+        done: towers that are finished behind these layers: path -> fields of their output that the next list reads.
+        first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
+        beside: lists of the parts of the same layers (XLM's norms and feed-forwards), in the order in which they run;
+            what the last of them returns is the hidden state.
+        then: the layout of the list of layers that runs next.
+    """
+
+    layers: str
+    first: Mapping[str, Callable[[], StandIn]] = field(default_factory=dict)
+    every: Sequence[str] = ()
+    last: Sequence[str] = ()
+    tuple_output: bool | int = False
+    carries: Sequence[str] = ()
+    done: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    first_inputs: Sequence[str] = ()
+    beside: Sequence[str] = ()
+    then: StageLayout | None = None
+
+    @property
+    def chain(self) -> list[StageLayout]:
+        """This layout and those that follow it."""
+        return [self, *(self.then.chain if self.then is not None else ())]
+
+
+class StageCut:
+    """How one model is cut. All questions about places are answered before the model is changed.
+
+    Args:
+        model: the whole model.
+        base_path: path of the base model inside it ("" for a bare base model).
+        layout: where the family may be cut.
+        manager: which stage this is.
+    """
+
+    def __init__(self, model: nn.Module, base_path: str, layout: StageLayout, manager: PipelineStageManager) -> None:
+        self.model, self.manager, self.lists = model, manager, layout.chain
+        self._prefix = f"{base_path}." if base_path else ""
+        base = model.get_submodule(base_path)
+        sizes = [len(base.get_submodule(each.layers)) for each in self.lists]
+        self.starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+        self._head = [] if not base_path else [n for n, _ in model.named_children() if n != base_path.split(".")[0]]
+        self.ranges = manager.split(self.starts[-1], self._even_counts())
+
+    def holders(self, name: str) -> set[int]:
+        """The stages that hold the module or parameter `name` of the whole model."""
+        for index, layout in enumerate(self.lists):
+            start, end = self.starts[index], self.starts[index + 1] - 1
+            for path in (layout.layers, *layout.beside):
+                layers = f"{self._prefix}{path}."
+                if not name.startswith(layers):
+                    continue
+                number = int(name[len(layers) :].split(".")[0])
+                # A list that runs its layers several times says where.
+                repeated = getattr(self.model.get_submodule(layers[:-1]), "positions_of", None)
+                return {self._stage_of(start + position) for position in (repeated(number) if repeated else [number])}
+            if self._is_below(name, layout.first):
+                return {self._stage_of(max(start - 1, 0))}
+            if self._is_below(name, layout.last):
+                return {self._stage_of(end)}
+        if any(name == head or name.startswith(f"{head}.") for head in self._head):
+            return {self.manager.num_stages - 1}
+        return set(range(self.manager.num_stages))
+
+    def unassigned(self) -> list[str]:
+        """Modules of the base model with parameters, and single parameters of it, that the layout names nowhere."""
+        named = [
+            path for each in self.lists for path in (each.layers, *each.beside, *each.first, *each.every, *each.last)
+        ]
+        return sorted(
+            {
+                name.rpartition(".")[0] or name
+                for name, _ in self.model.named_parameters()
+                if name.startswith(self._prefix) and not self._is_below(name, named)
+            }
+        )
+
+    def apply(self) -> None:
+        """Keep the modules of the stages that are here and put stand-ins in the place of all others."""
+        arrival = Arrival()
+        views = {stage: self._view_of(stage, arrival) for stage in self.manager.held}
+        entered = [self.ranges[stage].start for stage in self.manager.held]
+        for index, layout in enumerate(self.lists):
+            for path, fields in layout.done.items():
+                if any(start < self.starts[index + 1] for start in entered):
+                    keep_output(self.model.get_submodule(self._prefix + path), path, fields, arrival)
+        self.model.stage_views = StageViews(self.model, arrival, views)
+        for layout in self.lists:
+            if has_module(self.model, self._prefix + layout.layers):
+                layers = self.model.get_submodule(self._prefix + layout.layers)
+                if hasattr(layers, "keep_used"):
+                    layers.keep_used()
+
+    def held_layers(self) -> list[list[nn.Module]]:
+        """The layers of each list that a stage of this rank runs one after the other, stage by stage."""
+        found = []
+        for held in (self.ranges[stage] for stage in self.manager.held):
+            for start, layout in zip(self.starts, self.lists, strict=False):
+                if has_module(self.model, self._prefix + layout.layers):  # an encoder may be finished
+                    layers = self.model.get_submodule(self._prefix + layout.layers)
+                    found.append([layer for number, layer in enumerate(layers, start) if number in held])
+        return found
+
+    def _even_counts(self) -> list[int] | None:
+        """How many layers each stage gets, none that the others would wait for."""
+        if self.starts[-1] < self.manager.num_stages:
+            return None
+        base = self.model.get_submodule(self._prefix.rstrip("."))
+        costs = [0.0] * self.starts[-1]
+        for start, layout in zip(self.starts, self.lists, strict=False):
+            for path in (layout.layers, *layout.beside):
+                for position, layer in enumerate(base.get_submodule(path), start):
+                    costs[position] += matrix_cost(layer)
+        embedding = matrix_cost(base, lambda name: _is_in(name, self.lists[0].first))
+        head = matrix_cost(base, lambda name: _is_in(name, self.lists[-1].last))
+        head += sum(matrix_cost(self.model.get_submodule(name)) for name in self._head)
+        # Of equal cuts the one with fewer layers beside the head, and then beside the embedding.
+        little = 0.01 * sum(costs) / len(costs)
+        return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little)
+
+    def _view_of(self, stage: int, arrival: Arrival) -> StageView:
+        """What `stage` sees; its first layer reads from `arrival` from now on."""
+        held = self.ranges[stage]
+        carries, keeps = self._travels_to(held.start)
+        ignored = frozenset() if held.start == 0 else frozenset(self.lists[0].first_inputs)
+        view = StageView(carries, keeps, ignored)
+        for index, layout in enumerate(self.lists):
+            self._cut_layers(view, index, held, arrival)
+            self._stand_in(view, layout.first, max(self.starts[index] - 1, 0), held)
+            self._stand_in(view, dict.fromkeys(layout.last, PassedThrough), self.starts[index + 1] - 1, held)
+            for path, fields in layout.done.items():
+                if self.starts[index + 1] <= held.start:
+                    view.stand_ins[self._place(path)] = Finished(path, fields)
+        if stage != self.manager.num_stages - 1:
+            for name in self._head:
+                view.stand_ins[self.model, name] = Elsewhere()
+        return view
+
+    def _cut_layers(self, view: StageView, index: int, held: range, arrival: Arrival) -> None:
+        layout, start = self.lists[index], self.starts[index]
+        layers = self.model.get_submodule(self._prefix + layout.layers)
+        for position, layer in enumerate(list(layers), start=start):
+            stand_in = None
+            if position < held.start:
+                stand_in = Skipped(int(layout.tuple_output), layout.carries)
+            elif position == held.stop:
+                stand_in = Boundary(layer, *self._travels_to(held.stop))
+            elif position > held.stop:
+                stand_in = Elsewhere()
+            elif position == held.start and position > 0 and not layout.beside:
+                enter_at(layer, arrival, layout.carries if position > start else ())
+            if stand_in is not None:
+                view.stand_ins[layers, position - start] = _alike(stand_in, layer)
+        for path in layout.beside:
+            parts = self.model.get_submodule(self._prefix + path)
+            for position, part in enumerate(list(parts), start=start):
+                if position < held.start:
+                    ends_layer = position == held.start - 1 and path == layout.beside[-1]
+                    view.stand_ins[parts, position - start] = _alike(Entered() if ends_layer else PassedThrough(), part)
+                elif position >= held.stop:
+                    view.stand_ins[parts, position - start] = _alike(Elsewhere(), part)
+
+    def _stand_in(self, view: StageView, paths: Mapping[str, type[StandIn]], runs_with: int, held: range) -> None:
+        """Stand-ins for modules that run on the stage of layer number `runs_with`."""
+        if runs_with in held:
+            return
+        for path, stand_in in paths.items():
+            if has_module(self.model, self._prefix + path):
+                new = stand_in() if runs_with < held.start else Elsewhere()
+                view.stand_ins[self._place(path)] = _alike(new, self.model.get_submodule(self._prefix + path))
+
+    def _place(self, path: str) -> Place:
+        parent, _, name = (self._prefix + path).rpartition(".")
+        return self.model.get_submodule(parent), name
+
+    def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:
+        """What travels to a stage that starts at layer number `position`, beside the hidden state."""
+        if not 0 < position < self.starts[-1]:
+            return [], []
+        index = max(i for i, start in enumerate(self.starts[:-1]) if start <= position)
+        carries = list(self.lists[index].carries) if position > self.starts[index] else []
+        finished = self.lists[max(index - 1, 0) : index]
+        return carries, [(path, name) for each in finished for path, names in each.done.items() for name in names]
+
+    def _stage_of(self, layer: int) -> int:
+        return next(stage for stage, held in enumerate(self.ranges) if layer in held)
+
+    def _is_below(self, name: str, paths: Sequence[str] | Mapping[str, Any]) -> bool:
+        return name.startswith(self._prefix) and _is_in(name.removeprefix(self._prefix), paths)
+
+
+def _is_in(name: str, paths: Iterable[str]) -> bool:
+    """Whether `name` is one of `paths` or below one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def _alike(stand_in: StandIn, native: nn.Module) -> StandIn:
+    """Give a stand-in what models read of modules that they do not call: strides, the kind of a layer's attention."""
+    known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
+    known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
+    simple = {name: value for name, value in known.items() if isinstance(value, (int, float, str, tuple))}
+    stand_in.__dict__ |= {name: value for name, value in simple.items() if name not in stand_in.__dict__}
+    for name in native._non_persistent_buffers_set:  # numbers of positions
+        if not hasattr(stand_in, name):
+            stand_in.register_buffer(name, native._buffers[name], persistent=False)
+    return stand_in
+
+
+def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
+    """Put `new` in the place of the module at `path`."""
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, new)
+
+
+def has_module(root: nn.Module, path: str) -> bool:
+    """Whether `path` names a module below `root`; an attribute that is None (a pooler left out) does not count."""
+    try:
+        root.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def run_stage(model: nn.Module, message: Message | None, inputs: Mapping[str, Any], stage: int | None = None) -> Any:
+    """Run one pass of a stage that `model` is.
+
+    Args:
+        model: the model, cut by `StageCut`.
+        message: from the stage before, the hidden state [batch, seq, hidden] first; None on the first stage.
+        inputs: the keyword arguments of the model's forward, the same on every stage.
+        stage: which of the stages that are here; None for the only one.
+
+    Returns:
+        The message for the next stage, or the model's own output on the last stage.
+    """
+    views = getattr(model, "stage_views", None)
+    if views is None:
+        return model(**inputs)
+    with views.running(stage, message) as view:
+        inputs = {name: value for name, value in inputs.items() if name not in view.ignored_inputs}
+        try:
+            return model(**inputs)
+        except StageBoundary as boundary:
+            return boundary.message

@@ -1,0 +1,1 @@
+"""Changes that the sharder makes to a whole model beside those of its policy's table."""

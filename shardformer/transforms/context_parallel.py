@@ -1,0 +1,85 @@
+"""What context parallelism asks of a model, and what it changes in one."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+from shardformer.attention import uses_registry
+from shardformer.context_parallel.zigzag import Positions, cut_inputs, gather_behind
+from shardformer.policies.base import Policy
+from shardformer.policies.head_losses import head_loss_of
+from shardformer.shard_config import ShardConfig
+from shardformer.stages.stage import StandIn
+
+# Rotary tables that depend on the length of the sequence, which no rank has whole.
+_ROTARY_OF_LENGTH = ("dynamic", "longrope")
+
+
+def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
+    """What keeps a model from sharing its sequences over ranks."""
+    asked, name = f"cp_size={config.context.size}", type(model).__name__
+    reason = next(_reasons(model, policy), None)
+    if reason is not None:
+        return [f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"]
+    if config.context_parallel_mode == "ring_attn":
+        return []
+    size, tp_size = config.context.size, config.tensor_parallel_size
+    heads = getattr(model.config, "num_attention_heads", size) // tp_size
+    kv_heads = max((getattr(model.config, "num_key_value_heads", None) or heads * tp_size) // tp_size, 1)
+    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+        return []
+    return [
+        f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({kv_heads} of keys) out over {asked} ranks, "
+        "which does not divide them; use 'ring_attn'"
+    ]
+
+
+def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
+    layout, text = policy.stages, getattr(model, "config", None)
+    if layout is None or layout.then is not None or getattr(text, "is_encoder_decoder", False):
+        yield "which has other layers than one list of them"
+        return
+    if not policy.exchanges_heads or not any(map(uses_registry, model.modules())):
+        yield "whose attention does not go through transformers' registry alone"
+    if not policy.mixes_in_attention_alone():
+        yield "whose tokens meet outside of attention"
+    base = _reader_of_tokens(model, policy)
+    if base is None:
+        yield "which takes no position_ids"
+    elif not _makes_masks(base):
+        yield "which does not make its masks by transformers' functions"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        yield "whose attention scores are soft-capped"
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if kinds & set(_ROTARY_OF_LENGTH):
+        yield "whose rotary embedding depends on the length of a sequence"
+
+
+def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
+    """The innermost module around the layers that reads token numbers and positions: heads may call it directly."""
+    path = ".".join(filter(None, (policy.base_path, policy.stages.layers))).split(".")[:-1]
+    around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+    asked = {"input_ids", "position_ids"}
+    return next((each for each in around if asked <= inspect.signature(each.forward).parameters.keys()), None)
+
+
+def _makes_masks(base: nn.Module) -> bool:
+    names = vars(sys.modules[type(base).__module__])
+    return any(name.startswith("create_") and name.endswith("_mask") for name in names)
+
+
+def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, positions: Positions) -> None:
+    """Cut the inputs of the base model, and gather the sequence behind its layers where its head reads whole ones."""
+    axis = config.context
+    cut_inputs(_reader_of_tokens(model, policy), axis, positions)
+    head = head_loss_of(model)
+    model.context_axis, model.sequence_is_cut = axis, True
+    model.returns_parts = head is not None and head.per_token
+    last = model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))[-1]
+    if not model.returns_parts and not isinstance(last, StandIn):
+        gather_behind(last, axis)

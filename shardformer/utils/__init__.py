@@ -1,0 +1,1 @@
+"""Helpers without torch.distributed: JSON, module paths, names of parameters."""
