@@ -79,7 +79,7 @@ def _fastest(run: Run) -> Prediction:
 
 def _shares(prediction: Prediction) -> str:
     seconds = prediction.seconds
-    names = ("compute", "talk", "bubble", "reduction", "optimizer")
+    names = ("compute", "comm", "bubble", "reduction", "optimizer")
     shares = {name: getattr(seconds, name) / seconds.total for name in names}
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= 0.005)
 

@@ -39,15 +39,15 @@ class Wait(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         weight, seconds = ctx.weight, ctx.seconds
 
-        def of_weight() -> Tensor:
+        def grad_weight() -> Tensor:
             time.sleep(seconds)
             return torch.zeros_like(weight)
 
         time.sleep(seconds)
-        put_off = weight_gradients._State.put_off
-        if put_off is None:
-            return grad, of_weight(), None
-        put_off.append((weight, of_weight))
+        deferred = weight_gradients._State.deferred
+        if deferred is None:
+            return grad, grad_weight(), None
+        deferred.append((weight, grad_weight))
         return grad, None, None
 
 

@@ -34,7 +34,7 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
                 f"generate() on ep_size={config.expert_parallel_size} ranks would wait for those that write shorter "
                 "texts; boost the model with ep_size=1 (a checkpoint opens under any layout)"
             )
-        if config.exchanges_heads and kwargs.get("use_cache", True):
+        if config.uses_ulysses and kwargs.get("use_cache", True):
             raise RuntimeError(
                 "sequence_parallelism_mode='all_to_all' leaves no key/value cache to generate with; "
                 "use 'split_gather', or generate(use_cache=False)"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardformer.context_parallel.zigzag import ContextAxis
+from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 from shardformer.stages.stage import PipelineStageManager
 
@@ -99,7 +99,7 @@ class ShardConfig:
         return 1 if group is None else dist.get_world_size(group)
 
     @property
-    def deals_out_experts(self) -> bool:
+    def shards_experts(self) -> bool:
         return self.expert_parallel_size > 1
 
     @property
@@ -119,10 +119,10 @@ class ShardConfig:
         return SequenceParallel(self.group)
 
     @cached_property
-    def context(self) -> ContextAxis | None:
+    def context(self) -> ZigzagSharding | None:
         """The ranks that share each sequence, or None where there are none."""
         group = self.context_parallel_process_group
-        return None if group is None or dist.get_world_size(group) == 1 else ContextAxis(group)
+        return None if group is None or dist.get_world_size(group) == 1 else ZigzagSharding(group)
 
     def without_sequence(self) -> ShardConfig:
         """The same without sequence parallelism."""
@@ -132,7 +132,7 @@ class ShardConfig:
         return changed
 
     @property
-    def exchanges_heads(self) -> bool:
+    def uses_ulysses(self) -> bool:
         """Whether ranks hold whole layers and exchange the sequence for heads around attention."""
         return self.sequence is not None and self.sequence_parallelism_mode == "all_to_all"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardformer.attention import log_once, use_backend, use_sharded_attention, uses_registry
 from shardformer.attention.scores import return_whole_scores
 from shardformer.context_parallel.attention import use_context_attention
-from shardformer.expert_parallel.experts import check_experts, deal_out_experts
+from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.policies.base import (
@@ -23,12 +23,12 @@ from shardformer.policies.base import (
 )
 from shardformer.policies.head_losses import routers_are_asked
 from shardformer.policies.registry import policy_for
-from shardformer.policies.user.uniform import WholeActivationsPolicy
+from shardformer.policies.user.uniform import UniformPolicy
 from shardformer.sequence_parallel.split_gather import gather_on_entry, slice_positions, wrap_layers
-from shardformer.sequence_parallel.ulysses import SequenceExchange
+from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
-from shardformer.stages.stage import StageCut, StandIn, has_module, replace_module
+from shardformer.stages.stage import StagePartitioner, StagePlaceholder, has_module, replace_module
 from shardformer.transforms.context_parallel import context_problems, share_sequences
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.utils.customizations import carry_over
@@ -82,7 +82,7 @@ class ModelSharder:
         self.replace_module()
         if positions is not None:
             share_sequences(self.model, self.policy, self.config, positions)
-        deal_out_experts(self.model, self.config)
+        shard_experts(self.model, self.config)
         retie(self.model, tied)
         self._annotate_the_rest()
         self.policy.postprocess()
@@ -99,7 +99,7 @@ class ModelSharder:
             problems += self._check_table()
         if not problems:
             problems += self._kept.problems(self.model)
-        if self.config.exchanges_heads:
+        if self.config.uses_ulysses:
             problems += self._check_exchange()
         if self.config.context is not None:
             problems += context_problems(self.model, self.policy, self.config)
@@ -109,8 +109,8 @@ class ModelSharder:
 
     def _check_towers(self) -> list[str]:
         layout = self.policy.stages
-        is_split = self.policy.splits_towers and not self.config.exchanges_heads
-        if self.config.sequence is None or layout is None or layout.then is None or is_split:
+        is_split = self.policy.splits_towers and not self.config.uses_ulysses
+        if self.config.sequence is None or layout is None or layout.next_layers is None or is_split:
             return []
         return [
             f"enable_sequence_parallelism=True does not support the several lists of layers of "
@@ -133,10 +133,10 @@ class ModelSharder:
         self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
-            self.model.sequence_is_cut, self.model.heads_are_exchanged = True, self.config.exchanges_heads
+            self.model.sequence_is_cut, self.model.heads_are_exchanged = True, self.config.uses_ulysses
             for layers in filter(None, self._held_layers()):
                 wrap_layers(layers, self.config.sequence)
-                for layer in layers if self.config.exchanges_heads else ():
+                for layer in layers if self.config.uses_ulysses else ():
                     slice_positions(layer, self.config.sequence)
 
     def _tell_what_stays(self, fusions: int) -> None:
@@ -158,18 +158,18 @@ class ModelSharder:
         if self.config.context is not None:
             use_context_attention(self.model, self.config.context_parallel_mode)
         if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
-            exchange = SequenceExchange(self.config.sequence) if self.config.exchanges_heads else None
+            exchange = UlyssesAllToAll(self.config.sequence) if self.config.uses_ulysses else None
             use_sharded_attention(self.model, dist.get_rank(self.config.group), exchange)
             return_whole_scores(self.model, self.policy.head_counts().values(), self.config.group)
         elif self.config.enable_flash_attention:
             use_sharded_attention(self.model, 0)
 
     @cached_property
-    def _cut(self) -> StageCut | None:
+    def _cut(self) -> StagePartitioner | None:
         """How the model is cut into stages; asked for before anything is changed."""
         if self.config.stage_manager.num_stages == 1:
             return None
-        return StageCut(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
+        return StagePartitioner(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
 
     @cached_property
     def _table(self) -> Mapping[str, ModulePolicyDescription]:
@@ -179,7 +179,7 @@ class ModelSharder:
     def _described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
         """The modules that the table is about: path, module, description."""
         for path, module in list(self.model.named_modules()):
-            if isinstance(module, StandIn):
+            if isinstance(module, StagePlaceholder):
                 continue
             # A table of classes, or, where a plan was lowered, of paths.
             names = (path, *(cls.__name__ for cls in type(module).__mro__))
@@ -205,19 +205,19 @@ class ModelSharder:
             if len(layers) > 1:
                 SharedInput(layers)
         for fuse in description.fusions if self.config.enable_jit_fused else ():
-            if not any(isinstance(child, StandIn) for child in module.children()):
+            if not any(isinstance(child, StagePlaceholder) for child in module.children()):
                 fuse(module)
         if description.gathers_sequence:
             self._gather_on_entry(module)
 
     def _gather_on_entry(self, module: nn.Module) -> None:
-        if self.config.sequence is not None and not self.config.exchanges_heads:
+        if self.config.sequence is not None and not self.config.uses_ulysses:
             gather_on_entry(module, self.config.sequence, self.config.enable_sequence_overlap)
 
     def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
         native = module.get_submodule(replacement.suffix)
         target, new = self._target_of(replacement), None
-        stays_whole = target is None and self.config.exchanges_heads and _cuts_layer(replacement)
+        stays_whole = target is None and self.config.uses_ulysses and _cuts_layer(replacement)
         if target is not None and native in self._kept:
             target.keep_whole(native, self.config.group, **(replacement.kwargs or {}))
         elif target is not None:
@@ -234,7 +234,7 @@ class ModelSharder:
     def _target_of(self, replacement: SubModuleReplacementDescription) -> type[ParallelModule] | None:
         """What takes the place of a sub-module on this layout; None where it stays."""
         target = replacement.target_module
-        if target is None or (self.config.exchanges_heads and target.cuts_layer):
+        if target is None or (self.config.uses_ulysses and target.shards_layer):
             return None
         return target if self.config.tensor_parallel_size > 1 or not target.needs_axis else None
 
@@ -287,7 +287,7 @@ class ModelSharder:
         spread = {
             f"pp_size={self.config.stage_manager.num_stages}": self.config.stage_manager.num_stages > 1,
             "cp_size above 1": self.config.context is not None,
-            "sequence_parallelism_mode='all_to_all'": self.config.exchanges_heads,
+            "sequence_parallelism_mode='all_to_all'": self.config.uses_ulysses,
         }
         return [
             f"output_router_logits=True adds a loss over the router scores of all layers and tokens, which {what} "
@@ -300,7 +300,7 @@ class ModelSharder:
         """What `all_to_all` needs: attention that goes through the registry, without biases of single heads."""
         mode, name = "sequence_parallelism_mode='all_to_all'", type(self.model).__name__
         attends = [module for module in self.model.modules() if uses_registry(module)]
-        if not attends or not self.policy.exchanges_heads:
+        if not attends or not self.policy.supports_ulysses:
             return [f"{mode} cannot reach the attention of {name}; use 'split_gather' or no sequence parallelism"]
         size, config = self.config.tensor_parallel_size, self.model.config
         kv_heads = getattr(config, "num_key_value_heads", None) or size
@@ -323,7 +323,7 @@ class ModelSharder:
                     problems.append(
                         f"{type(module).__name__} has no sub-module '{replacement.suffix}'; the nearest are {near}"
                     )
-        if self.policy.rest_is_replicated:
+        if self.policy.replicate_unlisted:
             return problems
         kept = self._kept.paths
         unclaimed = [
@@ -384,13 +384,13 @@ def _policy_of(model: nn.Module, config: ShardConfig) -> Policy:
     Raises:
         ValueError: no policy is known.
     """
-    return policy_for(model) if config.sharding_dim is None else WholeActivationsPolicy(config.sharding_dim)
+    return policy_for(model) if config.sharding_dim is None else UniformPolicy(config.sharding_dim)
 
 
 def _cuts_layer(replacement: SubModuleReplacementDescription) -> bool:
-    return replacement.target_module is not None and replacement.target_module.cuts_layer
+    return replacement.target_module is not None and replacement.target_module.shards_layer
 
 
 def _is_elsewhere(module: nn.Module, path: str) -> bool:
     """Whether the sub-module at `path` lives on another stage."""
-    return isinstance(module.get_submodule(path), StandIn)
+    return isinstance(module.get_submodule(path), StagePlaceholder)

@@ -11,7 +11,7 @@ from shardformer.generation import generate_alike
 from shardformer.layers.partial_gradients import sum_in_backward
 from shardformer.peft import adapters_aside, keep_whole, model_inside
 from shardformer.policies.base import Policy
-from shardformer.policies.user.slots import SlotTable
+from shardformer.policies.user.slots import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
 from shardformer.sharder import ModelSharder, SharedParameters
 
@@ -95,7 +95,7 @@ def as_policy(policy: type | Policy | None) -> Policy | None:
     if policy is None or isinstance(policy, Policy):
         return policy
     if isinstance(policy, type) and hasattr(policy, "argument_policy"):
-        return SlotTable(policy)
+        return SlotPolicyAdapter(policy)
     if isinstance(policy, type) and issubclass(policy, Policy):
         return policy()
     raise TypeError(f"{policy!r} is no policy; use a Policy, or a class with argument_policy")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoo_tests.adapters import load_adapters
 from zoo_tests.case import Case
-from zoo_tests.oracle import Trace, train_plainly
+from zoo_tests.oracle import Trace, train_reference
 from zoo_tests.ranks import run_on_ranks
 from zoo_tests.sharded import RankReport, train_sharded
 
@@ -70,7 +70,7 @@ def check_case(
         AssertionError: they differ; the message names the first tensors that do.
     """
     reports = run_on_ranks(case.sizes.world_size, train, case, directory)
-    plain = train_plainly(case.recipe)
+    plain = train_reference(case.recipe)
     tolerance = TOLERANCES[case.recipe.precision]
     _check_ranks_agree(reports, exact=case.recipe.precision == "fp64")
     check_losses(reports[0].losses, plain.losses, tolerance.loss)

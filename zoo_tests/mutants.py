@@ -46,13 +46,17 @@ def apply(name: str) -> None:
 
 
 def _no_data_parallel_reduction() -> None:
-    from plugins.hybrid_parallel.zero.comm.collectives import Exchange, PendingShard, SharedExchange
+    from plugins.hybrid_parallel.zero.comm.collectives import (
+        ReduceScatterHandle,
+        SharedMemoryCollectives,
+        ZeroCollectives,
+    )
 
-    def keep_own(self: Exchange, flat: Tensor, shard: Tensor) -> PendingShard:
+    def keep_own(self: ZeroCollectives, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
         shard.copy_(flat.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
-        return PendingShard(shard)
+        return ReduceScatterHandle(shard)
 
-    SharedExchange.reduce_scatter = keep_own
+    SharedMemoryCollectives.reduce_scatter = keep_own
 
 
 def _mean_of_means() -> None:
@@ -125,7 +129,7 @@ def _no_unscaling() -> None:
 def _no_gathering_after_the_step() -> None:
     from plugins.hybrid_parallel.zero import bucket
 
-    bucket.Bucket.publish = lambda self: None
+    bucket.Bucket.all_gather_params = lambda self: None
 
 
 def _bad_copies_do_not_count() -> None:
@@ -180,14 +184,14 @@ def _encoder_learns_nothing() -> None:
 
 
 def _encoder_read_as_a_slice() -> None:
-    from shardformer.policies.rules import Shorthand
+    from shardformer.policies.rules import ShardingRules
 
-    column = Shorthand.column
+    column = ShardingRules.column
 
-    def gathered(self: Shorthand, *suffixes: str, reads_whole: bool = False, **options: Any) -> list[Any]:
+    def gathered(self: ShardingRules, *suffixes: str, reads_whole: bool = False, **options: Any) -> list[Any]:
         return column(self, *suffixes, **options)
 
-    Shorthand.column = gathered
+    ShardingRules.column = gathered
 
 
 def _gradient_of_experts_summed_twice() -> None:
@@ -226,7 +230,7 @@ def _patch_buckets(change: Callable[[Any, Any], None]) -> None:
 def _weights_that_wait_are_forgotten() -> None:
     from plugins.hybrid_parallel.pipeline import runtime
 
-    runtime.finish_backward = lambda put_off: put_off.clear()
+    runtime.run_deferred = lambda deferred: deferred.clear()
 
 
 MUTANTS: dict[str, Mutant] = {

@@ -38,7 +38,7 @@ class Trace:
 
 
 @lru_cache(maxsize=64)
-def train_plainly(recipe: Recipe) -> Trace:
+def train_reference(recipe: Recipe) -> Trace:
     """Train by the recipe."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from booster.failure.diagnosis import (
 )
 from booster.failure.failure_report import Failure
 from booster.failure.operation_log import Operations
-from booster.failure.stack_probe import MainThread
+from booster.failure.stack_probe import MainThreadProbe
 
 _LOOK_S = 0.5
 _PROBE_S = 2.0
@@ -33,7 +33,7 @@ _INQUIRY, _LEADER, _BLOCKED, _PROBE = "inquiry", "leader", "blocked", "probe"
 
 
 @dataclass(frozen=True)
-class Findings:
+class DesyncReport:
     """What was found out about an exchange that failed.
 
     Attributes:
@@ -47,7 +47,7 @@ class Findings:
     where: str = ""
 
 
-class Inquiries:
+class DesyncDetector:
     """What this rank answers, and asks. All methods run in the thread of the link.
 
     Args:
@@ -63,7 +63,7 @@ class Inquiries:
         rank: int,
         world_size: int,
         operations: Operations,
-        main: MainThread,
+        main: MainThreadProbe,
         one_machine: bool,
         report: Callable[[Failure], None],
     ) -> None:
@@ -124,15 +124,15 @@ class Inquiries:
         if not self._counted_as_blocked:
             store.add(_BLOCKED, 1)
 
-    def look_into(self, store: dist.Store) -> Findings:
+    def look_into(self, store: dist.Store) -> DesyncReport:
         """What all ranks tell of an exchange that failed; nothing where another rank is asking already."""
         if not self._takes_lead(store):
-            return Findings()
+            return DesyncReport()
         snapshots, silent = self._ask_all(store)
         store.set(_LEADER, "")
         where = places([one for one in snapshots if one.rank != self.rank])
         # A rank that is gone explains why others have not come as far as those who do not need it.
-        return Findings(None if silent else diagnose_mismatch(snapshots), tuple(silent), where)
+        return DesyncReport(None if silent else diagnose_mismatch(snapshots), tuple(silent), where)
 
     # ----- standstill -----
 

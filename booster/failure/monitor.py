@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
-from booster.failure.desync import Findings, Inquiries
+from booster.failure.desync import DesyncDetector, DesyncReport
 from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, ranks_text
 from booster.failure.heartbeat import Heartbeat
 from booster.failure.operation_log import Operations
 from booster.failure.peers import Address, Peer, StoppedPeers
-from booster.failure.stack_probe import MainThread, current_wait, wait_of_error
-from booster.failure.store_client import Link
+from booster.failure.stack_probe import MainThreadProbe, current_wait, wait_of_error
+from booster.failure.store_client import StoreClient
 from booster.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -72,14 +72,14 @@ class FailureMonitor(threading.Thread):
         addresses = _exchange(store, rank, world_size, Address.own(operations.page), timeout_s)
         own = addresses[rank].machine
         self.peers = [Peer(r, a) for r, a in enumerate(addresses) if a.machine == own and r != rank]
-        self.main = MainThread()
-        self.link = Link(store, rank)
+        self.main = MainThreadProbe()
+        self.link = StoreClient(store, rank)
         one_machine = len(self.peers) == world_size - 1
-        self.inquiries = Inquiries(rank, world_size, operations, self.main, one_machine, self._conclude)
-        self.link.duties.append(self.inquiries.look)
+        self.inquiries = DesyncDetector(rank, world_size, operations, self.main, one_machine, self._conclude)
+        self.link.periodic_tasks.append(self.inquiries.look)
         if not one_machine and heartbeat_s > 0:
             machines = [address.machine for address in addresses]
-            self.link.duties.append(Heartbeat(rank, machines, heartbeat_s, self._conclude).look)
+            self.link.periodic_tasks.append(Heartbeat(rank, machines, heartbeat_s, self._conclude).look)
         self._stopped = threading.Event()
         self._stopped_peers = StoppedPeers(_STOPPED_S)
         self._statuses: dict[int, int | None] = self.inquiries.dead
@@ -113,7 +113,7 @@ class FailureMonitor(threading.Thread):
             return self._found(well.rank, "has ended", well.phrase())
         if dead:  # the thread that has seen it finds out why
             return self._wait_for_failure(_ANSWER_S + _INQUIRY_S) or failure
-        found = self.link.ask(self.inquiries.look_into, Findings(), _ANSWER_S)
+        found = self.link.ask(self.inquiries.look_into, DesyncReport(), _ANSWER_S)
         # Where nothing was found another rank is asking around.
         known = self.link.failure or found.mismatch or self._wait_for_failure(0.0 if found.where else _INQUIRY_S)
         if known is not None:
@@ -122,7 +122,7 @@ class FailureMonitor(threading.Thread):
             return self._waited_in_vain(found)
         return self._silence(found) if found.silent else failure
 
-    def _silence(self, found: Findings) -> Failure:
+    def _silence(self, found: DesyncReport) -> Failure:
         """Ranks of other machines, whose processes nobody here can look at."""
         first, *rest = found.silent
         more = f" and neither does {ranks_text(rest)}" if rest else ""
@@ -130,7 +130,7 @@ class FailureMonitor(threading.Thread):
             first, f"does not answer any more{more}; rank {self.rank} was {self._doing()}; {found.where}"
         )
 
-    def _waited_in_vain(self, found: Findings) -> Failure:
+    def _waited_in_vain(self, found: DesyncReport) -> Failure:
         wait = self.main.failed_wait
         others = f"; {found.where}" if found.where else ""
         others += f"; {ranks_text(found.silent)} did not answer" if found.silent else ""
@@ -238,7 +238,7 @@ class FailureMonitor(threading.Thread):
         """Gloo aborts a process that receives more than it asked for: who called something else is at fault."""
         if status is None or status & 0x7F != signal.SIGABRT:
             return None
-        found = self.link.ask(self.inquiries.look_into, Findings(), _ANSWER_S)
+        found = self.link.ask(self.inquiries.look_into, DesyncReport(), _ANSWER_S)
         return found.mismatch or self._wait_for_failure(0.0 if found.where else _INQUIRY_S)
 
     def _wait_for_failure(self, limit_s: float) -> Failure | None:

@@ -18,7 +18,7 @@ _SIZE = mmap.PAGESIZE
 _KEPT_POINTS = 4096
 
 
-class Page:
+class SharedStatus:
     """The memory that a rank shares with the others of its machine. It has no name and goes with the last process.
 
     Args:
@@ -91,7 +91,7 @@ class Operations:
     """
 
     def __init__(self) -> None:
-        self.page = Page() if hasattr(os, "memfd_create") else None
+        self.page = SharedStatus() if hasattr(os, "memfd_create") else None
         self.calls: dict[str, int] = {}
         self.completed: dict[str, int] = {}
         self.points: deque[tuple[int, dict[str, int]]] = deque(maxlen=_KEPT_POINTS)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from booster.failure.operation_log import Page
+from booster.failure.operation_log import SharedStatus
 
 _STOPPED = "T"  # by a signal; a debugger's is "t"
 _DEAD = ("Z", "X")
@@ -38,7 +38,7 @@ class Address:
     page: int
 
     @classmethod
-    def own(cls, page: Page | None) -> Address:
+    def own(cls, page: SharedStatus | None) -> Address:
         """Of this process."""
         fields = _stat(os.getpid())
         return cls(machine(), os.getpid(), fields[_START_TIME] if fields else "", page.descriptor if page else -1)
@@ -54,11 +54,11 @@ class Peer:
 
     def __init__(self, rank: int, address: Address) -> None:
         self.rank, self.address = rank, address
-        self.page: Page | None = None
+        self.page: SharedStatus | None = None
         self.handle: int | None = None
         self.stopped_since: float | None = None
         with contextlib.suppress(OSError, ValueError):
-            self.page = Page(f"/proc/{address.pid}/fd/{address.page}")
+            self.page = SharedStatus(f"/proc/{address.pid}/fd/{address.page}")
         with contextlib.suppress(OSError, AttributeError):
             self.handle = os.pidfd_open(address.pid)
 

@@ -92,7 +92,7 @@ def wait_of_error(error: BaseException) -> Wait | None:
     return None if traceback is None else wait_of(traceback.tb_frame)
 
 
-class MainThread:
+class MainThreadProbe:
     """Follows how long the main thread has been in one wait without anything happening in this process.
 
     Attributes:

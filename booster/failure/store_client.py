@@ -30,7 +30,7 @@ _NEWS, _FAILURE, _CLOSING = "news", "failure", "closing"
 _SPEAKER, _SEEN_CLOSING = "speaker", "seen-closing"
 
 
-class Link(threading.Thread):
+class StoreClient(threading.Thread):
     """The thread that talks to the store.
 
     Args:
@@ -52,7 +52,7 @@ class Link(threading.Thread):
         self.failure: Failure | None = None
         self.closing = False
         self.lost_since: float | None = None
-        self.duties: list[Callable[[dist.Store], None]] = []  # run at each look
+        self.periodic_tasks: list[Callable[[dist.Store], None]] = []  # run at each look
 
     # ----- for other threads -----
 
@@ -135,7 +135,7 @@ class Link(threading.Thread):
             if not re.search("timed? ?out", str(error), re.IGNORECASE):
                 self.lost_since = self.lost_since or began
             return
-        for duty in self.duties:
+        for duty in self.periodic_tasks:
             try:
                 duty(self._store)
             except Exception as error:  # the store goes away, or a process group is being taken down

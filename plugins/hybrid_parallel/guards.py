@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from booster.errors import ConfigurationError
 from booster.wrappers import ModelWrapper, OptimizerWrapper
-from plugins.hybrid_parallel.distributed.mesh import EXPERT_RANKS, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from shardformer.shard_spec import spec_of
 
 # The name that an engine asks for first -> the engine.
@@ -187,7 +187,7 @@ class GuardedModel(ModelWrapper):
             optimizer.wait_for_parameters()
 
     def _cut_by(self) -> str:
-        sizes = {"tp_size": "tp", "pp_size": "pp", "ep_size": EXPERT_RANKS}
+        sizes = {"tp_size": "tp", "pp_size": "pp", "ep_size": EP}
         return ", ".join(f"{name}={size}" for name, axis in sizes.items() if (size := self.mesh.size(axis)) > 1)
 
 

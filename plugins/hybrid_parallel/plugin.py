@@ -30,7 +30,7 @@ from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.options_check import check_options
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
-from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh, build_mesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_mesh
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
@@ -205,7 +205,7 @@ class HybridParallelPlugin(Plugin):
             synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
             for reducer in reducers if synchronises else ():
                 reducer.begin_final_backward()
-            (loss * (optimizer.loss_scale.value / self.grid.size(REPLICAS))).backward()
+            (loss * (optimizer.loss_scale.value / self.grid.size(DP_CP))).backward()
             reducers += [each.reducer for each in others if each.reducer.pending]
             for reducer in reducers if synchronises else ():
                 reducer.finish()
@@ -311,7 +311,7 @@ class HybridParallelPlugin(Plugin):
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
         names = names_of_parameters(model)
-        num_shards = self.grid.size(REPLICAS) if self.config.zero_stage else 1
+        num_shards = self.grid.size(DP_CP) if self.config.zero_stage else 1
         check_options_against_model(self.config, model, objects.optimizers, names, num_shards)
         original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
         grid = self.grid

@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
-from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
@@ -88,9 +88,9 @@ class PipelineStep:
 
     def _num_microbatches(self, batch: Mapping[str, Any]) -> int:
         rows = num_rows(batch)
-        if self.trains and not self.model.has_seen_full_batch:
+        if self.trains and not self.model.checked_full_batch:
             self._refuse_short_start(rows)
-            self.model.has_seen_full_batch = True
+            self.model.checked_full_batch = True
         if self.config.ep_size > 1:
             return self._agreed_microbatches(rows)
         return self.config.microbatches_of(rows) if rows else 0
@@ -101,7 +101,7 @@ class PipelineStep:
         None but an empty share has fewer samples than that.
         """
         extremes = torch.tensor([rows or _MANY, -rows], device=self.mesh.device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(REPLICAS))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(DP_CP))
         fewest, most = int(extremes[0]), -int(extremes[1])
         return min(self.config.microbatches_of(most), fewest) if most else 0
 

@@ -25,12 +25,12 @@ from shardformer.attention.backends import (
     xformers_attention,
 )
 from shardformer.distributed.random import parallel_region
-from shardformer.sequence_parallel.ulysses import SequenceExchange
+from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 
 _PREFIX = "sharded_"
 
 
-def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: SequenceExchange | None = None) -> None:
+def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: UlyssesAllToAll | None = None) -> None:
     """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
 
     The kernel stays the one the model was built with (SDPA by default). Models without the registry are left as

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardformer.attention.registry import kernel_named, masks_of, routed_modules
 from shardformer.context_parallel.blockwise import Block, Softmax
 from shardformer.context_parallel.ring import ring_attention
-from shardformer.context_parallel.zigzag import ContextPass, current_pass
+from shardformer.context_parallel.zigzag import ContextParallelPass, current_pass
 from shardformer.matmul.autocast import autocast
 from shardformer.sequence_parallel.ulysses import exchange_dims, repeated_for
 
@@ -39,7 +39,9 @@ class ContextMask:
         whole: for `all_to_all`, the mask of whole sequences as the kernel takes it.
     """
 
-    def __init__(self, of: ContextPass, function: Callable[..., Tensor], rows: int, device: torch.device) -> None:
+    def __init__(
+        self, of: ContextParallelPass, function: Callable[..., Tensor], rows: int, device: torch.device
+    ) -> None:
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
         self.of, self.axis, self.function, self.rows, self.device = of, of.axis, function, rows, device

@@ -26,11 +26,11 @@ from shardformer.sequence_parallel.split_gather import first_output
 # What the base model gets whole: masks are about the tokens of all ranks.
 _WHOLE = ("attention_mask",)
 Positions = Callable[[Mapping[str, Any]], Tensor | None]
-_current: list[ContextPass] = []  # functions that make masks are told nothing of the model that asks
+_current: list[ContextParallelPass] = []  # functions that make masks are told nothing of the model that asks
 
 
 @dataclass
-class ContextPass:
+class ContextParallelPass:
     """One pass of a model over sequences that are cut.
 
     Attributes:
@@ -40,7 +40,7 @@ class ContextPass:
         positions: [batch or 1, length], where documents are packed one behind the other; None where none are.
     """
 
-    axis: ContextAxis
+    axis: ZigzagSharding
     length: int
     real: Tensor | None = None
     positions: Tensor | None = None
@@ -52,12 +52,12 @@ class ContextPass:
         return starts.cumsum(-1)
 
 
-def current_pass() -> ContextPass:
+def current_pass() -> ContextParallelPass:
     """The pass in progress."""
     return _current[0]
 
 
-class ContextAxis:
+class ZigzagSharding:
     """The ranks that share sequences.
 
     Args:
@@ -107,7 +107,7 @@ class ContextAxis:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: ContextAxis, length: int, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: ZigzagSharding, length: int, dim: int) -> Tensor:
         ctx.axis, ctx.length, ctx.dim, ctx.current = axis, length, dim, list(_current)
         return all_gather_dim(x, dim, axis.group).index_select(dim, axis.order(length, x.device))
 
@@ -122,7 +122,7 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter_dim(parts, dim, axis.group).contiguous(), None, None, None
 
 
-def cut_inputs(base: nn.Module, axis: ContextAxis, positions: Positions) -> None:
+def cut_inputs(base: nn.Module, axis: ZigzagSharding, positions: Positions) -> None:
     """Let `base`, a transformers model without head, read this rank's part of its inputs.
 
     Args:
@@ -138,7 +138,7 @@ def cut_inputs(base: nn.Module, axis: ContextAxis, positions: Positions) -> None
     base.register_forward_pre_hook(cut, with_kwargs=True)
 
 
-def cut_batch(inputs: Mapping[str, Any], axis: ContextAxis, positions: Positions) -> dict[str, Any]:
+def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positions) -> dict[str, Any]:
     """This rank's part of the inputs of a base model; begins a pass.
 
     Raises:
@@ -158,7 +158,7 @@ def cut_batch(inputs: Mapping[str, Any], axis: ContextAxis, positions: Positions
     if whole is None:
         whole = torch.arange(length, device=tokens.device)[None]
     packed = whole if may_be_packed(inputs) and start_again(whole) else None
-    _current[:] = [ContextPass(axis, length, _real(mask), packed)]
+    _current[:] = [ContextParallelPass(axis, length, _real(mask), packed)]
     parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
     # A mask that is always there keeps transformers from taking a jump between two chunks for a new document.
     ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask
@@ -172,11 +172,11 @@ def _real(mask: Tensor | None) -> Tensor | None:
     return None if bool(real.all()) else real
 
 
-def _part(value: Any, name: str, length: int, axis: ContextAxis) -> Any:
+def _part(value: Any, name: str, length: int, axis: ZigzagSharding) -> Any:
     is_cut = isinstance(value, Tensor) and name not in _WHOLE and value.dim() >= 2 and value.shape[1] == length
     return axis.take(value) if is_cut else value
 
 
-def gather_behind(layer: nn.Module, axis: ContextAxis) -> None:
+def gather_behind(layer: nn.Module, axis: ZigzagSharding) -> None:
     """What follows the last layer sees whole sequences, on every rank."""
     layer.register_forward_hook(lambda _, __, output: first_output(output, axis.leave))

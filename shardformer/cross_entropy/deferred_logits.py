@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
 from shardformer.cross_entropy.chunking import chunk_bytes, decided
-from shardformer.cross_entropy.fused_linear import head_cross_entropy_sum
+from shardformer.cross_entropy.fused_linear import fused_linear_cross_entropy_sum
 
 
 @dataclass(frozen=True)
-class HeadCall:
+class LMHeadCall:
     """One call of a head.
 
     Attributes:
@@ -50,7 +50,7 @@ class DeferredLogits(torch.Tensor):
     )  # no attributes in __dict__, by which debug tools tell tensors on their way
 
     @staticmethod
-    def __new__(cls, call: HeadCall) -> DeferredLogits:
+    def __new__(cls, call: LMHeadCall) -> DeferredLogits:
         shape, hidden = (*call.hidden.shape[:-1], len(call.weight)), call.hidden
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=hidden.dtype, device=hidden.device, requires_grad=_needs_grad(call)
@@ -89,13 +89,13 @@ _LOOKS = frozenset(
 )
 
 
-def defer(call: HeadCall) -> Tensor:
+def defer_logits(call: LMHeadCall) -> Tensor:
     """The logits of a call of a head, deferred where that saves memory, or computed at once."""
     is_plain = call.hidden.dtype == call.weight.dtype and not torch.is_autocast_enabled(call.hidden.device.type)
     return DeferredLogits(call) if is_plain and saves_memory(call) else call.compute(call.hidden)
 
 
-def saves_memory(call: HeadCall) -> bool:
+def saves_memory(call: LMHeadCall) -> bool:
     """The rule: in fp32 the logits would take more than one chunk of the loss does, and more than the gradient of the
     weight, which the loss keeps in their place."""
     tokens, columns = call.hidden.shape[:-1].numel(), len(call.weight)
@@ -120,10 +120,10 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor | None:
     if not isinstance(logits, DeferredLogits) or logits.logits is not None:
         return None
     call = logits.call
-    return head_cross_entropy_sum(call.hidden, call.weight, call.bias, labels, call.vocab_range, call.group)
+    return fused_linear_cross_entropy_sum(call.hidden, call.weight, call.bias, labels, call.vocab_range, call.group)
 
 
-def _needs_grad(call: HeadCall) -> bool:
+def _needs_grad(call: LMHeadCall) -> bool:
     tensors = (call.hidden, call.weight, call.bias)
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.cross_entropy import chunking as loss_chunks
+from shardformer.cross_entropy import chunking
 from shardformer.distributed.collectives import all_gather_flat
 from shardformer.matmul.weight_grad import matrix
 
 
-def head_cross_entropy_sum(
+def fused_linear_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -42,18 +42,18 @@ def head_cross_entropy_sum(
         labels: [...], the same on every rank of `group`.
         vocab_range: first and end row of the vocabulary that `weight` has here; None for all.
         group: the axis over which the vocabulary is cut.
-        chunk_rows: tokens in a chunk; None for as many as `loss_chunks` allows.
+        chunk_rows: tokens in a chunk; None for as many as `chunking` allows.
 
     The result is at least fp32, whatever the precision of the head.
     """
     start, stop = (0, len(weight)) if vocab_range is None else vocab_range
-    rows = loss_chunks.chunk_rows(len(weight), hidden.device) if chunk_rows is None else chunk_rows
-    cut = _Cut(start, stop, group, ignore_index, rows, torch.is_grad_enabled())
+    rows = chunking.chunk_rows(len(weight), hidden.device) if chunk_rows is None else chunk_rows
+    cut = _VocabShard(start, stop, group, ignore_index, rows, torch.is_grad_enabled())
     return _HeadCrossEntropy.apply(matrix(hidden), weight, bias, labels.reshape(-1), cut)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _VocabShard:
     """How the work is cut: over ranks `start:stop` of the vocabulary, over time `rows` of the tokens."""
 
     start: int
@@ -64,7 +64,7 @@ class _Cut:
     trains: bool
 
 
-class _Chunks:
+class _ChunkedLoss:
     """What is computed of all chunks.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Chunks:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, cut: _Cut, needs: tuple[bool, bool, bool]
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, cut: _VocabShard, needs: tuple[bool, bool, bool]
     ) -> None:
         self.cut, self.needs = cut, needs
         # Columns of padding take no part.
@@ -117,7 +117,7 @@ class _Chunks:
                 exponentials.mul_(share).scatter_(1, local, at_label)
                 if logits is not numbers:
                     logits.copy_(exponentials)
-            with loss_chunks.finding_gradients():
+            with chunking.finding_gradients():
                 self._add_gradients(hidden, logits, first)
 
     def _peak(self, logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,10 +161,12 @@ class _Chunks:
 
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cut: _Cut) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cut: _VocabShard
+    ) -> Tensor:
         ctx.group, ctx.dtypes = cut.group, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         needs = tuple(need and cut.trains for need in ctx.needs_input_grad[:3])
-        chunks = _Chunks(hidden, weight, bias, cut, needs)
+        chunks = _ChunkedLoss(hidden, weight, bias, cut, needs)
         for first in range(0, len(hidden), cut.rows):
             chunk = slice(first, first + cut.rows)
             chunks.add(hidden[chunk], labels[chunk], first)

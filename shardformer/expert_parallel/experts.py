@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import nn
 
-from shardformer.expert_parallel.token_dispatcher import Capacity, ExpertDispatch
+from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
@@ -52,7 +52,7 @@ def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
             f"expert_capacity_factor={factor} finds no experts in stacked parameters in {name}; "
             "use expert_capacity_factor=None"
         )
-    if factor is not None and config.exchanges_heads:
+    if factor is not None and config.uses_ulysses:
         problems.append(
             f"expert_capacity_factor={factor} needs whole sequences, which 'all_to_all' sequence parallelism cuts; "
             "use 'split_gather' or expert_capacity_factor=None"
@@ -67,7 +67,7 @@ def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
     ]
 
 
-def deal_out_experts(model: nn.Module, config: ShardConfig) -> None:
+def shard_experts(model: nn.Module, config: ShardConfig) -> None:
     """Leave this rank its share of the experts, in place, and let tokens find theirs."""
     size, factor = config.expert_parallel_size, config.expert_capacity_factor
     if size == 1 and factor is None:
@@ -75,12 +75,12 @@ def deal_out_experts(model: nn.Module, config: ShardConfig) -> None:
     for path, experts in list(expert_modules(model)):
         if factor is not None:
             block = model.get_submodule(path.rpartition(".")[0])
-            Capacity(factor, experts.num_experts, skips=size > 1).attach(block, experts)
+            ExpertCapacity(factor, experts.num_experts, skips=size > 1).attach(block, experts)
         if size > 1:
-            _deal_out(experts, config)
+            _shard_experts_of(experts, config)
 
 
-def _deal_out(experts: nn.Module, config: ShardConfig) -> None:
+def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> None:
     group, tp_size, count = config.expert_parallel_process_group, config.tensor_parallel_size, experts.num_experts
     tp_rank = dist.get_rank(config.group) if tp_size > 1 else 0
     place, ranks = dist.get_rank(group) * tp_size + tp_rank, dist.get_world_size(group) * tp_size
@@ -94,6 +94,6 @@ def _deal_out(experts: nn.Module, config: ShardConfig) -> None:
         for parameter in child.parameters():
             annotate(parameter, ShardSpec(tuple(parameter.shape), rank=tp_rank, world_size=tp_size), partial)
     experts.num_experts = count // dist.get_world_size(group)
-    sees_same = tp_size > 1 and not config.exchanges_heads
+    sees_same = tp_size > 1 and not config.uses_ulysses
     region = SequenceParallel(config.group) if sees_same else None
-    experts.forward = ExpertDispatch(experts.forward, count, group, region)
+    experts.forward = TokenDispatcher(experts.forward, count, group, region)

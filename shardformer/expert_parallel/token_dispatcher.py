@@ -23,7 +23,7 @@ from shardformer.sequence_parallel.split_gather import SequenceParallel
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class ExpertDispatch:
+class TokenDispatcher:
     """Takes the place of the forward of a module of experts, of which each rank has its own.
 
     A choice with the number `num_experts` is that of no expert, and adds nothing.
@@ -63,10 +63,10 @@ class ExpertDispatch:
         sent, received = totals.tolist()  # rows to each rank, and from it
 
         order = chosen.argsort(stable=True)[: sum(sent)]  # by expert; those of no expert are last
-        rows = exchange_rows(hidden[order // num_choices], sent, received, self.group)
+        rows = all_to_all_uneven(hidden[order // num_choices], sent, received, self.group)
         experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
         found = self._run_own(rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
-        back = exchange_rows(found, received, sent, self.group)
+        back = all_to_all_uneven(found, received, sent, self.group)
 
         pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back)
         weighted = pairs.unflatten(0, index.shape) * weights.unsqueeze(-1)
@@ -82,7 +82,7 @@ class ExpertDispatch:
         return self.own_forward(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
 
 
-class Capacity:
+class ExpertCapacity:
     """How many tokens an expert takes (GShard, arXiv 2006.16668, section 2.2, with a sequence as a group).
 
     Of each sequence of a batch an expert takes ceil(factor * length * k / experts) choices: the first choices of all
@@ -132,7 +132,7 @@ class Capacity:
         return hidden, index, weights.masked_fill(over, 0.0)
 
 
-def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+def all_to_all_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     """Rows to each rank in order, [sum of `sent`, features] -> [sum of `received`, features]; back again backward."""
     return _ExchangeRows.apply(x, sent, received, group)
 

@@ -85,7 +85,7 @@ class HeadParallelEmbedding(ParallelModule):
     Input: indices [...]. Output: [..., local heads].
     """
 
-    cuts_layer = True
+    shards_layer = True
     can_stay_whole = True
 
     def __init__(self, weight: nn.Parameter) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.lm_head import VocabParallelLMHead
-from shardformer.matmul.backends import FP8, use_products
+from shardformer.matmul.backends import FP8, use_matmul_backend
 from shardformer.matmul.weight_grad import own_products
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def multiply_in_fp8(model: nn.Module) -> None:
     """
     found = [module for path, module in model.named_modules() if _is_in_a_list(path) and _is_linear(module)]
     for module in found:
-        use_products(module, FP8)
+        use_matmul_backend(module, FP8)
     if not found:
         _log.warning("%s has no linear layers in a list of layers: nothing multiplies in 8 bit", type(model).__name__)
 

@@ -48,7 +48,7 @@ class ColumnParallelLinear(ParallelModule):
         input_is_gathered: the input comes from a sequence-parallel gather, which already sums its gradient.
     """
 
-    cuts_layer = True
+    shards_layer = True
     can_stay_whole = True
 
     def __init__(
@@ -152,7 +152,7 @@ class RowParallelLinear(ParallelModule):
         splits_input: the input is whole on every rank; each reads its features of it.
     """
 
-    cuts_layer = True
+    shards_layer = True
     can_stay_whole = True
 
     def __init__(

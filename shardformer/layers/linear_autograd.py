@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.matmul.autocast import autocast
-from shardformer.matmul.backends import current_products
+from shardformer.matmul.backends import current_matmul_backend
 from shardformer.matmul.weight_grad import matrix, weight_gradient
 from shardformer.sequence_parallel.split_gather import PendingGather
 
@@ -29,7 +29,7 @@ class GatheredLinear(torch.autograd.Function):
         ctx: Any, local: Tensor, pending: PendingGather, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[:count], tensors[count:]
-        ctx.products = products = current_products()
+        ctx.products = products = current_matmul_backend()
         (local_x,) = autocast(pending.own)
         own = [products.forward(local_x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         (gathered,) = autocast(pending.wait())  # [seq, batch, in]
@@ -52,9 +52,9 @@ class GatheredLinear(torch.autograd.Function):
         region, needs = ctx.pending_region, ctx.needs_input_grad
         grad_x, work = None, None
         if needs[0]:
-            whole = ctx.products.of_input(matrix(grads[0]), weights[0])
+            whole = ctx.products.grad_input(matrix(grads[0]), weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                ctx.products.add_of_input(whole, matrix(grad), weight)
+                ctx.products.add_grad_input(whole, matrix(grad), weight)
             grad_x, work = region.start_reduce_scatter(whole.unflatten(0, grads[0].shape[:-1]))  # [batch, seq, in]
         flat_x = matrix(gathered[: ctx.length].movedim(0, 1))
         flat = [matrix(grad) for grad in grads]
@@ -76,7 +76,7 @@ class ColumnLinear(torch.autograd.Function):
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
         ctx.weights = weights
-        ctx.products = products = current_products()
+        ctx.products = products = current_matmul_backend()
         return tuple(products.forward(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -86,9 +86,9 @@ class ColumnLinear(torch.autograd.Function):
         flat = [matrix(grad) for grad in grads]  # [tokens, local out]
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.products.of_input(flat[0], weights[0])
+            grad_x = ctx.products.grad_input(flat[0], weights[0])
             for grad, weight in zip(flat[1:], weights[1:], strict=True):
-                ctx.products.add_of_input(grad_x, grad, weight)
+                ctx.products.add_grad_input(grad_x, grad, weight)
             work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         # The weight gradients fill the time that the all-reduce takes.
         needs = ctx.needs_input_grad[3:]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.cross_entropy.deferred_logits import HeadCall, defer
+from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
 from shardformer.layers.linear import ColumnParallelLinear
 from shardformer.matmul.weight_grad import is_native_linear
 
@@ -22,7 +22,7 @@ class VocabParallelLMHead(ColumnParallelLinear):
     [batch, seq, padded vocabulary / ranks], for a loss that reads logits where they lie.
     """
 
-    cuts_layer = False
+    shards_layer = False
 
     @staticmethod
     def from_native_module(
@@ -102,5 +102,5 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
 def _defer(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     if isinstance(head, VocabParallelLMHead):
         # This rank's logits, whenever they are read.
-        return defer(HeadCall(hidden, head.matrix, head.bias, head.project, head.vocab_range, head.group))
-    return defer(HeadCall(hidden, head.weight, head.bias, forward))
+        return defer_logits(LMHeadCall(hidden, head.matrix, head.bias, head.project, head.vocab_range, head.group))
+    return defer_logits(LMHeadCall(hidden, head.weight, head.bias, forward))

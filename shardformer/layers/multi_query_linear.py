@@ -14,7 +14,7 @@ from shardformer.sequence_parallel.split_gather import PendingGather
 from shardformer.shard_spec import ShardSpec, annotate
 
 
-class HeadRowsLinear(ParallelModule):
+class MultiQueryLinear(ParallelModule):
     """A fused projection [query heads, keys, values] with fewer key/value heads than ranks.
 
     Input: [..., in_features], the same on every rank. Output: [..., (local query heads + 2) * head_dim]. The weight
@@ -22,7 +22,7 @@ class HeadRowsLinear(ParallelModule):
     share: its gradient is a partial sum.
     """
 
-    cuts_layer = True
+    shards_layer = True
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class HeadRowsLinear(ParallelModule):
         num_groups: int = 1,
         head_dim: int,
         input_is_gathered: bool = False,
-    ) -> HeadRowsLinear:
+    ) -> MultiQueryLinear:
         """Take over a fused projection of `num_heads` query and `num_groups` key and value heads of `head_dim`."""
-        return HeadRowsLinear(module, process_group, (num_heads, num_groups, head_dim), input_is_gathered)
+        return MultiQueryLinear(module, process_group, (num_heads, num_groups, head_dim), input_is_gathered)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.cat([self.weight[rows] for rows in self.rows])

@@ -14,12 +14,12 @@ class ParallelModule(nn.Module, ABC):
 
     Attributes:
         needs_axis: whether the replacement only makes sense where a tensor-parallel axis has several ranks.
-        cuts_layer: whether it cuts weights of a layer, which stay whole where ranks exchange heads.
+        shards_layer: whether it cuts weights of a layer, which stay whole where ranks exchange heads.
         can_stay_whole: whether the native layer can stay, whole on every rank, in the place of the replacement.
     """
 
     needs_axis = True
-    cuts_layer = False
+    shards_layer = False
     can_stay_whole = False
 
     @staticmethod

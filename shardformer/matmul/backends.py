@@ -19,32 +19,32 @@ from torch import Tensor, nn
 _MULTIPLE = 16  # of the sizes that the 8-bit kernels take
 
 
-class Products:
+class MatmulBackend:
     """The three products of y = x W^T + b; weights are [out, in]."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out], for autograd nodes of our own."""
         return no_view(F.linear(x, weight, bias))
 
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """The gradient of the output, [tokens, out] -> of the input, [tokens, in]."""
         return grad @ weight
 
-    def add_of_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+    def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
         """The same, added to `total`."""
         total.addmm_(grad, weight)
 
-    def of_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+    def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
         """Gradient [tokens, out] and input [tokens, in] -> the gradient of W, [out, in], or of its transpose."""
         return x.t() @ grad if transposed else grad.t() @ x
 
-    def write_of_weight(self, place: Tensor, adds: bool, grad: Tensor, x: Tensor, transposed: bool = False) -> None:
+    def write_grad_weight(self, place: Tensor, adds: bool, grad: Tensor, x: Tensor, transposed: bool = False) -> None:
         """The same, written to `place` or added to what is there."""
         first, second = (x.t(), grad) if transposed else (grad.t(), x)
         place.addmm_(first, second, beta=int(adds))
 
 
-class Fp8Products(Products):
+class Float8Matmul(MatmulBackend):
     """In 8 bit where the sizes are multiples of 16, else as torch does them."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,17 +55,17 @@ class Fp8Products(Products):
         out = out if bias is None else out.add_(bias)
         return no_view(out.view(*x.shape[:-1], out.shape[-1]))
 
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         if not _fits(grad, *weight.shape):
-            return super().of_input(grad, weight)
+            return super().grad_input(grad, weight)
         return _multiply(_Rounded(grad, is_gradient=True), _Rounded(weight).transposed(), grad.dtype)
 
-    def add_of_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
-        total.add_(self.of_input(grad, weight))
+    def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        total.add_(self.grad_input(grad, weight))
 
-    def of_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+    def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
         if not _fits(grad, grad.shape[1], x.shape[1]):
-            return super().of_weight(grad, x, transposed)
+            return super().grad_weight(grad, x, transposed)
         missing = -len(grad) % _MULTIPLE  # tokens are what is summed over here
         factors = [_Rounded(F.pad(grad, (0, 0, 0, missing)), is_gradient=True), _Rounded(F.pad(x, (0, 0, 0, missing)))]
         first, second = reversed(factors) if transposed else factors
@@ -77,17 +77,17 @@ def no_view(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
-NATIVE, FP8 = Products(), Fp8Products()
-_current: list[Products] = [NATIVE]
+NATIVE, FP8 = MatmulBackend(), Float8Matmul()
+_current: list[MatmulBackend] = [NATIVE]
 
 
-def current_products() -> Products:
+def current_matmul_backend() -> MatmulBackend:
     """Those of the layer that runs."""
     return _current[-1]
 
 
 @contextmanager
-def using(products: Products) -> Iterator[None]:
+def using(products: MatmulBackend) -> Iterator[None]:
     """A forward pass by these products."""
     _current.append(products)
     try:
@@ -96,12 +96,12 @@ def using(products: Products) -> Iterator[None]:
         _current.pop()
 
 
-def use_products(module: nn.Module, products: Products) -> None:
+def use_matmul_backend(module: nn.Module, products: MatmulBackend) -> None:
     """Let a layer run by `products`."""
     module.forward = partial(_by, products, module.forward)  # no closure: a copy of the layer calls its own
 
 
-def _by(products: Products, native: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _by(products: MatmulBackend, native: Callable[..., Tensor], x: Tensor) -> Tensor:
     with using(products):
         return native(x)
 

@@ -18,47 +18,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.matmul.autocast import autocast
-from shardformer.matmul.backends import NATIVE, Products, current_products, no_view
+from shardformer.matmul.backends import NATIVE, MatmulBackend, current_matmul_backend, no_view
 
 # (the parameter, what computes its gradient)
-PutOff = list[tuple[nn.Parameter, Callable[[], Tensor]]]
+DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
 # Asked at the moment of the product, with its precision: memory in the parameter's shape, and whether to add to what is
 # there; or None. Whoever gave it finds that memory in `parameter.grad`, unless autograd had to add to it what the
 # parameter got in other places of the model.
-GradientPlace = Callable[[torch.dtype], tuple[Tensor, bool] | None]
+GradBuffer = Callable[[torch.dtype], tuple[Tensor, bool] | None]
 
 
 class _State:
     """Of this process: passes of a pipeline run one at a time."""
 
     splits = False
-    put_off: PutOff | None = None
+    deferred: DeferredWeightGrads | None = None
 
 
 @contextmanager
-def splitting_backward(put_off: PutOff | None = None) -> Iterator[None]:
+def split_backward(deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
     """A forward pass whose backward pass may come in halves; with a list, the first half, which leaves the rest there.
 
     Recomputation runs forward passes inside of the first half.
     """
-    before = _State.splits, _State.put_off
-    _State.splits, _State.put_off = True, put_off
+    before = _State.splits, _State.deferred
+    _State.splits, _State.deferred = True, deferred
     try:
         yield
     finally:
-        _State.splits, _State.put_off = before
+        _State.splits, _State.deferred = before
 
 
-def finish_backward(put_off: PutOff) -> None:
+def run_deferred(deferred: DeferredWeightGrads) -> None:
     """The second half: compute what was put off and add it to the gradients of the parameters, hooks included."""
-    for parameter, compute in put_off:
+    for parameter, compute in deferred:
         with torch.no_grad():
             gradient = compute()
         torch.autograd.backward(parameter, gradient)
-    put_off.clear()
+    deferred.clear()
 
 
-def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products: Products = NATIVE) -> Tensor | None:
+def weight_gradient(
+    weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products: MatmulBackend = NATIVE
+) -> Tensor | None:
     """The gradient of `weight` in y = x W^T, now; None in the first half of a backward pass, which puts it off.
 
     Args:
@@ -69,11 +71,11 @@ def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products:
     """
     parameter = weight if weight.is_leaf else _transposed(weight)
     if parameter is None:
-        return products.of_weight(flat_grad, flat_x)
+        return products.grad_weight(flat_grad, flat_x)
     is_transposed = parameter is not weight
-    if _State.put_off is not None:
+    if _State.deferred is not None:
         compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, products)
-        _State.put_off.append((parameter, compute))
+        _State.deferred.append((parameter, compute))
         return None
     gradient = _compute(parameter, flat_grad, flat_x, is_transposed, products)
     return gradient.t() if is_transposed else gradient
@@ -81,37 +83,39 @@ def weight_gradient(weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products:
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """The rows of `weight`, [rows, hidden], that `ids` names, of which one may have no gradient: [..., hidden]."""
-    has_own = has_place(weight) and weight.is_leaf
+    has_own = has_grad_buffer(weight) and weight.is_leaf
     return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
 
 
-def has_place(parameter: Tensor) -> bool:
+def has_grad_buffer(parameter: Tensor) -> bool:
     """Whether somebody offers a place for its gradient."""
-    return hasattr(parameter, "gradient_place")
+    return hasattr(parameter, "grad_buffer")
 
 
-def offer_place(parameter: nn.Parameter, place: GradientPlace) -> None:
+def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
     """Have the product that computes this parameter's gradient ask where to write it."""
-    parameter.gradient_place = place
+    parameter.grad_buffer = place
 
 
-def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, products: Products) -> Tensor:
+def _compute(
+    parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, products: MatmulBackend
+) -> Tensor:
     """The gradient of a parameter, in its shape."""
-    offered = getattr(parameter, "gradient_place", None)
+    offered = getattr(parameter, "grad_buffer", None)
     fits = offered is not None and products is NATIVE and flat_grad.dtype == flat_x.dtype
     place = offered(flat_grad.dtype) if fits else None
     if place is None:
-        return products.of_weight(flat_grad, flat_x, is_transposed)
+        return products.grad_weight(flat_grad, flat_x, is_transposed)
     memory, adds = place
-    products.write_of_weight(memory, adds, flat_grad, flat_x, is_transposed)
+    products.write_grad_weight(memory, adds, flat_grad, flat_x, is_transposed)
     return memory
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in] -> [..., out]."""
     x, weight, bias = autocast(x, weight, bias)
-    is_native = not (_State.splits or has_place(weight if weight.is_leaf else weight._base))
-    is_native = is_native and current_products() is NATIVE
+    is_native = not (_State.splits or has_grad_buffer(weight if weight.is_leaf else weight._base))
+    is_native = is_native and current_matmul_backend() is NATIVE
     return F.linear(x, weight, bias) if is_native else _Linear.apply(x, weight, bias)
 
 
@@ -180,17 +184,17 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # a saved tensor forgets whose transpose it is
-        ctx.products = current_products()
+        ctx.products = current_matmul_backend()
         return ctx.products.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad)
-        grad_x = ctx.products.of_input(flat, weight).view_as(x) if needs[0] else None
+        grad_x = ctx.products.grad_input(flat, weight).view_as(x) if needs[0] else None
         grad_weight = None
         if needs[1] and torch.is_grad_enabled():  # a gradient of this gradient is wanted: plain products have one
-            grad_weight = ctx.products.of_weight(flat, matrix(x))
+            grad_weight = ctx.products.grad_weight(flat, matrix(x))
         elif needs[1]:
             grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.products)
         return grad_x, grad_weight, flat.sum(0) if needs[2] else None
@@ -206,7 +210,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), weight = ctx.saved_tensors, ctx.weight
-        place = None if torch.is_grad_enabled() else weight.gradient_place(grad.dtype)
+        place = None if torch.is_grad_enabled() else weight.grad_buffer(grad.dtype)
         if place is None:
             no_row = -1 if ctx.padding_idx is None else ctx.padding_idx
             return None, torch.ops.aten.embedding_dense_backward(grad, ids, len(weight), no_row, False), None

@@ -13,7 +13,7 @@ from shardformer.peft.modules_to_save import ModuleCopies
 from shardformer.peft.shard import cut_adapter, keep_whole
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
-from shardformer.stages.stage import StandIn, has_module, replace_module
+from shardformer.stages.stage import StagePlaceholder, has_module, replace_module
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def adapters_aside(model: nn.Module, config: ShardConfig, policy: Policy) -> Ite
         yield
     finally:
         for path, layer in outermost.items():
-            if has_module(model, path) and not isinstance(model.get_submodule(path), StandIn):
+            if has_module(model, path) and not isinstance(model.get_submodule(path), StagePlaceholder):
                 put_inside(layer, model.get_submodule(path))
                 if is_a(layer, "copied module"):
                     copies.cut(layer)

@@ -32,7 +32,7 @@ def check_layers(layers: Layers, config: ShardConfig, policy: Policy) -> None:
         problems += _problems_of_stages(layers, policy)
     if config.tensor_parallel_size > 1:
         problems += _problems_of_cuts(layers, f"tp_size={config.tensor_parallel_size}")
-    if config.tensor_parallel_size > 1 or config.deals_out_experts:
+    if config.tensor_parallel_size > 1 or config.shards_experts:
         of_parameters = [path for path, layer in layers.items() if is_a(layer, "lora parameter")]
         problems += _about(
             layers,

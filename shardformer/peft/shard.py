@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.layers import ColumnParallelLinear, HeadRowsLinear, ParallelDropout, ParallelModule, RowParallelLinear
+from shardformer.layers import (
+    ColumnParallelLinear,
+    MultiQueryLinear,
+    ParallelDropout,
+    ParallelModule,
+    RowParallelLinear,
+)
 from shardformer.layers.linear import is_transposed
 from shardformer.peft.kinds import is_exactly, name_of
 from shardformer.shard_config import ShardConfig
@@ -55,7 +61,7 @@ def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
     """Some layers return what is whole on every rank, or take it, although their weight is cut."""
     gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
     splits = isinstance(base, RowParallelLinear) and base.splits_input
-    if gathers or splits or isinstance(base, HeadRowsLinear):
+    if gathers or splits or isinstance(base, MultiQueryLinear):
         raise ValueError(
             f"tp_size cuts {path} in a way that does not go with peft's {what}, or tp_size=1 (dp, pp work)"
         )
@@ -65,7 +71,7 @@ def _cut_lora(layer: nn.Module, config: ShardConfig) -> None:
     base = layer.base_layer
     for name in layer.lora_A:
         first, second = layer.lora_A[name], layer.lora_B[name]
-        if isinstance(base, ColumnParallelLinear | HeadRowsLinear):
+        if isinstance(base, ColumnParallelLinear | MultiQueryLinear):
             keep_whole(first.parameters(), config, _group_of_inputs(base))
             layer.lora_B[name] = _cut_like(base, second, dim=0)
         elif isinstance(base, RowParallelLinear):

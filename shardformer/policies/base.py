@@ -79,10 +79,10 @@ class Policy(ABC):
         writes_usual_losses: whether the heads that write their loss out compute that of others with their suffix. Said
             by the class that names the heads; otherwise the loss is the one that their forward returns.
         splits_towers: whether that also goes for several lists of layers, one after the other.
-        exchanges_heads: whether ranks may exchange the sequence for heads around its attention (all-to-all).
+        supports_ulysses: whether ranks may exchange the sequence for heads around its attention (all-to-all).
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         uneven_heads: whether ranks may have different numbers of heads, because the attention follows its weights.
-        rest_is_replicated: whether modules that the table does not name are replicated, in the place of an error.
+        replicate_unlisted: whether modules that the table does not name are replicated, in the place of an error.
         cuts_attention: whether ranks attend with heads of their own.
     """
 
@@ -94,10 +94,10 @@ class Policy(ABC):
     supports_sequence_parallel = False
     writes_usual_losses = False
     splits_towers = False
-    exchanges_heads = True
+    supports_ulysses = True
     repeats_layers = False
     uneven_heads = False
-    rest_is_replicated = False
+    replicate_unlisted = False
     cuts_attention = True
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Policy(ABC):
     @property
     def tp_size(self) -> int:
         """Ranks that share the weights of a layer."""
-        return 1 if self.shard_config.exchanges_heads else self.shard_config.tensor_parallel_size
+        return 1 if self.shard_config.uses_ulysses else self.shard_config.tensor_parallel_size
 
     @property
     def base_path(self) -> str:
@@ -123,7 +123,7 @@ class Policy(ABC):
         prefix = getattr(self.model, "base_model_prefix", "")
         return prefix if prefix and hasattr(self.model, prefix) else ""
 
-    def mixes_in_attention_alone(self) -> bool:
+    def tokens_mix_only_in_attention(self) -> bool:
         """Whether tokens of different places meet in attention and nowhere else."""
         return True
 
@@ -163,7 +163,7 @@ class Policy(ABC):
                 "use enable_sequence_parallelism=False"
             )
         size = self.shard_config.tensor_parallel_size
-        is_uneven = self.uneven_heads and not self.shard_config.exchanges_heads
+        is_uneven = self.uneven_heads and not self.shard_config.uses_ulysses
         return problems + [
             f"tp_size={size} does not divide {name}={count}; use {divisors_phrase(count)}"
             for name, count in self.head_counts().items()

@@ -25,7 +25,7 @@ from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
 Change = Callable[[nn.Module], None]
 
 
-class Shorthand:
+class ShardingRules:
     """The vocabulary of a table for one `ShardConfig`; each method returns descriptions of sub-modules.
 
     (Those for parameters of a module itself return changes for its `param_replacement`.)
@@ -64,7 +64,7 @@ class Shorthand:
         """Column-parallel linears whose output is put together at once."""
         return [_replace(suffix, ColumnParallelLinear, {"gather_output": True}) for suffix in suffixes]
 
-    def row_of_whole(self, suffix: str) -> list[Replacement]:
+    def row_split_input(self, suffix: str) -> list[Replacement]:
         """A row-parallel linear whose input is whole on every rank."""
         return [_replace(suffix, RowParallelLinear, {"splits_input": True})]
 
@@ -76,7 +76,7 @@ class Shorthand:
         """A language-model head, cut over the vocabulary."""
         return [_replace(suffix, VocabParallelLMHead, self.config.vocab_options)]
 
-    def whole_head(self, suffix: str) -> list[Replacement]:
+    def gathered_lm_head(self, suffix: str) -> list[Replacement]:
         """A language-model head whose logits are gathered at once, where the model does something with them."""
         return [_replace(suffix, ColumnParallelLinear, {**self.config.vocab_options, "gather_output": True})]
 
@@ -102,7 +102,7 @@ class Shorthand:
         """Sub-modules that every rank computes the same with."""
         return [_replace(suffix, None, {}) for suffix in suffixes]
 
-    def own_parameters(self, *names: str, partial_gradient: bool = False) -> list[Change]:
+    def module_parameters(self, *names: str, partial_gradient: bool = False) -> list[Change]:
         """Parameters of the module itself between tensor-parallel regions (layer scales): whole on every rank.
 
         They may be missing, or be plain numbers. `partial_gradient` for those that a rank uses with its heads only.
@@ -136,7 +136,7 @@ class Shorthand:
         """Dropout inside a tensor-parallel region: each rank has features, or heads, of its own."""
         return [_replace(suffix, ParallelDropout, {}) for suffix in suffixes]
 
-    def head_table(self, suffix: str) -> list[Replacement]:
+    def head_sharded_embedding(self, suffix: str) -> list[Replacement]:
         """An embedding table [positions, heads] of biases, of which a rank needs its heads' columns."""
         return [_replace(suffix, HeadParallelEmbedding, {})]
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 
 
-class SequenceExchange:
+class UlyssesAllToAll:
     """The exchange around attention in one sequence-parallel region.
 
     Args:

@@ -16,38 +16,38 @@ from torch import nn
 
 from shardformer.stages.partition import balanced_split, matrix_cost
 from shardformer.stages.placeholders import (
-    AddsNothing,
-    Arrival,
     Boundary,
-    Elsewhere,
-    Entered,
-    Finished,
-    Message,
-    PassedThrough,
+    CachedTower,
+    IdentityPlaceholder,
+    LayerInputPlaceholder,
     Received,
     ReceivedByTower,
     ReceivedPatches,
     ReceivedUnpadded,
     Skipped,
     StageBoundary,
-    StandIn,
+    StageInput,
+    StageMessage,
+    StagePlaceholder,
+    UnreachablePlaceholder,
+    ZeroEmbedding,
     enter_at,
     keep_output,
 )
-from shardformer.stages.virtual_stages import Place, StageView, StageViews
+from shardformer.stages.virtual_stages import Place, VirtualStage, VirtualStages
 
 __all__ = [
-    "AddsNothing",
-    "Elsewhere",
-    "PassedThrough",
+    "ZeroEmbedding",
+    "UnreachablePlaceholder",
+    "IdentityPlaceholder",
     "PipelineStageManager",
     "Received",
     "ReceivedByTower",
     "ReceivedPatches",
     "ReceivedUnpadded",
-    "StageCut",
+    "StagePartitioner",
     "StageLayout",
-    "StandIn",
+    "StagePlaceholder",
     "has_module",
     "replace_module",
     "run_stage",
@@ -144,23 +144,23 @@ class StageLayout:
     """
 
     layers: str
-    first: Mapping[str, Callable[[], StandIn]] = field(default_factory=dict)
+    first: Mapping[str, Callable[[], StagePlaceholder]] = field(default_factory=dict)
     every: Sequence[str] = ()
     last: Sequence[str] = ()
     tuple_output: bool | int = False
-    carries: Sequence[str] = ()
-    done: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    carried_inputs: Sequence[str] = ()
+    finished_towers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     first_inputs: Sequence[str] = ()
-    beside: Sequence[str] = ()
-    then: StageLayout | None = None
+    sublayer_lists: Sequence[str] = ()
+    next_layers: StageLayout | None = None
 
     @property
     def chain(self) -> list[StageLayout]:
         """This layout and those that follow it."""
-        return [self, *(self.then.chain if self.then is not None else ())]
+        return [self, *(self.next_layers.chain if self.next_layers is not None else ())]
 
 
-class StageCut:
+class StagePartitioner:
     """How one model is cut. All questions about places are answered before the model is changed.
 
     Args:
@@ -183,7 +183,7 @@ class StageCut:
         """The stages that hold the module or parameter `name` of the whole model."""
         for index, layout in enumerate(self.lists):
             start, end = self.starts[index], self.starts[index + 1] - 1
-            for path in (layout.layers, *layout.beside):
+            for path in (layout.layers, *layout.sublayer_lists):
                 layers = f"{self._prefix}{path}."
                 if not name.startswith(layers):
                     continue
@@ -202,7 +202,9 @@ class StageCut:
     def unassigned(self) -> list[str]:
         """Modules of the base model with parameters, and single parameters of it, that the layout names nowhere."""
         named = [
-            path for each in self.lists for path in (each.layers, *each.beside, *each.first, *each.every, *each.last)
+            path
+            for each in self.lists
+            for path in (each.layers, *each.sublayer_lists, *each.first, *each.every, *each.last)
         ]
         return sorted(
             {
@@ -214,14 +216,14 @@ class StageCut:
 
     def apply(self) -> None:
         """Keep the modules of the stages that are here and put stand-ins in the place of all others."""
-        arrival = Arrival()
-        views = {stage: self._view_of(stage, arrival) for stage in self.manager.held}
+        stage_input = StageInput()
+        views = {stage: self._view_of(stage, stage_input) for stage in self.manager.held}
         entered = [self.ranges[stage].start for stage in self.manager.held]
         for index, layout in enumerate(self.lists):
-            for path, fields in layout.done.items():
+            for path, fields in layout.finished_towers.items():
                 if any(start < self.starts[index + 1] for start in entered):
-                    keep_output(self.model.get_submodule(self._prefix + path), path, fields, arrival)
-        self.model.stage_views = StageViews(self.model, arrival, views)
+                    keep_output(self.model.get_submodule(self._prefix + path), path, fields, stage_input)
+        self.model.stage_views = VirtualStages(self.model, stage_input, views)
         for layout in self.lists:
             if has_module(self.model, self._prefix + layout.layers):
                 layers = self.model.get_submodule(self._prefix + layout.layers)
@@ -245,7 +247,7 @@ class StageCut:
         base = self.model.get_submodule(self._prefix.rstrip("."))
         costs = [0.0] * self.starts[-1]
         for start, layout in zip(self.starts, self.lists, strict=False):
-            for path in (layout.layers, *layout.beside):
+            for path in (layout.layers, *layout.sublayer_lists):
                 for position, layer in enumerate(base.get_submodule(path), start):
                     costs[position] += matrix_cost(layer)
         embedding = matrix_cost(base, lambda name: _is_in(name, self.lists[0].first))
@@ -255,56 +257,60 @@ class StageCut:
         little = 0.01 * sum(costs) / len(costs)
         return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little)
 
-    def _view_of(self, stage: int, arrival: Arrival) -> StageView:
-        """What `stage` sees; its first layer reads from `arrival` from now on."""
+    def _view_of(self, stage: int, stage_input: StageInput) -> VirtualStage:
+        """What `stage` sees; its first layer reads from `stage_input` from now on."""
         held = self.ranges[stage]
-        carries, keeps = self._travels_to(held.start)
+        carried_inputs, keeps = self._travels_to(held.start)
         ignored = frozenset() if held.start == 0 else frozenset(self.lists[0].first_inputs)
-        view = StageView(carries, keeps, ignored)
+        view = VirtualStage(carried_inputs, keeps, ignored)
         for index, layout in enumerate(self.lists):
-            self._cut_layers(view, index, held, arrival)
+            self._cut_layers(view, index, held, stage_input)
             self._stand_in(view, layout.first, max(self.starts[index] - 1, 0), held)
-            self._stand_in(view, dict.fromkeys(layout.last, PassedThrough), self.starts[index + 1] - 1, held)
-            for path, fields in layout.done.items():
+            self._stand_in(view, dict.fromkeys(layout.last, IdentityPlaceholder), self.starts[index + 1] - 1, held)
+            for path, fields in layout.finished_towers.items():
                 if self.starts[index + 1] <= held.start:
-                    view.stand_ins[self._place(path)] = Finished(path, fields)
+                    view.placeholders[self._place(path)] = CachedTower(path, fields)
         if stage != self.manager.num_stages - 1:
             for name in self._head:
-                view.stand_ins[self.model, name] = Elsewhere()
+                view.placeholders[self.model, name] = UnreachablePlaceholder()
         return view
 
-    def _cut_layers(self, view: StageView, index: int, held: range, arrival: Arrival) -> None:
+    def _cut_layers(self, view: VirtualStage, index: int, held: range, stage_input: StageInput) -> None:
         layout, start = self.lists[index], self.starts[index]
         layers = self.model.get_submodule(self._prefix + layout.layers)
         for position, layer in enumerate(list(layers), start=start):
             stand_in = None
             if position < held.start:
-                stand_in = Skipped(int(layout.tuple_output), layout.carries)
+                stand_in = Skipped(int(layout.tuple_output), layout.carried_inputs)
             elif position == held.stop:
                 stand_in = Boundary(layer, *self._travels_to(held.stop))
             elif position > held.stop:
-                stand_in = Elsewhere()
-            elif position == held.start and position > 0 and not layout.beside:
-                enter_at(layer, arrival, layout.carries if position > start else ())
+                stand_in = UnreachablePlaceholder()
+            elif position == held.start and position > 0 and not layout.sublayer_lists:
+                enter_at(layer, stage_input, layout.carried_inputs if position > start else ())
             if stand_in is not None:
-                view.stand_ins[layers, position - start] = _alike(stand_in, layer)
-        for path in layout.beside:
+                view.placeholders[layers, position - start] = _alike(stand_in, layer)
+        for path in layout.sublayer_lists:
             parts = self.model.get_submodule(self._prefix + path)
             for position, part in enumerate(list(parts), start=start):
                 if position < held.start:
-                    ends_layer = position == held.start - 1 and path == layout.beside[-1]
-                    view.stand_ins[parts, position - start] = _alike(Entered() if ends_layer else PassedThrough(), part)
+                    ends_layer = position == held.start - 1 and path == layout.sublayer_lists[-1]
+                    view.placeholders[parts, position - start] = _alike(
+                        LayerInputPlaceholder() if ends_layer else IdentityPlaceholder(), part
+                    )
                 elif position >= held.stop:
-                    view.stand_ins[parts, position - start] = _alike(Elsewhere(), part)
+                    view.placeholders[parts, position - start] = _alike(UnreachablePlaceholder(), part)
 
-    def _stand_in(self, view: StageView, paths: Mapping[str, type[StandIn]], runs_with: int, held: range) -> None:
+    def _stand_in(
+        self, view: VirtualStage, paths: Mapping[str, type[StagePlaceholder]], runs_with: int, held: range
+    ) -> None:
         """Stand-ins for modules that run on the stage of layer number `runs_with`."""
         if runs_with in held:
             return
         for path, stand_in in paths.items():
             if has_module(self.model, self._prefix + path):
-                new = stand_in() if runs_with < held.start else Elsewhere()
-                view.stand_ins[self._place(path)] = _alike(new, self.model.get_submodule(self._prefix + path))
+                new = stand_in() if runs_with < held.start else UnreachablePlaceholder()
+                view.placeholders[self._place(path)] = _alike(new, self.model.get_submodule(self._prefix + path))
 
     def _place(self, path: str) -> Place:
         parent, _, name = (self._prefix + path).rpartition(".")
@@ -315,9 +321,11 @@ class StageCut:
         if not 0 < position < self.starts[-1]:
             return [], []
         index = max(i for i, start in enumerate(self.starts[:-1]) if start <= position)
-        carries = list(self.lists[index].carries) if position > self.starts[index] else []
+        carried_inputs = list(self.lists[index].carried_inputs) if position > self.starts[index] else []
         finished = self.lists[max(index - 1, 0) : index]
-        return carries, [(path, name) for each in finished for path, names in each.done.items() for name in names]
+        return carried_inputs, [
+            (path, name) for each in finished for path, names in each.finished_towers.items() for name in names
+        ]
 
     def _stage_of(self, layer: int) -> int:
         return next(stage for stage, held in enumerate(self.ranges) if layer in held)
@@ -331,7 +339,7 @@ def _is_in(name: str, paths: Iterable[str]) -> bool:
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
-def _alike(stand_in: StandIn, native: nn.Module) -> StandIn:
+def _alike(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
     """Give a stand-in what models read of modules that they do not call: strides, the kind of a layer's attention."""
     known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
     known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
@@ -358,11 +366,13 @@ def has_module(root: nn.Module, path: str) -> bool:
     return True
 
 
-def run_stage(model: nn.Module, message: Message | None, inputs: Mapping[str, Any], stage: int | None = None) -> Any:
+def run_stage(
+    model: nn.Module, message: StageMessage | None, inputs: Mapping[str, Any], stage: int | None = None
+) -> Any:
     """Run one pass of a stage that `model` is.
 
     Args:
-        model: the model, cut by `StageCut`.
+        model: the model, cut by `StagePartitioner`.
         message: from the stage before, the hidden state [batch, seq, hidden] first; None on the first stage.
         inputs: the keyword arguments of the model's forward, the same on every stage.
         stage: which of the stages that are here; None for the only one.

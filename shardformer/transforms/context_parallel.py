@@ -13,7 +13,7 @@ from shardformer.context_parallel.zigzag import Positions, cut_inputs, gather_be
 from shardformer.policies.base import Policy
 from shardformer.policies.head_losses import head_loss_of
 from shardformer.shard_config import ShardConfig
-from shardformer.stages.stage import StandIn
+from shardformer.stages.stage import StagePlaceholder
 
 # Rotary tables that depend on the length of the sequence, which no rank has whole.
 _ROTARY_OF_LENGTH = ("dynamic", "longrope")
@@ -40,12 +40,12 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
 
 def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
     layout, text = policy.stages, getattr(model, "config", None)
-    if layout is None or layout.then is not None or getattr(text, "is_encoder_decoder", False):
+    if layout is None or layout.next_layers is not None or getattr(text, "is_encoder_decoder", False):
         yield "which has other layers than one list of them"
         return
-    if not policy.exchanges_heads or not any(map(uses_registry, model.modules())):
+    if not policy.supports_ulysses or not any(map(uses_registry, model.modules())):
         yield "whose attention does not go through transformers' registry alone"
-    if not policy.mixes_in_attention_alone():
+    if not policy.tokens_mix_only_in_attention():
         yield "whose tokens meet outside of attention"
     base = _reader_of_tokens(model, policy)
     if base is None:
@@ -81,5 +81,5 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token
     last = model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))[-1]
-    if not model.returns_parts and not isinstance(last, StandIn):
+    if not model.returns_parts and not isinstance(last, StagePlaceholder):
         gather_behind(last, axis)

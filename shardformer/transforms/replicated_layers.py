@@ -14,7 +14,7 @@ from torch import nn
 
 from shardformer.attention import log_once
 from shardformer.expert_parallel.experts import is_experts
-from shardformer.layers import ColumnParallelLinear, HeadParallelEmbedding, HeadRowsLinear, RowParallelLinear
+from shardformer.layers import ColumnParallelLinear, HeadParallelEmbedding, MultiQueryLinear, RowParallelLinear
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_config import ShardConfig
@@ -33,8 +33,8 @@ class Replacement:
     @property
     def cuts_outputs(self) -> bool:
         """Whether a rank has its own features of what the replacement returns."""
-        cuts = issubclass(self.target, ColumnParallelLinear | HeadRowsLinear | HeadParallelEmbedding)
-        return cuts and self.target.cuts_layer and not self.arguments.get("gather_output")
+        cuts = issubclass(self.target, ColumnParallelLinear | MultiQueryLinear | HeadParallelEmbedding)
+        return cuts and self.target.shards_layer and not self.arguments.get("gather_output")
 
     @property
     def cuts_inputs(self) -> bool:
@@ -100,7 +100,7 @@ class KeptLayers:
             start = f"{each.path} (a {type(each.native).__name__}) has {reason}, which"
             if not each.target.can_stay_whole:
                 yield f"{start} would be lost where tensor parallelism cuts it; use tp_size=1 (dp or pp)"
-            elif self.config.sequence is not None and each.target.cuts_layer:
+            elif self.config.sequence is not None and each.target.shards_layer:
                 yield f"{start} sequence parallelism cannot keep; use enable_sequence_parallelism=False"
             elif (side := _unknown_size(each)) is not None:
                 yield (

@@ -243,23 +243,23 @@ def test_heads_of_a_twin_are_shared_out_like_those_of_the_model(
 
 
 def test_a_twin_keeps_what_defines_the_architecture() -> None:
-    def twin(config: Any, num_stages: int = 2) -> Any:
+    def tiny_model(config: Any, num_stages: int = 2) -> Any:
         return small_config(config, TwinSizes.of(config, 2, num_stages))
 
-    assert twin(transformers.MistralConfig(sliding_window=None)).sliding_window is None
-    assert twin(transformers.MistralConfig(sliding_window=4096)).sliding_window == 5
-    assert set(twin(transformers.Gemma3TextConfig()).layer_types) == {"sliding_attention", "full_attention"}
-    assert set(twin(transformers.JambaConfig()).layers_block_type) == {"mamba", "attention"}
-    llama4 = twin(transformers.Llama4TextConfig())
+    assert tiny_model(transformers.MistralConfig(sliding_window=None)).sliding_window is None
+    assert tiny_model(transformers.MistralConfig(sliding_window=4096)).sliding_window == 5
+    assert set(tiny_model(transformers.Gemma3TextConfig()).layer_types) == {"sliding_attention", "full_attention"}
+    assert set(tiny_model(transformers.JambaConfig()).layers_block_type) == {"mamba", "attention"}
+    llama4 = tiny_model(transformers.Llama4TextConfig())
     assert set(llama4.no_rope_layers) == {0, 1} and llama4.num_experts_per_tok == 1
     assert len(llama4.layer_types) == llama4.num_hidden_layers == 4
     assert (
-        twin(transformers.GPT2Config(activation_function="relu", tie_word_embeddings=False)).tie_word_embeddings
+        tiny_model(transformers.GPT2Config(activation_function="relu", tie_word_embeddings=False)).tie_word_embeddings
         is False
     )
-    assert twin(transformers.BertConfig(hidden_act="relu", num_labels=7)).num_labels == 7
-    assert twin(transformers.LlamaConfig(num_hidden_layers=80), num_stages=8).num_hidden_layers == 8
-    assert twin(transformers.DeepseekV3Config(q_lora_rank=None)).q_lora_rank is None
+    assert tiny_model(transformers.BertConfig(hidden_act="relu", num_labels=7)).num_labels == 7
+    assert tiny_model(transformers.LlamaConfig(num_hidden_layers=80), num_stages=8).num_hidden_layers == 8
+    assert tiny_model(transformers.DeepseekV3Config(q_lora_rank=None)).q_lora_rank is None
 
 
 # ----- outputs -----

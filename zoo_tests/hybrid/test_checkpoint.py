@@ -20,7 +20,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.case import LAYOUTS, Case, Recipe
 from zoo_tests.hybrid.toy import global_batch, mean_square, share_of, toy
-from zoo_tests.oracle import train_plainly
+from zoo_tests.oracle import train_reference
 from zoo_tests.ranks import distributed, run_on_ranks
 from zoo_tests.sharded import Boosted, boost
 
@@ -75,7 +75,7 @@ def test_training_goes_on_under_another_layout(
         for step, layout in enumerate(layouts)
     ]
     # Adam divides by the root of a gradient that is zero but for rounding (key biases).
-    assert losses == pytest.approx(train_plainly(recipe).losses, rel=1e-12 if optimizer == "momentum" else 1e-9)
+    assert losses == pytest.approx(train_reference(recipe).losses, rel=1e-12 if optimizer == "momentum" else 1e-9)
 
 
 def _interrupt(case: Case, directory: Path) -> None:

@@ -23,7 +23,7 @@ from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.hybrid.test_checkpoint_files import names
 from zoo_tests.ranks import distributed
 
-PUBLISH = "plugins.hybrid_parallel.checkpoint.state.atomic_save.PartialCheckpoint.publish"
+PUBLISH = "plugins.hybrid_parallel.checkpoint.state.atomic_save.PendingSave.publish"
 
 
 @pytest.mark.slow
@@ -94,9 +94,9 @@ def test_two_runs_share_a_folder(tmp_path: Path) -> None:
     training = MarkedTraining()
     other = MarkedTraining()
     go_on = threading.Event()
-    publish = partial.PartialCheckpoint.publish
+    publish = partial.PendingSave.publish
 
-    def slowly(self: partial.PartialCheckpoint, manifest: object) -> None:
+    def slowly(self: partial.PendingSave, manifest: object) -> None:
         if self.path.name == "slow":
             assert go_on.wait(30)
         publish(self, manifest)
@@ -141,9 +141,9 @@ def test_a_snapshot_is_that_of_the_moment_of_the_call(tmp_path: Path) -> None:
 @distributed(2)
 def test_one_save_is_in_flight_at_most(tmp_path: Path) -> None:
     training, running, most = MarkedTraining(), [], []
-    publish = partial.PartialCheckpoint.publish
+    publish = partial.PendingSave.publish
 
-    def counted(self: partial.PartialCheckpoint, manifest: object) -> None:
+    def counted(self: partial.PendingSave, manifest: object) -> None:
         running.append(self)
         most.append(len(running))
         publish(self, manifest)
@@ -163,11 +163,11 @@ import sys, tempfile, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from plugins.hybrid_parallel.checkpoint import store
-from plugins.hybrid_parallel.checkpoint.partial import PartialCheckpoint
+from plugins.hybrid_parallel.checkpoint.partial import PendingSave
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-training, publish = MarkedTraining(), PartialCheckpoint.publish
-PartialCheckpoint.publish = lambda *given: time.sleep(0.5) or publish(*given)
+training, publish = MarkedTraining(), PendingSave.publish
+PendingSave.publish = lambda *given: time.sleep(0.5) or publish(*given)
 training.save(Path(sys.argv[1]), 7, asynchronous=True)
 training.mark(-1)
 if sys.argv[2] == "error":

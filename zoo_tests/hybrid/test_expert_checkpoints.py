@@ -1,7 +1,7 @@
 """Experts on several ranks are saved whole, and layouts with and without expert parallelism open each other's files.
 
 What breaks here first: who of the ranks with copies writes a piece. Look at `axis` of `shardformer/shard_spec.py`, and
-at `replicas_of` of `plugins/hybrid_parallel/distributed/mesh.py`.
+at `replicate_axis` of `plugins/hybrid_parallel/distributed/mesh.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What expert parallelism shares with the rest of the plugin: refusals, loops, comparisons of ranks, what ranks hold.
 
-What breaks here first: something that takes all replicas for copies of each other. Look at `replicas_of` of
+What breaks here first: something that takes all replicas for copies of each other. Look at `replicate_axis` of
 `plugins/hybrid_parallel/distributed/mesh.py`.
 """
 

@@ -26,30 +26,35 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.comm.collectives import DirectExchange, Exchange, SharedExchange, exchange_of
-from plugins.hybrid_parallel.zero.comm.shared_memory import HostMemory, NeighbourMemory
-from plugins.hybrid_parallel.zero.comm.signal_sockets import Line, Lines
+from plugins.hybrid_parallel.zero.comm.collectives import (
+    P2PCollectives,
+    SharedMemoryCollectives,
+    ZeroCollectives,
+    exchange_of,
+)
+from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
+from plugins.hybrid_parallel.zero.comm.signal_sockets import SignalSocket, SignalSockets
 from zoo_tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 
 
 def test_memory_of_another_process_is_read_where_it_lies() -> None:
-    memory = HostMemory()
+    memory = SharedSegment()
     numbers = memory.empty(5000, torch.float64).copy_(torch.arange(5000))
-    other = NeighbourMemory(os.getpid(), memory.file, memory.token)
-    window = other.window(memory.place(numbers) + 8 * 4000, 7, torch.float64)
+    other = PeerSegment(os.getpid(), memory.file, memory.token)
+    window = other.map_view(memory.place(numbers) + 8 * 4000, 7, torch.float64)
     assert window.tolist() == list(range(4000, 4007))
     numbers[4001] = -1.0
     assert window[1] == -1.0
     # More than what was reserved at first.
     more = [memory.empty(40 * 2**20, torch.float32) for _ in range(3)]
     more[2][-1] = 3.0
-    assert other.window(memory.place(more[2]) + 4 * (40 * 2**20 - 1), 1, torch.float32).item() == 3.0
+    assert other.map_view(memory.place(more[2]) + 4 * (40 * 2**20 - 1), 1, torch.float32).item() == 3.0
 
 
 def test_memory_that_is_released_leaves_the_machine() -> None:
-    memory = HostMemory()
+    memory = SharedSegment()
     numbers = memory.empty(2**20, torch.float32).fill_(1.0)
     held = os.fstat(memory.file).st_blocks * 512
     assert held >= 4 * 2**20
@@ -58,24 +63,24 @@ def test_memory_that_is_released_leaves_the_machine() -> None:
 
 
 def test_memory_is_gone_with_its_owner_and_not_taken_for_anothers() -> None:
-    memory = HostMemory()
+    memory = SharedSegment()
     with pytest.raises(FileNotFoundError, match="has no memory to share"):
-        NeighbourMemory(os.getpid(), memory.file, memory.token + 1)
+        PeerSegment(os.getpid(), memory.file, memory.token + 1)
     file, token = memory.file, memory.token
     del memory
     gc.collect()
     with pytest.raises(OSError):
-        NeighbourMemory(os.getpid(), file, token)
+        PeerSegment(os.getpid(), file, token)
 
 
-def _ring(count: int, timeout_s: float = 5.0) -> list[Lines]:
+def _ring(count: int, timeout_s: float = 5.0) -> list[SignalSockets]:
     """The lines of `count` ranks."""
-    ends: list[dict[int, Line]] = [{} for _ in range(count)]
+    ends: list[dict[int, SignalSocket]] = [{} for _ in range(count)]
     for first in range(count):
         for second in range(first):
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ends[first][second], ends[second][first] = Line(here, second), Line(there, first)
-    return [Lines(lines, timeout_s) for lines in ends]
+            ends[first][second], ends[second][first] = SignalSocket(here, second), SignalSocket(there, first)
+    return [SignalSockets(lines, timeout_s) for lines in ends]
 
 
 def test_numbers_keep_their_order_within_a_tag() -> None:
@@ -148,34 +153,34 @@ def test_who_waits_in_vain_says_for_whom() -> None:
         here.receive(1, 0)
 
 
-def _kinds(make: Callable[[], Any]) -> list[type[Exchange]]:
+def _kinds(make: Callable[[], Any]) -> list[type[ZeroCollectives]]:
     with make():
         return [type(exchange_of(dist.group.WORLD, device)) for device in (CPU, torch.device("cuda"))]
 
 
 def _one_sees_no_neighbours() -> Any:
     """A rank in a container of its own, which the others cannot look into."""
-    hidden = mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.NeighbourMemory", side_effect=PermissionError)
+    hidden = mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.PeerSegment", side_effect=PermissionError)
     return hidden if dist.get_rank() == 1 else contextlib.nullcontext()
 
 
 def _another_system() -> Any:
-    return mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.HostMemory", side_effect=OSError)
+    return mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.SharedSegment", side_effect=OSError)
 
 
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (contextlib.nullcontext, SharedExchange),
-        (_one_sees_no_neighbours, DirectExchange),
-        (_another_system, DirectExchange),
+        (contextlib.nullcontext, SharedMemoryCollectives),
+        (_one_sees_no_neighbours, P2PCollectives),
+        (_another_system, P2PCollectives),
     ],
 )
-def test_all_ranks_exchange_in_one_way(make: Callable[[], Any], kind: type[Exchange]) -> None:
-    assert all(kinds == [kind, Exchange] for kinds in run_on_ranks(2, _kinds, make))
+def test_all_ranks_exchange_in_one_way(make: Callable[[], Any], kind: type[ZeroCollectives]) -> None:
+    assert all(kinds == [kind, ZeroCollectives] for kinds in run_on_ranks(2, _kinds, make))
 
 
-class _Slow(SharedExchange):
+class _Slow(SharedMemoryCollectives):
     """One rank is always late: the others have long gone on when it reads their gradients and parameters."""
 
     def read(self, *args: Any, **kwargs: Any) -> Iterator[tuple[slice, Tensor]]:
@@ -188,13 +193,13 @@ def _values(*how: Any) -> list[Tensor]:
     return [param.detach().clone() for param in _train(*how)]
 
 
-def _train(exchange: type[Exchange] | None, accumulates: bool, overlap: bool) -> list[nn.Parameter]:
+def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: bool) -> list[nn.Parameter]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(11, 16), *(nn.Linear(16, 16) for _ in range(8)))
     made = contextlib.nullcontext()
     if exchange is not None:
-        made = mock.patch("plugins.hybrid_parallel.zero.comm.collectives.SharedExchange", exchange)
-        if exchange is DirectExchange:
+        made = mock.patch("plugins.hybrid_parallel.zero.comm.collectives.SharedMemoryCollectives", exchange)
+        if exchange is P2PCollectives:
             made = mock.patch("plugins.hybrid_parallel.zero.comm.collectives.meet_neighbours", lambda group: None)
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
@@ -219,7 +224,7 @@ def _train(exchange: type[Exchange] | None, accumulates: bool, overlap: bool) ->
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_slow_reader_finds_what_was_written_for_it(accumulates: bool, overlap: bool) -> None:
     slow = run_on_ranks(2, _values, _Slow, accumulates, overlap)
-    sent = run_on_ranks(2, _values, DirectExchange, accumulates, overlap)
+    sent = run_on_ranks(2, _values, P2PCollectives, accumulates, overlap)
     for mine, theirs in zip([*slow[0], *slow[1]], [*sent[0], *sent[1]], strict=True):
         assert torch.equal(mine, theirs)
 
@@ -233,8 +238,8 @@ def _in_another_order(make: Callable[[], Any]) -> bool:
     pending = [exchange.reduce_scatter(flat, torch.empty(16, dtype=torch.float64)) for flat in flats]
     for place in (2, 0, 1) if rank else (1, 2, 0):
         assert torch.equal(pending[place].wait(), torch.full((16,), 2 * 10.0**place + 1, dtype=torch.float64))
-        pending[place].settle(place != rank)
-    return [each.settled() for each in pending] == [False, False, True]
+        pending[place].mark_done(place != rank)
+    return [each.wait_all_done() for each in pending] == [False, False, True]
 
 
 @pytest.mark.parametrize("make", [contextlib.nullcontext, _another_system])

@@ -18,10 +18,10 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer, record_module_init
-from shardformer.matmul.weight_grad import finish_backward, linear, own_native_products, splitting_backward
-from shardformer.stages.placeholders import StandIn
+from shardformer.matmul.weight_grad import linear, own_native_products, run_deferred, split_backward
+from shardformer.stages.placeholders import StagePlaceholder
 from zoo_tests.case import Case, Recipe
-from zoo_tests.oracle import inputs_of, train_plainly
+from zoo_tests.oracle import inputs_of, train_reference
 from zoo_tests.ranks import distributed, run_on_ranks
 from zoo_tests.sharded import Boosted, boost
 
@@ -59,9 +59,9 @@ def test_a_rank_with_two_stages_shows_each_its_own_modules() -> None:
     with model.stage_views.running(3, (torch.zeros(1, 1, 1),)):
         assert seen() == [*["Skipped"] * 3, "BertLayer", "BertLayer", "Received", "BertOnlyMLMHead"]
     assert seen() == between
-    held = [type(layer).__name__ for layer in layers if not isinstance(layer, StandIn)]
+    held = [type(layer).__name__ for layer in layers if not isinstance(layer, StagePlaceholder)]
     assert held == ["BertLayer"] * 3
-    assert not isinstance(model.bert.embeddings, StandIn) and not isinstance(model.cls, StandIn)
+    assert not isinstance(model.bert.embeddings, StagePlaceholder) and not isinstance(model.cls, StagePlaceholder)
 
 
 def test_a_pass_that_fails_leaves_the_modules_in_place() -> None:
@@ -94,27 +94,27 @@ def test_gradients_of_weights_wait_for_the_second_half(transposed: bool) -> None
     x = torch.randn(2, 4, 3).double().requires_grad_()
     matrix = weight.t() if transposed else weight
     expected = torch.autograd.grad(torch.nn.functional.linear(x, matrix, bias).square().sum(), [x, bias, weight])
-    put_off: list = []
-    with splitting_backward():
+    deferred: list = []
+    with split_backward():
         out = linear(x, weight.t() if transposed else weight, bias).square().sum()
-    with splitting_backward(put_off):
+    with split_backward(deferred):
         out.backward()
     torch.testing.assert_close([x.grad, bias.grad], list(expected[:2]))
     assert weight.grad is None
-    finish_backward(put_off)
+    run_deferred(deferred)
     torch.testing.assert_close(weight.grad, expected[2])
-    assert not put_off
+    assert not deferred
 
 
 def test_a_weight_that_is_put_together_is_not_put_off() -> None:
     """Its gradient has to go on through what put it together."""
     weight = nn.Parameter(torch.randn(4, 3))
-    put_off: list = []
-    with splitting_backward():
+    deferred: list = []
+    with split_backward():
         out = linear(torch.randn(2, 3), weight[1:3]).sum()
-    with splitting_backward(put_off):
+    with split_backward(deferred):
         out.backward()
-    assert not put_off
+    assert not deferred
     assert weight.grad[1:3].abs().min() > 0 and weight.grad[0].abs().max() == 0
 
 
@@ -126,14 +126,14 @@ def test_native_layers_put_off_theirs_and_nothing_else_changes() -> None:
     x = torch.randn(2, 3)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     own_native_products(model)
-    put_off: list = []
-    with splitting_backward():
+    deferred: list = []
+    with split_backward():
         out = model(x).sum()
-    with splitting_backward(put_off):
+    with split_backward(deferred):
         out.backward()
     late = [name for name, param in model.named_parameters() if param.grad is None]
     assert late == ["0.weight", "1.weight", "3.weight"]
-    finish_backward(put_off)
+    run_deferred(deferred)
     torch.testing.assert_close([param.grad for param in model.parameters()], list(expected))
     torch.testing.assert_close(torch.autograd.grad(model(x).sum(), list(model.parameters())), expected)
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_one_schedule_opens_under_the_others(family: str, tmp_pa
         run_on_ranks(2, _one_step, _case(family, style, recipe=recipe), step, tmp_path)[0]
         for step, style in enumerate(styles)
     ]
-    plain = train_plainly(Recipe(family=family, head=HEADS[family], **recipe))
+    plain = train_reference(Recipe(family=family, head=HEADS[family], **recipe))
     assert losses == pytest.approx(plain.losses, rel=1e-11)
 
 

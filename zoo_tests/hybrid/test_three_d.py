@@ -29,7 +29,7 @@ from zoo_tests.parity.test_three_d import (
     masked_loss,
     samples,
     times,
-    train_plainly,
+    train_reference,
 )
 from zoo_tests.parity.test_tp_info import GPT2
 from zoo_tests.ranks import distributed, run_on_ranks
@@ -75,7 +75,7 @@ def test_groups_may_stand_in_any_order() -> None:
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LR))
     assert (plugin.stage_index, plugin.tp_rank, plugin.dp_size) == (rank % 2, rank // 2, 1)
     found = booster.execute_pipeline(iter([_one_batch()]), model, criterion=masked_loss, optimizer=optimizer)
-    torch.testing.assert_close(found.loss.item(), train_plainly(SCENARIOS["gpt2"])[0][0], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.loss.item(), train_reference(SCENARIOS["gpt2"])[0][0], rtol=1e-9, atol=0)
 
 
 class HeadDropout(nn.Dropout):

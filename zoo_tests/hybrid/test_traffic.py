@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.comm.collectives import Exchange
-from plugins.hybrid_parallel.zero.comm.shared_memory import NeighbourMemory
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradientMemory
+from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from zoo_tests.ranks import run_on_ranks
 
 _SIZES = (37, 53, 29, 5)
@@ -58,13 +58,13 @@ def _together() -> Any:
 def _bytes_of_a_step(bucket_size: float, place: Callable[[], Any]) -> tuple[int, int, int]:
     """Bytes that this rank got from others, in shards and in words, and those of a reduce-scatter and an all-gather."""
     got: list[int] = []
-    receive, window = dist.irecv, NeighbourMemory.window
+    receive, window = dist.irecv, PeerSegment.map_view
 
     def received(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         got.append(tensor.numel() * tensor.element_size())
         return receive(tensor, *args, **kwargs)
 
-    def read(self: NeighbourMemory, place: int, count: int, dtype: torch.dtype, is_kept: bool = False) -> Tensor:
+    def read(self: PeerSegment, place: int, count: int, dtype: torch.dtype, is_kept: bool = False) -> Tensor:
         got.append(count * dtype.itemsize)
         return window(self, place, count, dtype, is_kept)
 
@@ -74,7 +74,7 @@ def _bytes_of_a_step(bucket_size: float, place: Callable[[], Any]) -> tuple[int,
     with (
         place(),
         mock.patch.object(dist, "irecv", received),
-        mock.patch.object(NeighbourMemory, "window", read),
+        mock.patch.object(PeerSegment, "window", read),
         mock.patch("plugins.hybrid_parallel.zero.comm.collectives.reduce_scatter_flat", refused),
         mock.patch("plugins.hybrid_parallel.zero.comm.collectives.all_gather_flat", refused),
     ):
@@ -126,7 +126,7 @@ def test_local_gradients_are_given_up_when_they_are_reduced() -> None:
 
 
 def test_memory_of_reduced_gradients_is_taken_again() -> None:
-    memory, cpu = GradientMemory(Exchange(None), unit=400), torch.device("cpu")
+    memory, cpu = GradBufferPool(ZeroCollectives(None), unit=400), torch.device("cpu")
     first = memory.take(70, torch.float32, cpu)
     memory.give(first)
     second = memory.take(100, torch.float32, cpu)

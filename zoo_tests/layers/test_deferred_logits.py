@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import shardformer.cross_entropy.deferred_logits as module
 from shardformer.cross_entropy.chunking import chunk_bytes, planned_for
-from shardformer.cross_entropy.deferred_logits import DeferredLogits, HeadCall, defer, loss_of, saves_memory
+from shardformer.cross_entropy.deferred_logits import DeferredLogits, LMHeadCall, defer_logits, loss_of, saves_memory
 from shardformer.layers import VocabParallelLMHead
 from shardformer.layers.lm_head import deferred_logits
-from shardformer.matmul.weight_grad import own_native_products, splitting_backward
+from shardformer.matmul.weight_grad import own_native_products, split_backward
 from zoo_tests.layers.native import EXACT, check_gradients, fill, known
 from zoo_tests.ranks import distributed
 
@@ -47,7 +47,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _deferred(head: nn.Linear) -> tuple[DeferredLogits, Tensor]:
     x = known(3, 7, 6, grad=True)
-    return DeferredLogits(HeadCall(x, head.weight, head.bias, head)), x
+    return DeferredLogits(LMHeadCall(x, head.weight, head.bias, head)), x
 
 
 def test_looking_computes_nothing() -> None:
@@ -149,7 +149,7 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     head, chunk = nn.Linear(64, 2**16, device="meta"), chunk_bytes(torch.device("cpu"))
 
     def defers(tokens: int) -> bool:
-        return saves_memory(HeadCall(torch.empty(1, tokens, 64), head.weight, None, head))
+        return saves_memory(LMHeadCall(torch.empty(1, tokens, 64), head.weight, None, head))
 
     fitting = chunk // (4 * 2**16)
     assert not defers(fitting) and defers(fitting + 1), "more than a chunk"
@@ -164,7 +164,7 @@ def test_in_a_plan_all_passes_do_as_the_first(monkeypatch: pytest.MonkeyPatch) -
     cpu, head = torch.device("cpu"), nn.Linear(64, 2**16, device="meta")
 
     def defers(tokens: int) -> bool:
-        return saves_memory(HeadCall(torch.empty(tokens, 64), head.weight, None, head))
+        return saves_memory(LMHeadCall(torch.empty(tokens, 64), head.weight, None, head))
 
     few, many = chunk_bytes(cpu) // (4 * 2**16), chunk_bytes(cpu) // (4 * 2**16) + 1
     with planned_for("cpu"):
@@ -180,9 +180,9 @@ def test_a_head_in_another_precision_is_left_alone() -> None:
     head = fill(nn.Linear(6, 11)).float()
     x = known(3, 6).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert type(defer(HeadCall(x, head.weight, None, head))) is Tensor
-        assert type(defer(HeadCall(x.float(), head.weight, None, head))) is Tensor
-    assert type(defer(HeadCall(x.float(), head.weight, None, head))) is DeferredLogits
+        assert type(defer_logits(LMHeadCall(x, head.weight, None, head))) is Tensor
+        assert type(defer_logits(LMHeadCall(x.float(), head.weight, None, head))) is Tensor
+    assert type(defer_logits(LMHeadCall(x.float(), head.weight, None, head))) is DeferredLogits
 
 
 # ----- the heads of a model -----
@@ -199,7 +199,7 @@ def test_heads_of_split_passes_get_their_forward_back() -> None:
     model = fill(_Model())
     own_native_products(model)
     forward = model.lm_head.forward
-    with deferred_logits(model), splitting_backward():
+    with deferred_logits(model), split_backward():
         logits = model(known(3, 6))
         assert type(logits) is DeferredLogits
         assert type(logits.view(-1).grad_fn.next_functions[0][0]).__name__ == "_LinearBackward"

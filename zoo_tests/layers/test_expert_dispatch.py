@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardformer.expert_parallel.token_dispatcher import Capacity, ExpertDispatch
+from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 from zoo_tests.layers.native import EXACT, known
 from zoo_tests.ranks import distributed
@@ -85,7 +85,7 @@ def test_dispatch(route: str) -> None:
 
     own = whole.detach()[rank * share : (rank + 1) * share].clone().requires_grad_()
     inputs = _inputs(route, tokens[rank], rank)
-    dispatch = ExpertDispatch(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)
+    dispatch = TokenDispatcher(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)
     outcome = _run(dispatch, inputs)
     _check(outcome, inputs, expected[rank], plain[rank])
     assert own.grad is not None, "an expert without tokens has zeros, as in plain training"
@@ -104,7 +104,7 @@ def test_tensor_parallel_ranks_send_a_slice_each(tokens: int) -> None:
 
     own = whole.detach()[pair * share : (pair + 1) * share].clone().requires_grad_()
     inputs = _inputs("spread", tokens, pair)
-    dispatch = ExpertDispatch(_experts(own), NUM_EXPERTS, between, SequenceParallel(across))
+    dispatch = TokenDispatcher(_experts(own), NUM_EXPERTS, between, SequenceParallel(across))
     outcome = _run(dispatch, inputs)
     _check(outcome, inputs, expected[pair], plain[pair])
     dist.all_reduce(own.grad, group=across)
@@ -116,14 +116,14 @@ def test_tensor_parallel_ranks_send_a_slice_each(tokens: int) -> None:
 def test_any_dtype_travels(dtype: torch.dtype) -> None:
     own = known(NUM_EXPERTS // 2, HIDDEN, HIDDEN, seed=dist.get_rank()).to(dtype)
     hidden, index, weights, _ = _inputs("spread", 5, 1)
-    outcome = ExpertDispatch(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)(hidden.to(dtype), index, weights)
+    outcome = TokenDispatcher(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)(hidden.to(dtype), index, weights)
     assert outcome.dtype == dtype
     assert outcome.isfinite().all()
 
 
 def test_first_choices_of_early_tokens_go_first() -> None:
     """Two sequences of three tokens; an expert has room for two choices of each."""
-    capacity = Capacity(factor=1.0, num_experts=3, skips=True)
+    capacity = ExpertCapacity(factor=1.0, num_experts=3, skips=True)
     capacity._length = 3
     index = torch.tensor([[0, 1], [1, 0], [0, 2], [2, 1], [2, 1], [2, 1]])
     kept = capacity.kept(index)

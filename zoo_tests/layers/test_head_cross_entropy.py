@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardformer.cross_entropy.fused_linear import head_cross_entropy_sum
+from shardformer.cross_entropy.fused_linear import fused_linear_cross_entropy_sum
 from shardformer.layers import VocabParallelLMHead
 from zoo_tests.layers.native import EXACT, check_gradients, fill, known
 from zoo_tests.ranks import distributed
@@ -48,7 +48,7 @@ def test_whole_head(bias: bool, ignored: str, chunk_rows: int) -> None:
     native, other = fill(nn.Linear(6, 101, bias=bias)), fill(nn.Linear(6, 101, bias=bias))
     x, plain_x = known(3, 7, 6, grad=True), known(3, 7, 6, grad=True)
     labels = _labels(101, ignored)
-    found = head_cross_entropy_sum(x, other.weight, other.bias, labels, chunk_rows=chunk_rows)
+    found = fused_linear_cross_entropy_sum(x, other.weight, other.bias, labels, chunk_rows=chunk_rows)
     expected = _plain(native, plain_x, labels)
     torch.testing.assert_close(found, expected, **EXACT)
     (found * -3).backward()
@@ -66,7 +66,7 @@ def _check_cut_head(vocabulary: int, bias: bool, ignored: str, chunk_rows: int) 
         head.weight[stop - start :] = 77.0
     x, plain_x = known(3, 7, 6, grad=True), known(3, 7, 6, grad=True)
     labels = _labels(vocabulary, ignored)
-    found = head_cross_entropy_sum(
+    found = fused_linear_cross_entropy_sum(
         x, head.matrix, head.bias, labels, head.vocab_range, head.group, chunk_rows=chunk_rows
     )
     expected = _plain(native, plain_x, labels)
@@ -95,7 +95,7 @@ def test_a_transposed_head() -> None:
     """The weight is [hidden, vocabulary]: its gradient is that of the transpose."""
     weight, x = known(6, 101, seed=2, grad=True), known(3, 7, 6, grad=True)
     labels = _labels(101, "some")
-    head_cross_entropy_sum(x, weight.t(), None, labels, chunk_rows=5).backward()
+    fused_linear_cross_entropy_sum(x, weight.t(), None, labels, chunk_rows=5).backward()
     plain = known(6, 101, seed=2, grad=True)
     F.cross_entropy((known(3, 7, 6) @ plain).flatten(0, 1), labels.flatten(), reduction="sum").backward()
     torch.testing.assert_close(weight.grad, plain.grad, **EXACT)
@@ -103,7 +103,7 @@ def test_a_transposed_head() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     weight, x, labels = known(11, 6, seed=2) * 1e5, known(3, 7, 6), _labels(11, "some")
-    found = head_cross_entropy_sum(x, weight, None, labels, chunk_rows=4)
+    found = fused_linear_cross_entropy_sum(x, weight, None, labels, chunk_rows=4)
     torch.testing.assert_close(
         found, F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="sum")
     )
@@ -111,7 +111,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        head_cross_entropy_sum(known(3, 6), known(5, 6), None, torch.tensor([1, 5, 2]))
+        fused_linear_cross_entropy_sum(known(3, 6), known(5, 6), None, torch.tensor([1, 5, 2]))
 
 
 # ----- precision -----
@@ -122,7 +122,7 @@ def test_sums_over_chunks_are_in_fp32(dtype: torch.dtype) -> None:
     """Of products rounded to 16 bit; sums in 16 bit would be wrong by many times as much."""
     hidden, weight = (known(512, 8) + 1).to(dtype).requires_grad_(), known(9, 8, seed=2).to(dtype).requires_grad_()
     labels = torch.full((512,), 3)
-    loss = head_cross_entropy_sum(hidden, weight, None, labels, chunk_rows=2)
+    loss = fused_linear_cross_entropy_sum(hidden, weight, None, labels, chunk_rows=2)
     loss.backward()
     exact_hidden, exact_weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
     logits = F.linear(exact_hidden, exact_weight)
@@ -138,7 +138,7 @@ def test_sums_over_chunks_are_in_fp32(dtype: torch.dtype) -> None:
 def test_fp32_of_many_chunks() -> None:
     hidden, weight = known(300, 16).float().requires_grad_(), known(50, 16, seed=2).float().requires_grad_()
     labels = torch.arange(300) % 50
-    head_cross_entropy_sum(hidden, weight, None, labels, chunk_rows=7).backward()
+    fused_linear_cross_entropy_sum(hidden, weight, None, labels, chunk_rows=7).backward()
     plain = weight.detach().clone().requires_grad_()
     F.cross_entropy(F.linear(hidden.detach(), plain), labels, reduction="sum").backward()
     torch.testing.assert_close(weight.grad, plain.grad, rtol=1e-4, atol=1e-5)
@@ -171,7 +171,7 @@ def test_nothing_of_tokens_times_vocabulary_is_made(dtype: torch.dtype) -> None:
         _Largest() as ours,
         torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),
     ):
-        head_cross_entropy_sum(hidden, weight, None, labels, chunk_rows=8).backward()
+        fused_linear_cross_entropy_sum(hidden, weight, None, labels, chunk_rows=8).backward()
     assert plain.numel == 96 * 200, "the plain loss makes all logits, and is seen to"
     assert ours.numel == 8 * 200, "a chunk, which is as large as the weight here"
     assert sorted(kept) == [96 * 8, 200 * 8], "the gradients of the hidden states and of the weight"
@@ -182,7 +182,7 @@ def test_gradients_that_nobody_needs_are_not_computed(frozen: str) -> None:
     hidden, weight = known(10, 6, grad=frozen == "weight"), known(11, 6, seed=2, grad=frozen == "hidden")
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        loss = head_cross_entropy_sum(hidden, weight, None, torch.arange(10), chunk_rows=4)
+        loss = fused_linear_cross_entropy_sum(hidden, weight, None, torch.arange(10), chunk_rows=4)
     assert kept == {"hidden": [66], "weight": [60], "both": []}[frozen]
     if frozen == "both":
         return
@@ -197,7 +197,7 @@ def test_gradients_that_nobody_needs_are_not_computed(frozen: str) -> None:
 def test_without_gradients_none_is_computed() -> None:
     hidden, weight = known(10, 6, grad=True), known(11, 6, seed=2, grad=True)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        loss = head_cross_entropy_sum(hidden, weight, None, torch.arange(10), chunk_rows=4)
+        loss = fused_linear_cross_entropy_sum(hidden, weight, None, torch.arange(10), chunk_rows=4)
     expected = F.cross_entropy(F.linear(hidden, weight), torch.arange(10), reduction="sum")
     torch.testing.assert_close(loss, expected.detach(), **EXACT)
     assert not loss.requires_grad and counter.get_total_flops() == 2 * 10 * 6 * 11, "the logits, no gradient"
@@ -206,7 +206,7 @@ def test_without_gradients_none_is_computed() -> None:
 def test_a_second_backward_pass_is_refused() -> None:
     """Gradients are scaled in place: a second time they would be wrong."""
     hidden = known(10, 6, grad=True)
-    loss = head_cross_entropy_sum(hidden, known(11, 6, seed=2), None, torch.arange(10))
+    loss = fused_linear_cross_entropy_sum(hidden, known(11, 6, seed=2), None, torch.arange(10))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

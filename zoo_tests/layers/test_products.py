@@ -35,9 +35,9 @@ def test_products_are_close_whatever_the_magnitude(scale: float) -> None:
     x, weight, grad = _factors(37, 48, 32, scale)  # tokens that 16 does not divide
     ways = {
         "forward": lambda by: by.forward(x, weight),
-        "of_input": lambda by: by.of_input(grad, weight),
-        "of_weight": lambda by: by.of_weight(grad, x),
-        "transposed": lambda by: by.of_weight(grad, x, transposed=True),
+        "grad_input": lambda by: by.grad_input(grad, weight),
+        "grad_weight": lambda by: by.grad_weight(grad, x),
+        "transposed": lambda by: by.grad_weight(grad, x, transposed=True),
     }
     for name, way in ways.items():
         # Three bits behind the point of e4m3 and two of e5m2 leave a few per cent.
@@ -47,8 +47,8 @@ def test_products_are_close_whatever_the_magnitude(scale: float) -> None:
 def test_sizes_that_do_not_fit_are_multiplied_as_ever() -> None:
     x, weight, grad = _factors(16, 24, 40)
     assert torch.equal(FP8.forward(x, weight), NATIVE.forward(x, weight))
-    assert torch.equal(FP8.of_input(grad, weight), NATIVE.of_input(grad, weight))
-    assert torch.equal(FP8.of_weight(grad, x), NATIVE.of_weight(grad, x))
+    assert torch.equal(FP8.grad_input(grad, weight), NATIVE.grad_input(grad, weight))
+    assert torch.equal(FP8.grad_weight(grad, x), NATIVE.grad_weight(grad, x))
 
 
 def test_zeros_stay_zeros() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardformer.context_parallel.blockwise import Block, Softmax, attend, merge
 from shardformer.context_parallel.ring import ring_attention
-from shardformer.context_parallel.zigzag import ContextAxis, ContextPass
+from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding
 from zoo_tests.ranks import distributed
 
 _HEADS, _KV_HEADS, _SIZE, _LENGTH = 6, 2, 8, 23
@@ -41,7 +41,7 @@ def _expected(allowed: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 def _check(allowed: Tensor, dtype: torch.dtype = torch.float64, tolerance: float = 1e-12) -> None:
     """`allowed`, [2, 1, seq, seq], in a ring of all ranks."""
-    axis = ContextAxis(dist.group.WORLD)
+    axis = ZigzagSharding(dist.group.WORLD)
     *inputs, grad = (axis.take(x, 2) for x in _whole(dtype))
     inputs = [x.requires_grad_() for x in inputs]
     behind = 2 * axis.size * axis.chunk(_LENGTH) - _LENGTH
@@ -88,7 +88,7 @@ def test_sixteen_bits() -> None:
 @distributed(2)
 def test_gradients_with_dropout_are_those_of_what_was_kept() -> None:
     """Numerically: a backward pass that drops other weights than the forward pass would be far off."""
-    axis = ContextAxis(dist.group.WORLD)
+    axis = ZigzagSharding(dist.group.WORLD)
     query, key, value, _ = (axis.take(x, 2)[:1, :, :6].clone() for x in _whole())
     everything = [Block(slice(None), slice(None))]
     softmax = Softmax(0.4, dropout=0.3, seed=17)
@@ -133,7 +133,7 @@ def test_a_row_that_sees_nothing_finds_zero(dropout: float) -> None:
 
 @pytest.mark.parametrize(("length", "size"), [(16, 2), (13, 2), (7, 4), (1, 3)])
 def test_every_token_is_on_one_rank(length: int, size: int) -> None:
-    axis = object.__new__(ContextAxis)
+    axis = object.__new__(ZigzagSharding)
     axis.size = size
     held = torch.cat([axis.places(length, rank) for rank in range(size)])
     assert sorted(held.tolist()) == list(range(2 * size * axis.chunk(length)))
@@ -141,7 +141,7 @@ def test_every_token_is_on_one_rank(length: int, size: int) -> None:
 
 
 def test_every_rank_has_as_many_scores_to_compute_under_a_causal_mask() -> None:
-    axis = object.__new__(ContextAxis)
+    axis = object.__new__(ZigzagSharding)
     axis.size = 4
     scores = {int((axis.places(64, rank) + 1).sum()) for rank in range(axis.size)}
     assert len(scores) == 1
@@ -149,4 +149,4 @@ def test_every_rank_has_as_many_scores_to_compute_under_a_causal_mask() -> None:
 
 def test_documents_are_told_by_positions_that_start_again() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1]])
-    assert ContextPass(None, 8, positions=positions).documents.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]
+    assert ContextParallelPass(None, 8, positions=positions).documents.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import shardformer.cross_entropy.chunking as loss_chunks
 import shardformer.cross_entropy.deferred_logits as deferred_logits
 import shardformer.loss.text as text
+from shardformer.cross_entropy import chunking
 from zoo_tests.case import Case, Recipe
 from zoo_tests.compare import check_case
 from zoo_tests.sharded import RankReport, train_sharded
@@ -25,7 +25,7 @@ from zoo_tests.sharded import RankReport, train_sharded
 @contextmanager
 def _always_deferring(taken: list[bool]) -> Iterator[None]:
     """All heads defer, to chunks of five tokens; `taken` gets whether each loss found its logits unread."""
-    before = deferred_logits.saves_memory, loss_chunks.chunk_rows, text.loss_of
+    before = deferred_logits.saves_memory, chunking.chunk_rows, text.loss_of
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor | None:
         loss = before[-1](logits, labels)
@@ -33,11 +33,11 @@ def _always_deferring(taken: list[bool]) -> Iterator[None]:
         return loss
 
     deferred_logits.saves_memory, text.loss_of = lambda call: True, loss_of
-    loss_chunks.chunk_rows = lambda columns, device: 5
+    chunking.chunk_rows = lambda columns, device: 5
     try:
         yield
     finally:
-        deferred_logits.saves_memory, loss_chunks.chunk_rows, text.loss_of = before
+        deferred_logits.saves_memory, chunking.chunk_rows, text.loss_of = before
 
 
 def train_deferring(case: Case, directory: Path) -> RankReport:

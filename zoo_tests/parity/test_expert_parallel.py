@@ -176,6 +176,6 @@ def test_what_an_expert_has_no_room_for_is_dropped(case: Case, tmp_path: Path, m
     def train(_: Recipe) -> Trace:
         return plain.train()
 
-    monkeypatch.setattr(compare, "train_plainly", train)
+    monkeypatch.setattr(compare, "train_reference", train)
     check_case(case, tmp_path)
     assert plain.dropped > 0

@@ -69,7 +69,7 @@ def _table_cases(family: str, members: Family) -> Iterator[Case]:
         yield _case(family, members, "tp2pp2", TWO_MICROBATCHES)
     if members.sequence_parallel:
         yield _case(family, members, "tp2pp2", TWO_MICROBATCHES, sequence_parallel=True)
-    if _exchanges_heads(family, members):
+    if _supports_ulysses(family, members):
         yield _case(family, members, "tp2pp2", {**TWO_MICROBATCHES, **_ALL_TO_ALL})
 
 
@@ -91,9 +91,9 @@ def _kernels(family: str, members: Family) -> dict[str, Any]:
     return kernels | (_FUSED_OPERATORS if family in _WITH_FUSIONS else {})
 
 
-def _exchanges_heads(family: str, members: Family) -> bool:
+def _supports_ulysses(family: str, members: Family) -> bool:
     policy = _policy(family)
-    exchanges = policy is not None and policy.exchanges_heads
+    exchanges = policy is not None and policy.supports_ulysses
     return exchanges and members.sequence_parallel and _attends_by_registry(members)
 
 

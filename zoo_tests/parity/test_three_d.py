@@ -196,7 +196,7 @@ def train_in_3d(name: str, layout: tuple[int, int, int], directory: str) -> list
     return losses
 
 
-def train_plainly(scenario: Scenario) -> tuple[list[float], nn.Module, nn.Module]:
+def train_reference(scenario: Scenario) -> tuple[list[float], nn.Module, nn.Module]:
     """Losses of the steps, the model before and after."""
     first, model = scenario.build(), scenario.build()
     for path, module in list(model.named_modules()):
@@ -246,7 +246,7 @@ CASES = [
 def test_trains_like_plain_training(name: str, layout: str, tmp_path: Path) -> None:
     scenario, sizes = SCENARIOS[name], LAYOUTS[layout]
     found = run_on_ranks(sizes[0] * sizes[1] * sizes[2], train_in_3d, name, sizes, str(tmp_path))
-    losses, first, plain = train_plainly(scenario)
+    losses, first, plain = train_reference(scenario)
     assert all(each == found[0] for each in found)
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), rtol=scenario.tolerance, atol=0)
     saved, report = scenario.head.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
@@ -264,5 +264,5 @@ def test_each_patch_changes_something(name: str) -> None:
     """Else the comparison above says nothing about it."""
     one = {"custom_patcher": {name: PATCHES[name]}} if name in PATCHES else {}
     changed = Scenario(gpt2_model, GPT2LMHeadModel, _GPT2 | one, vocab_parallel_logit_helper if one else tempered)
-    losses, unchanged = train_plainly(changed)[0], train_plainly(SCENARIOS["gpt2"])[0]
+    losses, unchanged = train_reference(changed)[0], train_reference(SCENARIOS["gpt2"])[0]
     assert abs(losses[-1] - unchanged[-1]) > 1e-5 * unchanged[-1]

@@ -17,7 +17,7 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
-from plugins.hybrid_parallel.zero.comm.collectives import Exchange
+from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -30,7 +30,7 @@ def _options(num_shards: int = 1, shard_index: int = 0, whole: bool = False) -> 
         whole_parameters=whole,
         master_weights=True,
         zero_stage=1,
-        exchange=Exchange(None),
+        exchange=ZeroCollectives(None),
     )
 
 
@@ -100,7 +100,7 @@ def test_masters_keep_the_values_before_the_cast() -> None:
     bucket = Bucket([param], _options(), 0, [], True, {param: precise})
     assert torch.equal(bucket.pieces[0].parameter, precise)
     bucket.pieces[0].parameter.data.fill_(3.0)
-    bucket.publish()
+    bucket.all_gather_params()
     assert torch.equal(param, torch.full((5,), 3.0, dtype=torch.bfloat16))
 
 

@@ -18,8 +18,8 @@ from shardformer.policies.plans.declared import DeclaredPlan, declared_plans
 from shardformer.policies.plans.stage_inference import num_outputs
 from shardformer.policies.plans.styles import STYLES
 from shardformer.policies.registry import policy_for
-from shardformer.stages.placeholders import Arrival, Entered, Skipped
-from shardformer.stages.stage import AddsNothing, Received
+from shardformer.stages.placeholders import LayerInputPlaceholder, Skipped, StageInput
+from shardformer.stages.stage import Received, ZeroEmbedding
 
 
 class Layer(nn.Module):
@@ -61,9 +61,9 @@ def test_attributes_that_count_heads_are_shared_out() -> None:
 
 
 def test_the_tree_tells_the_stages() -> None:
-    layout = DeclaredPlan({"output.dense": "rowwise"}, every=("table",), carries=("bias",)).stages_of(Model())
-    assert layout.layers == "layers" and layout.carries == ("bias",) and layout.tuple_output == 2
-    assert layout.first == {"embeddings": Received, "embed_positions": AddsNothing}
+    layout = DeclaredPlan({"output.dense": "rowwise"}, every=("table",), carried_inputs=("bias",)).stages_of(Model())
+    assert layout.layers == "layers" and layout.carried_inputs == ("bias",) and layout.tuple_output == 2
+    assert layout.first == {"embeddings": Received, "embed_positions": ZeroEmbedding}
     assert layout.every == ("token", "table") and layout.last == ("norm",)
 
 
@@ -79,10 +79,10 @@ def test_what_a_layer_returns_is_read_from_its_source(layer: str, count: int) ->
 
 def test_layers_of_other_stages_return_what_is_carried() -> None:
     hidden, bias = torch.ones(2, 3), torch.zeros(3)
-    arrival = Arrival()
-    arrival.begin((hidden, bias), ["bias"])
-    skipped, entered = Skipped(3, ["bias"]), Entered()
-    skipped.arrival = entered.arrival = arrival
+    stage_input = StageInput()
+    stage_input.begin((hidden, bias), ["bias"])
+    skipped, entered = Skipped(3, ["bias"]), LayerInputPlaceholder()
+    skipped.stage_input = entered.stage_input = stage_input
     output = skipped(torch.zeros(2, 3))
     assert len(output) == 3 and output[1] is bias and output[2] is None
     torch.testing.assert_close(entered(torch.zeros(2, 3)), hidden)

@@ -31,10 +31,10 @@ from booster.failure.diagnosis import (
 )
 from booster.failure.failure_report import Failure, ending, is_about_communication, ranks_text
 from booster.failure.heartbeat import Heartbeat
-from booster.failure.operation_log import Operations, Page
+from booster.failure.operation_log import Operations, SharedStatus
 from booster.failure.peers import Address, Peer, StoppedPeers
 from booster.failure.stack_probe import Wait, wait_of, waits_for_ranks
-from booster.failure.store_client import Link
+from booster.failure.store_client import StoreClient
 
 STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"
 
@@ -164,7 +164,7 @@ def test_the_words() -> None:
 
 def test_what_the_main_thread_does_is_in_the_page() -> None:
     operations = Operations()
-    seen = Page(f"/proc/self/fd/{operations.page.descriptor}")
+    seen = SharedStatus(f"/proc/self/fd/{operations.page.descriptor}")
     assert seen.phrase == "before its first operation"
     operations.enter(STEP)
     operations.enter("inner")
@@ -180,8 +180,8 @@ def test_what_the_main_thread_does_is_in_the_page() -> None:
 
 
 def test_one_process_gets_the_word() -> None:
-    page = Page()
-    assert [page.take_word(), page.take_word(), Page(f"/proc/self/fd/{page.descriptor}").take_word()] == [
+    page = SharedStatus()
+    assert [page.take_word(), page.take_word(), SharedStatus(f"/proc/self/fd/{page.descriptor}").take_word()] == [
         True,
         False,
         False,
@@ -289,13 +289,13 @@ def wait_while_inside(function: Callable[[threading.Lock], object]) -> Wait | No
 
 def test_the_first_failure_counts_and_one_rank_speaks() -> None:
     store = dist.HashStore()
-    links = [Link(dist.PrefixStore("job", store), rank) for rank in range(2)]
+    links = [StoreClient(dist.PrefixStore("job", store), rank) for rank in range(2)]
     for link in links:
         link.start()
     first = links[0].publish(Failure.found(1, "is stopped"))
     assert links[1].publish(Failure.found(0, "died")) == first
     assert [link.may_speak() for link in links] == [True, False]
-    later = Link(dist.PrefixStore("next attempt", store), 0)
+    later = StoreClient(dist.PrefixStore("next attempt", store), 0)
     later.start()
     later.refresh()
     assert later.failure is None, "an earlier attempt's failure is none of this one"
@@ -305,8 +305,8 @@ def test_the_first_failure_counts_and_one_rank_speaks() -> None:
 
 def test_duties_are_done_however_much_is_asked() -> None:
     """A rank that asks for news in a loop must still answer the others."""
-    link, looks = Link(dist.HashStore(), 0), []
-    link.duties.append(looks.append)
+    link, looks = StoreClient(dist.HashStore(), 0), []
+    link.periodic_tasks.append(looks.append)
     link.start()
     until = time.monotonic() + 5
     while time.monotonic() < until and len(looks) < 3:

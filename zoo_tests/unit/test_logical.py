@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor, Rectangle, rectangles_of_range
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, TensorChunk, rectangles_of_range
 from plugins.hybrid_parallel.checkpoint.state.manifest import Chunk, Manifest, SavedFile, SavedTensor, sequence_of
 from shardformer.shard_spec import Part, ShardSpec
 
@@ -51,7 +51,7 @@ def test_pieces_cover_the_whole_tensor_once(cut: tuple[list[ShardSpec], list[lis
     for spec, cuts in zip(specs, bounds, strict=True):
         local = spec.shard(whole).reshape(-1)
         for start, stop in zip(cuts, cuts[1:], strict=False):
-            piece = LogicalTensor.piece(spec, local[start:stop], start, stop)
+            piece = GlobalTensor.piece(spec, local[start:stop], start, stop)
             assert piece.shape == spec.full_shape
             for part in piece.rectangles:
                 place = tuple(slice(*ends) for ends in zip(part.offsets, map(sum, _ends(part)), strict=True))
@@ -60,7 +60,7 @@ def test_pieces_cover_the_whole_tensor_once(cut: tuple[list[ShardSpec], list[lis
     assert torch.equal(found, whole) and bool((count == 1).all())
 
 
-def _ends(part: Rectangle) -> list[tuple[int, int]]:
+def _ends(part: TensorChunk) -> list[tuple[int, int]]:
     return list(zip(part.offsets, part.sizes, strict=True))
 
 
@@ -81,7 +81,7 @@ def test_rectangles_of_a_range_are_contiguous_and_few(shape: tuple[int, ...], da
 
 def test_filling_a_rectangle_fills_the_tensor() -> None:
     values = torch.zeros(12)
-    piece = LogicalTensor.piece(ShardSpec((4, 6), None, (), 0, 1), values, 5, 17)
+    piece = GlobalTensor.piece(ShardSpec((4, 6), None, (), 0, 1), values, 5, 17)
     for part in piece.rectangles:
         part.values.fill_(part.offsets[0])
     assert values.tolist() == [0.0] + [1.0] * 6 + [2.0] * 5

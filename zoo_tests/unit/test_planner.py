@@ -17,7 +17,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import simulate
-from plugins.hybrid_parallel.planner.activations_in_flight import most_alive
+from plugins.hybrid_parallel.planner.activations_in_flight import peak_activations
 from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
 from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
@@ -27,8 +27,7 @@ from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.report import draw, to_json, to_text, utilization
 from plugins.hybrid_parallel.planner.search import search
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
-from shardformer.cross_entropy import chunking as loss_chunks
-from shardformer.cross_entropy import deferred_logits
+from shardformer.cross_entropy import chunking, deferred_logits
 
 _LENGTH = 64
 
@@ -106,13 +105,13 @@ def test_long_pipelines_go_on_as_they_began(style: str, chunks: int, m: int) -> 
     send = link.latency + max(cost.output for cost in costs) / link.bandwidth
     whole = simulate(tables, lambda action: costs[action.stage].seconds[action.kind], lambda a, b: send).length
     seconds = predictor.predict(layout).seconds
-    assert seconds.compute + seconds.talk + seconds.bubble == pytest.approx(whole, rel=1e-9)
+    assert seconds.compute + seconds.comm + seconds.bubble == pytest.approx(whole, rel=1e-9)
 
 
 def test_activations_in_flight() -> None:
-    assert [max(each) for each in most_alive("1f1b", 4, 16, 1)] == [(4,), (3,), (2,), (1,)]
-    assert [max(each) for each in most_alive("gpipe", 4, 16, 1)] == [(16,)] * 4
-    assert max(sum(each) for rank in most_alive("zbv", 4, 16, 2) for each in rank) == 8
+    assert [max(each) for each in peak_activations("1f1b", 4, 16, 1)] == [(4,), (3,), (2,), (1,)]
+    assert [max(each) for each in peak_activations("gpipe", 4, 16, 1)] == [(16,)] * 4
+    assert max(sum(each) for rank in peak_activations("zbv", 4, 16, 2) for each in rank) == 8
 
 
 def test_layouts_cover_the_space_and_say_what_they_leave_out() -> None:
@@ -156,7 +155,7 @@ def test_a_loss_without_logits_is_the_same_work(monkeypatch: pytest.MonkeyPatch)
     layout = Layout(1, 1, 1, rows=2)
     with_logits, before = _predictor(4).parts(layout)["gap", 1], _predictor(4).predict(layout)
     monkeypatch.setattr(deferred_logits, "saves_memory", lambda call: True)
-    monkeypatch.setattr(loss_chunks, "chunk_rows", lambda columns, device: 48)
+    monkeypatch.setattr(chunking, "chunk_rows", lambda columns, device: 48)
     without, after = _predictor(4).parts(layout)["gap", 1], _predictor(4).predict(layout)
     assert after.model_flops == pytest.approx(before.model_flops)
     assert without.forward_peak + without.backward_peak < with_logits.forward_peak + with_logits.backward_peak

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardformer import PipelineStageManager
 from shardformer.policies.registry import policy_for
 from shardformer.stages.partition import balanced_split
-from shardformer.stages.stage import StageCut
+from shardformer.stages.stage import StagePartitioner
 
 
 def _counts(num_stages: int, num_layers: int) -> list[int]:
@@ -100,5 +100,5 @@ def test_the_head_counts(config: transformers.PreTrainedConfig, head: str, num_s
         model = getattr(transformers, head)(config)
     policy = policy_for(model)
     policy.set_model(model)
-    cut = StageCut(model, policy.base_path, policy.stages, PipelineStageManager(0, num_stages))
+    cut = StagePartitioner(model, policy.base_path, policy.stages, PipelineStageManager(0, num_stages))
     assert [len(held) for held in cut.ranges] == counts

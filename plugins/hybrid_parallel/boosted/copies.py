@@ -38,4 +38,4 @@ def _shared(module: nn.Module, mesh: HybridMesh) -> Iterator[Any]:
             elif isinstance(group := getattr(value, "group", None), ProcessGroup):
                 yield group
         if (views := vars(each).get("stage_views")) is not None:
-            yield views.arrival
+            yield views.stage_input

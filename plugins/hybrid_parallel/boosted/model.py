@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import StepTrace
-from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import GuardedModel
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
@@ -99,7 +99,7 @@ class HybridParallelModel(GuardedModel):
         self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
         self.batches_seen = 0
         self.tied: Mapping[nn.Parameter, TiedParameter] = {}
-        self.has_seen_full_batch = False
+        self.checked_full_batch = False
         self.options = ForwardOptions(module, mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
@@ -306,8 +306,8 @@ class HybridParallelModel(GuardedModel):
 
     def _with_loss(self, outputs: Mapping[str, Any], share: Tensor) -> Any:
         """`outputs` with the loss of all replicas, of which each has a share."""
-        if self.mesh.size(REPLICAS) > 1:
-            share = _SumOverReplicas.apply(share, self.mesh.group(REPLICAS))
+        if self.mesh.size(DP_CP) > 1:
+            share = _SumOverReplicas.apply(share, self.mesh.group(DP_CP))
         rest = {key: item for key, item in outputs.items() if key != "loss"}
         return type(outputs)(loss=share, **rest)
 

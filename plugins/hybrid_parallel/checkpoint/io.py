@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.checkpoint.model_files.peft import (
     save_adapter_files,
 )
 from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
-from plugins.hybrid_parallel.checkpoint.state.atomic_save import PartialCheckpoint, partial_directory
+from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
 from plugins.hybrid_parallel.checkpoint.state.background import BackgroundWriter
 from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
@@ -41,7 +41,7 @@ from plugins.hybrid_parallel.checkpoint.state.retention import (
 )
 from plugins.hybrid_parallel.checkpoint.state.staging import Staging
 from plugins.hybrid_parallel.checkpoint.state.training_state import Snapshot, restore, take_snapshot
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, together
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from shardformer.distributed.collectives import world_timeout
 
@@ -138,7 +138,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             snapshot = take_snapshot(self.mesh, objects, extra, elsewhere)
             return Path(directory).resolve(), self._staging.copy(snapshot) if asynchronous else snapshot
 
-        path, snapshot = together(prepare, self.group)
+        path, snapshot = raise_on_all_ranks(prepare, self.group)
         if not asynchronous:
             self._write(path, snapshot, keep_last, self.group)
             return SavedCheckpoint(path, time.perf_counter() - began)
@@ -179,17 +179,17 @@ class HybridParallelCheckpointIO(CheckpointIO):
         partial = self._start(path, group)
         try:
             sequence = self._from_first(lambda: partial.sequence, group)
-            part = together(lambda: _write_part(path, sequence, snapshot), group)
+            part = raise_on_all_ranks(lambda: _write_part(path, sequence, snapshot), group)
             parts = gather_json(part, group)
-            together(lambda: partial and _publish(partial, snapshot, parts, keep_last), group)
+            raise_on_all_ranks(lambda: partial and _publish(partial, snapshot, parts, keep_last), group)
         except ConfigurationError:  # raised on all ranks alike: they can wait until nothing is left of it
-            together(lambda: partial and partial.discard(), group)
+            raise_on_all_ranks(lambda: partial and partial.discard(), group)
             raise
         finally:
             if partial is not None:
                 partial.close()
 
-    def _start(self, path: Path, group: dist.ProcessGroup) -> PartialCheckpoint | None:
+    def _start(self, path: Path, group: dist.ProcessGroup) -> PendingSave | None:
         """One place for the save, the same on all ranks; the first of them holds it."""
         given = all_gather_json(str(path), group)
         for rank, other in enumerate(given):
@@ -197,13 +197,13 @@ class HybridParallelCheckpointIO(CheckpointIO):
                 raise ConfigurationError(
                     f"rank {rank} was given the directory {other}, rank 0 {given[0]}; give the same to all ranks"
                 )
-        return together(lambda: PartialCheckpoint(path) if dist.get_rank() == 0 else None, group)
+        return raise_on_all_ranks(lambda: PendingSave(path) if dist.get_rank() == 0 else None, group)
 
     # ----- loading -----
 
     def _verified(self, path: Path) -> Manifest:
         """The manifest of a checkpoint of which every byte was compared with its checksum, by all ranks together."""
-        manifest = together(lambda: Manifest.read(path / MANIFEST), self.group)
+        manifest = raise_on_all_ranks(lambda: Manifest.read(path / MANIFEST), self.group)
         if len(set(all_gather_json(manifest.checksum, self.group))) > 1:
             raise ConfigurationError(f"{path} was saved anew, or differs between the ranks; load it again")
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -212,7 +212,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             for name in sorted(manifest.files)[rank::world_size]:
                 manifest.verify_file(path, name)
 
-        together(verify, self.group)
+        raise_on_all_ranks(verify, self.group)
         return manifest
 
     def _latest(self, folder: Path) -> tuple[Path, Manifest]:
@@ -232,7 +232,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
     @staticmethod
     def _from_first(look: Callable[[], Any], group: dist.ProcessGroup) -> Any:
         """What rank 0 finds: another rank may look a moment later."""
-        found = together(lambda: look() if dist.get_rank() == 0 else None, group)
+        found = raise_on_all_ranks(lambda: look() if dist.get_rank() == 0 else None, group)
         return all_gather_json(found, group)[0]
 
 
@@ -244,7 +244,7 @@ def _write_part(path: Path, sequence: int, snapshot: Snapshot) -> list[Any]:
     return [written, name, file.stat().st_size, header_checksum(file), snapshot.numbers]
 
 
-def _publish(partial: PartialCheckpoint, snapshot: Snapshot, parts: list[Any], keep_last: int | None) -> None:
+def _publish(partial: PendingSave, snapshot: Snapshot, parts: list[Any], keep_last: int | None) -> None:
     """Complete the checkpoint by what all ranks wrote."""
     state = dict(snapshot.state)
     if state["optimizer"] is not None:

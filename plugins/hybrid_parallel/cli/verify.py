@@ -53,11 +53,11 @@ def main(arguments: Sequence[str]) -> int:
 def in_words(found: Verification) -> str:
     """What was compared, and "equal" or the first difference."""
     trial = found.trial
-    text = trial.twin.config.get_text_config()
+    text = trial.tiny_model.config.get_text_config()
     sizes = ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"), ("hidden_size", "hidden")
     words = [f"{getattr(text, name)} {word}" for name, word in sizes if isinstance(getattr(text, name, None), int)]
     lines = [
-        f"{trial.twin.name}, {_layout(trial.options)}, {found.world_size} ranks, {found.precision}",
+        f"{trial.tiny_model.name}, {_layout(trial.options)}, {found.world_size} ranks, {found.precision}",
         f"twin: {', '.join([*words, f'{found.num_parameters:,} parameters'])}; {trial.steps} steps of {trial.rows} "
         "samples",
         *verdict_in_words(found.verdict, found.precision),
@@ -69,7 +69,7 @@ def as_json(found: Verification) -> dict[str, Any]:
     """The same for programs; a difference that is infinite is null."""
     first = found.verdict.first
     return {
-        "model": found.trial.twin.name,
+        "model": found.trial.tiny_model.name,
         "options": found.trial.options,
         "precision": found.precision,
         "ranks": found.world_size,

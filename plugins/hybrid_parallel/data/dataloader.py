@@ -28,7 +28,7 @@ from plugins.hybrid_parallel.data.shares import (
     DataParallelIterable,
     without_rows,
 )
-from plugins.hybrid_parallel.distributed.agreement import together
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 
 _OPTIONS = (
@@ -242,7 +242,7 @@ def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: Load
         ConfigurationError: see `shard_dataloader`, or their data differ; on all ranks alike.
     """
     place, group = (mesh.rank("dp"), mesh.size("dp")), control_group()
-    sharded = together(lambda: shard_dataloader(dataloader, *place, mesh.device, order), group)
+    sharded = raise_on_all_ranks(lambda: shard_dataloader(dataloader, *place, mesh.device, order), group)
     if sharded is not dataloader:
         check_same_data(dataloader, group)
     return sharded

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from booster.errors import SynchronyError
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicas_of
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
@@ -142,7 +142,7 @@ class SynchronyCheck:
                 _Shared(_PARAMETERS, name, param.data) for name, param in params.items() if spec_of(param).axis == axis
             ]
             common = [names, *steps] if axis == TENSOR else []
-            yield _Scope(words, self.mesh.group(replicas_of(axis)), [*common, *alike])
+            yield _Scope(words, self.mesh.group(replicate_axis(axis)), [*common, *alike])
         first_names = {param: name for name, param in params.items()}
         for param, tie in sorted(self.model.tied.items(), key=lambda item: item[1].order):
             name = first_names[param]

@@ -113,7 +113,7 @@ def _gradients(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator
 
 
 def _bad_gradients(bucket: Bucket) -> Iterator[tuple[torch.nn.Parameter, Tensor, bool]]:
-    own = bucket.own_grads()
+    own = bucket.local_grads()
     for index in sorted(bucket.used):
         if own is not None and is_bad(own[index]):
             yield bucket.params[index], own[index], True

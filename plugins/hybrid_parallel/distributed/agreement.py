@@ -57,7 +57,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
     return json.loads(payload.numpy().tobytes())
 
 
-def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+def raise_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Do file work on this rank; if it fails on any rank of the group, it is an error on all.
 
     Every kind of error is agreed upon: after one that was not, the others would wait for this rank.

@@ -18,9 +18,9 @@ from shardformer.shard_spec import EXPERTS, TENSOR
 
 AXES = ("pp", "dp", "cp", "tp")
 # The ranks that hold the same parameters, and see other tokens: other samples, or other parts of the same sequences.
-REPLICAS = "dp_cp"
+DP_CP = "dp_cp"
 # Of these, neighbours that hold other experts, and the ranks that hold the same.
-EXPERT_RANKS, EXPERT_REPLICAS = "ep", "ep_replicas"
+EP, EXPERT_REPLICAS = "ep", "ep_replicas"
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class HybridMesh:
         return f"rank {dist.get_rank()}" + (f" ({words})" if words else "")
 
 
-def replicas_of(axis: str) -> str:
+def replicate_axis(axis: str) -> str:
     """The axis of the ranks that hold the same pieces of what is cut over `axis`, see `ShardSpec.axis`."""
-    return EXPERT_REPLICAS if axis == EXPERTS else REPLICAS
+    return EXPERT_REPLICAS if axis == EXPERTS else DP_CP
 
 
 # One grid a layout and world: process groups are costly and are never given back.
@@ -106,9 +106,9 @@ def _build(grid: torch.Tensor, ep_size: int) -> HybridMesh:
     # Groups of our own: torch's mesh would make its with a timeout of its own, whatever the job was launched with.
     axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
     device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
-    axis_groups[REPLICAS] = axis_groups["dp"]
+    axis_groups[DP_CP] = axis_groups["dp"]
     if device_mesh.size(AXES.index("cp")) > 1:
-        axis_groups[REPLICAS] = _own_group(grid.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist())
+        axis_groups[DP_CP] = _own_group(grid.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist())
     axis_groups |= _expert_groups(grid, ep_size, axis_groups)
     _, dp, cp, tp = device_mesh.get_coordinate()
     replicas = [device_mesh.mesh[..., index].flatten().tolist() for index in range(tp_size)]
@@ -128,13 +128,13 @@ def _expert_groups(
     if ep_size == 1:
         alone = next((axis_groups[axis] for axis, size in zip(AXES, grid.shape, strict=True) if size == 1), None)
         return {
-            EXPERT_RANKS: _own_group([[rank] for rank in grid.flatten().tolist()]) if alone is None else alone,
-            EXPERT_REPLICAS: axis_groups[REPLICAS],
+            EP: _own_group([[rank] for rank in grid.flatten().tolist()]) if alone is None else alone,
+            EXPERT_REPLICAS: axis_groups[DP_CP],
             EXPERTS: axis_groups[TENSOR],
         }
     blocks = grid.flatten(1, 2).unflatten(1, (-1, ep_size))  # [pp, ep_replicas, ep, tp]
     return {
-        EXPERT_RANKS: _own_group(blocks.movedim(2, -1).flatten(0, 2).tolist()),
+        EP: _own_group(blocks.movedim(2, -1).flatten(0, 2).tolist()),
         EXPERT_REPLICAS: _own_group(blocks.movedim(1, -1).flatten(0, 2).tolist()),
         EXPERTS: _own_group(blocks.flatten(2).flatten(0, 1).tolist()),
     }

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.inspect.shard_report import Piece, RankHoldings, in_bytes, rows_of
+from plugins.hybrid_parallel.inspect.shard_report import ParamShard, RankShards, in_bytes, rows_of
 
 _COLOURS = ("#dbe9f6", "#fde4cc", "#dcefd9", "#eadcf0", "#f8d7da", "#fff3bf", "#d8f1f0", "#e7e1d4")
 _STYLE = """
@@ -18,7 +18,7 @@ td.none { color: #bbb; text-align: center; }
 """
 
 
-def write_page(ranks: list[RankHoldings], title: str, path: Path) -> None:
+def write_page(ranks: list[RankShards], title: str, path: Path) -> None:
     """Write the page; it needs nothing beside itself.
 
     Raises:
@@ -30,7 +30,7 @@ def write_page(ranks: list[RankHoldings], title: str, path: Path) -> None:
         raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another path") from error
 
 
-def page(ranks: list[RankHoldings], title: str) -> str:
+def page(ranks: list[RankShards], title: str) -> str:
     """The HTML text."""
     head = "".join(f"<th>rank {each.rank}<br>stage {each.stage}, tp {each.tp_rank}</th>" for each in ranks)
     total = "".join(f"<th>{in_bytes(each.bytes)}</th>" for each in ranks)
@@ -46,7 +46,7 @@ def page(ranks: list[RankHoldings], title: str) -> str:
     )
 
 
-def _cell(rank: RankHoldings, piece: Piece | None) -> str:
+def _cell(rank: RankShards, piece: ParamShard | None) -> str:
     if piece is None:
         return "<td class='none'>·</td>"
     cut = "whole" if piece.dim is None else f"dim {piece.dim}"

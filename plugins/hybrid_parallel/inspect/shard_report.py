@@ -22,7 +22,7 @@ from shardformer.shard_spec import spec_of
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """A rank's part of a parameter.
 
     Attributes:
@@ -50,7 +50,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class RankHoldings:
+class RankShards:
     """A rank of the first replica, or of the first ones that share the experts.
 
     Attributes:
@@ -63,7 +63,7 @@ class RankHoldings:
     rank: int
     stage: int
     tp_rank: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamShard, ...]
     ep_rank: int = 0
 
     @property
@@ -71,7 +71,7 @@ class RankHoldings:
         return sum(piece.bytes for piece in self.pieces)
 
 
-def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankHoldings]:
+def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankShards]:
     """What the ranks of the first replica hold; the others hold the same.
 
     Args:
@@ -93,7 +93,7 @@ def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world
             with torch.device("meta"):
                 model = build()
             shard_model(model, config, mesh)
-            found.append(RankHoldings(rank, stage, tp_rank, tuple(_pieces(model, config)), ep_rank))
+            found.append(RankShards(rank, stage, tp_rank, tuple(_pieces(model, config)), ep_rank))
     return found
 
 
@@ -113,7 +113,7 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
         forget_copies_groups()
 
 
-def in_words(ranks: list[RankHoldings]) -> str:
+def in_words(ranks: list[RankShards]) -> str:
     """A table of the parameters, layers that are alike together, and one of the ranks."""
     rows = rows_of(ranks)
     width = max((len(name) for name, _, _ in rows), default=0)
@@ -128,13 +128,13 @@ def in_words(ranks: list[RankHoldings]) -> str:
     return "\n".join([*lines, "", *totals])
 
 
-def rows_of(ranks: list[RankHoldings]) -> list[tuple[str, tuple[int, ...], list[Piece | None]]]:
+def rows_of(ranks: list[RankShards]) -> list[tuple[str, tuple[int, ...], list[ParamShard | None]]]:
     """(name with ranges of layers, whole shape, what each rank has of one of them), each parameter once."""
-    by_name: dict[str, dict[int, Piece]] = {}
+    by_name: dict[str, dict[int, ParamShard]] = {}
     for each in ranks:
         for piece in each.pieces:
             by_name.setdefault(piece.name, {})[each.rank] = piece
-    rows: dict[tuple, tuple[list[int], list[Piece | None]]] = {}
+    rows: dict[tuple, tuple[list[int], list[ParamShard | None]]] = {}
     for name, held in by_name.items():
         pattern, number = _pattern(name)
         alike = tuple((rank, piece.shape, piece.dim, piece.dtype) for rank, piece in held.items())
@@ -145,14 +145,14 @@ def rows_of(ranks: list[RankHoldings]) -> list[tuple[str, tuple[int, ...], list[
     ]
 
 
-def _pieces(model: nn.Module, config: HybridParallelConfig) -> Iterator[Piece]:
+def _pieces(model: nn.Module, config: HybridParallelConfig) -> Iterator[ParamShard]:
     for name, param in model.named_parameters():
         spec = spec_of(param)
         dtype = DTYPES.get(config.precision, param.dtype) if param.is_floating_point() else param.dtype
-        yield Piece(name, tuple(param.shape), spec.full_shape, spec.dim, dtype, param.requires_grad)
+        yield ParamShard(name, tuple(param.shape), spec.full_shape, spec.dim, dtype, param.requires_grad)
 
 
-def _who(ranks: list[RankHoldings], pieces: list[Piece | None]) -> str:
+def _who(ranks: list[RankShards], pieces: list[ParamShard | None]) -> str:
     held = [(each, piece) for each, piece in zip(ranks, pieces, strict=True) if piece is not None]
     piece = held[0][1]
     stages = sorted({each.stage for each, _ in held})

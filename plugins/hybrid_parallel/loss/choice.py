@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.loss.step_loss import (
     StepLoss,
 )
 from shardformer.attention import log_once
-from shardformer.context_parallel.zigzag import ContextAxis
+from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.peft import behind_prompts, model_inside
 from shardformer.policies.head_losses import head_loss_of, own_loss_reason, routers_are_asked
 
@@ -41,7 +41,7 @@ class LossChoice:
         self.head_loss = behind_prompts(model, head_loss_of(self.model))
 
     @property
-    def axis(self) -> ContextAxis | None:
+    def axis(self) -> ZigzagSharding | None:
         """The ranks that each have outputs of a part of every sequence; None where outputs are of whole ones."""
         return self.model.context_axis if getattr(self.model, "returns_parts", False) else None
 

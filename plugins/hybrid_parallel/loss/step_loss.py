@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from shardformer.context_parallel.zigzag import ContextAxis
+from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.collectives import gather_rows
 from shardformer.layers.lm_head import deferred_logits, parallel_logits
 from shardformer.loss.terms import DIVISOR, IGNORE_INDEX
@@ -121,7 +121,7 @@ class HeadStepLoss(StepLoss):
         mesh: HybridMesh,
         head_loss: HeadLoss,
         batch: Mapping[str, Any],
-        axis: ContextAxis | None = None,
+        axis: ZigzagSharding | None = None,
         adds_routers: bool = False,
     ) -> None:
         super().__init__(microbatches, mesh)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardformer.stages.placeholders import Message
+from shardformer.stages.placeholders import StageMessage
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _MAX_DIMS = 6
@@ -42,7 +42,7 @@ class TensorSpec:
 Specs = tuple[TensorSpec | None, ...]
 
 
-def specs_of(message: Message) -> Specs:
+def specs_of(message: StageMessage) -> Specs:
     """What a message looks like."""
     return tuple(None if tensor is None else TensorSpec.of(tensor) for tensor in message)
 
@@ -70,10 +70,10 @@ def from_header(header: Tensor) -> Specs:
 class PendingReceive:
     """A receive that has been posted."""
 
-    def __init__(self, message: Message, works: list[Any], what: str) -> None:
+    def __init__(self, message: StageMessage, works: list[Any], what: str) -> None:
         self.message, self.works, self.what = message, works, what
 
-    def wait(self) -> Message:
+    def wait(self) -> StageMessage:
         """The message, once it is here.
 
         Raises:
@@ -102,7 +102,7 @@ class Channel:
         self._known: dict[tuple, Specs] = {}
         self._sends: list[tuple[Any, Tensor]] = []
 
-    def send(self, message: Message, key: tuple) -> None:
+    def send(self, message: StageMessage, key: tuple) -> None:
         """Send tensors for a micro-batch of signature `key`; returns at once."""
         if key not in self._known:
             self._known[key] = specs_of(message)
@@ -177,9 +177,9 @@ class LocalChannel:
 
     def __init__(self) -> None:
         self._known: dict[tuple, Specs] = {}
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[StageMessage] = deque()
 
-    def send(self, message: Message, key: tuple) -> None:
+    def send(self, message: StageMessage, key: tuple) -> None:
         """Leave tensors for a micro-batch of signature `key`."""
         self._known[key] = specs_of(message)
         self._waiting.append(tuple(None if tensor is None else tensor.detach() for tensor in message))
@@ -188,7 +188,7 @@ class LocalChannel:
         """The next message is taken by `wait`."""
         return self
 
-    def wait(self) -> Message:
+    def wait(self) -> StageMessage:
         """The oldest message that was left."""
         return self._waiting.popleft()
 

@@ -19,8 +19,8 @@ from plugins.hybrid_parallel.pipeline.p2p import Channel, LocalChannel, PendingR
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from shardformer.matmul.autocast import autocast_dtype
-from shardformer.matmul.weight_grad import PutOff, finish_backward, splitting_backward
-from shardformer.stages.placeholders import Message
+from shardformer.matmul.weight_grad import DeferredWeightGrads, run_deferred, split_backward
+from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
 # (outputs, index of the micro-batch) -> its share of the loss, 0-d, or None when there is nothing to differentiate
@@ -171,7 +171,9 @@ class _Step:
         self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # the tensors whose gradients go back
         # Edges instead of tensors: an activation is freed as soon as it is sent.
         self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | None] = {}
-        self.put_off: dict[tuple[int, int], PutOff] = {}  # gradients of weights that are still to be computed
+        self.deferred: dict[
+            tuple[int, int], DeferredWeightGrads
+        ] = {}  # gradients of weights that are still to be computed
 
     def post_receive(self, action: Action, only_if_known: bool = False) -> None:
         """Post the receive that `action` waits for, if there is one."""
@@ -198,7 +200,7 @@ class _Step:
             self._execute(action, message)
         self.runtime.release_sent()
 
-    def _execute(self, action: Action, message: Message | None) -> None:
+    def _execute(self, action: Action, message: StageMessage | None) -> None:
         if action.kind is Kind.FORWARD:
             with self._splitting():
                 self._forward(action, message)
@@ -207,21 +209,21 @@ class _Step:
         with torch.autocast(self.runtime.mesh.device.type, enabled=False):
             self._execute_backward(action, message)
 
-    def _execute_backward(self, action: Action, message: Message | None) -> None:
+    def _execute_backward(self, action: Action, message: StageMessage | None) -> None:
         where = action.stage, action.microbatch
         if action.kind is Kind.BACKWARD:
             with self._splitting():  # of what is recomputed
                 self._backward(action, message)
         elif action.kind is Kind.BACKWARD_INPUT:
-            with self._splitting(self.put_off.setdefault(where, [])):
+            with self._splitting(self.deferred.setdefault(where, [])):
                 self._backward(action, message)
         else:
-            finish_backward(self.put_off.pop(where))
+            run_deferred(self.deferred.pop(where))
 
-    def _splitting(self, put_off: PutOff | None = None) -> AbstractContextManager[None]:
-        return splitting_backward(put_off) if self.runtime.schedule.splits_backward else nullcontext()
+    def _splitting(self, deferred: DeferredWeightGrads | None = None) -> AbstractContextManager[None]:
+        return split_backward(deferred) if self.runtime.schedule.splits_backward else nullcontext()
 
-    def _forward(self, action: Action, message: Message | None) -> None:
+    def _forward(self, action: Action, message: StageMessage | None) -> None:
         runtime, index = self.runtime, action.microbatch
         links, trains = runtime.links[action.stage], torch.is_grad_enabled()
         if message is not None and trains:
@@ -263,7 +265,7 @@ class _Step:
             self.trained_after[stage] = number
         return (*self.keys[index], self.trained_after[stage])
 
-    def _backward(self, action: Action, grads: Message | None) -> None:
+    def _backward(self, action: Action, grads: StageMessage | None) -> None:
         index, links = action.microbatch, self.runtime.links[action.stage]
         root = self.roots.pop((action.stage, index))
         if links.gradients_in is None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.pipeline.simulate import TimedAction, Timeline
 
@@ -31,7 +31,7 @@ class ScheduleRecorder:
 
     def __init__(self, directory: Path, mesh: HybridMesh) -> None:
         self._mesh = mesh
-        self._is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
+        self._is_first = mesh.rank(DP_CP) == mesh.rank("tp") == 0
         self._path = directory / f"rank{mesh.rank('pp')}.jsonl"
         self._step, self._marks = 0, []
         if self._is_first:

@@ -9,7 +9,7 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 
 
 @cache
-def most_alive(style: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[set[tuple[int, ...]]]:
+def peak_activations(style: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[set[tuple[int, ...]]]:
     """For each rank: how many activations of each of its chunks are alive, wherever that is most."""
     schedule = SCHEDULES[style] if num_ranks > 1 else SCHEDULES["1f1b"]
     # With more micro-batches a rank does more of the same, but for GPipe, which keeps them all.

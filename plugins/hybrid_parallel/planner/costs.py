@@ -67,14 +67,14 @@ class Seconds:
     """
 
     compute: float
-    talk: float
+    comm: float
     bubble: float
     reduction: float
     optimizer: float
 
     @property
     def total(self) -> float:
-        return self.compute + self.talk + self.bubble + self.reduction + self.optimizer
+        return self.compute + self.comm + self.bubble + self.reduction + self.optimizer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import simulate
-from plugins.hybrid_parallel.planner.activations_in_flight import most_alive
+from plugins.hybrid_parallel.planner.activations_in_flight import peak_activations
 from plugins.hybrid_parallel.planner.costs import (
     Memory,
     Prediction,
@@ -186,7 +186,7 @@ class Predictor:
 
     def _memories(self, placed: _Placed) -> list[Memory]:
         layout, costs = placed.layout, placed.costs
-        alive = most_alive(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
+        alive = peak_activations(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
         found = []
         for rank, own in enumerate(placed.ranks):
             static, elements = self._states(placed, own)
@@ -231,15 +231,15 @@ class Predictor:
             for own in ranks
         ]
         longest = max(range(len(busy)), key=busy.__getitem__)
-        talk = layout.num_microbatches * sum(
+        comm = layout.num_microbatches * sum(
             costs[stage].cost.forward_talk + costs[stage].cost.backward_talk for stage in ranks[longest]
         )
         pipeline = self._pipeline(layout, costs, busy[longest], exact)
         elements = [self._states(placed, own)[1] for own in ranks]
         reductions = [self._reduction(layout, *each, costs) for each in zip(elements, ranks, strict=True)]
         return Seconds(
-            compute=busy[longest] - talk,
-            talk=talk,
+            compute=busy[longest] - comm,
+            comm=comm,
             bubble=max(0.0, pipeline - busy[longest]),
             reduction=max(exposed for exposed, _ in reductions),
             optimizer=max(update for _, update in reductions),

@@ -15,7 +15,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeMode
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.planner.op_recorder import Part
-from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, thin_out
+from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, prune_layers
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
 from shardformer.policies.registry import policy_for
@@ -54,7 +54,7 @@ def skeleton(
         policy = policy_for(model)
         policy.set_model(model)
         lists = layer_lists(model, policy.base_path, policy.stages)
-        thin_out(model, lists)
+        prune_layers(model, lists)
     except ValueError as error:
         if config.tp_size > 1:
             raise ConfigurationError(str(error)) from error

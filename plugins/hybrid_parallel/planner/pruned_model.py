@@ -41,7 +41,7 @@ def layer_lists(model: nn.Module, base_path: str, layout: StageLayout | None) ->
     base, prefix = model.get_submodule(base_path), f"{base_path}." if base_path else ""
     lists = []
     for each in layout.chain if layout is not None else ():
-        paths = (each.layers, *each.beside)
+        paths = (each.layers, *each.sublayer_lists)
         parts = [list(base.get_submodule(path)) for path in paths]
         seen: dict[tuple, int] = {}
         kinds = []
@@ -52,7 +52,7 @@ def layer_lists(model: nn.Module, base_path: str, layout: StageLayout | None) ->
     return lists
 
 
-def thin_out(model: nn.Module, lists: Sequence[LayerList]) -> None:
+def prune_layers(model: nn.Module, lists: Sequence[LayerList]) -> None:
     """Leave one layer of each kind, in place."""
     for each in lists:
         for path in each.paths:

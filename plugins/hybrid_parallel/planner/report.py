@@ -14,7 +14,7 @@ from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.search import Plan, Rejection
 
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "temporary")
-_SECONDS = ("compute", "talk", "bubble", "reduction", "optimizer")
+_SECONDS = ("compute", "comm", "bubble", "reduction", "optimizer")
 _COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#bab0ac")
 
 
@@ -26,7 +26,7 @@ def to_text(plan: Plan, device: Device, tokens: float, top: int) -> str:
     """
     if not plan.ranked:
         return "no layout fits\n\n" + _reasons(plan.rejected)
-    header = ("", "layout", "memory", "step", "tokens/s", "MFU", "talk", "bubble")
+    header = ("", "layout", "memory", "step", "tokens/s", "MFU", "comm", "bubble")
     rows = [header, *(_row(number, each, device, tokens) for number, each in enumerate(plan.ranked[:top], 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -100,7 +100,7 @@ def _row(number: int, each: Prediction, device: Device, tokens: float) -> tuple[
         f"{seconds.total:.4g} s",
         f"{tokens / seconds.total:,.0f}",
         f"{100 * utilization(each, device):.1f} %",
-        f"{100 * seconds.talk / seconds.total:.0f} %",
+        f"{100 * seconds.comm / seconds.total:.0f} %",
         f"{100 * seconds.bubble / seconds.total:.0f} %",
     )
 

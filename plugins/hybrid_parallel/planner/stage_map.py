@@ -18,7 +18,7 @@ from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists,
 from shardformer import PipelineStageManager, Policy, ShardConfig
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import ModelSharder
-from shardformer.stages.stage import StageCut
+from shardformer.stages.stage import StagePartitioner
 from shardformer.utils.parameter_names import alias_groups
 
 
@@ -116,7 +116,7 @@ class ModelMap:
         with playing(0, 1):
             config = ShardConfig(pipeline_stage_manager=manager, enable_tensor_parallelism=False)
             ModelSharder(self.model, config).check()
-        cut = StageCut(self.model, self.policy.base_path, self.policy.stages, manager)
+        cut = StagePartitioner(self.model, self.policy.base_path, self.policy.stages, manager)
         held: list[list[str]] = [[] for _ in range(count)]
         tied: list[dict[int, tuple[int, tuple[int, ...]]]] = [{} for _ in range(count)]
         order = 0
@@ -145,7 +145,7 @@ class ModelMap:
         parts = [("layer", number, kind) for number, each in enumerate(self.lists) for kind in each.kinds]
         return tuple(parts[index] for index in layers)
 
-    def _gaps_of(self, cut: StageCut, layers: range, stage: int, count: int) -> tuple[Part, ...]:
+    def _gaps_of(self, cut: StagePartitioner, layers: range, stage: int, count: int) -> tuple[Part, ...]:
         """What runs in front of a list runs with its first layer, the head with the last of all."""
         gaps = [("gap", number) for number, start in enumerate(cut.starts[:-1]) if start in layers]
         return (*gaps, ("gap", len(self.lists))) if stage == count - 1 else tuple(gaps)

@@ -17,8 +17,8 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
-from plugins.hybrid_parallel.distributed.agreement import together
-from plugins.hybrid_parallel.distributed.mesh import EXPERT_RANKS, HybridMesh, tied_group
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
 from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
@@ -192,7 +192,7 @@ def wrap_model(
     wrapped.tied = tied
     if config.record_schedule is not None:
         # A directory that cannot be written is an error on all ranks.
-        wrapped.runtime.recorder = together(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
+        wrapped.runtime.recorder = raise_on_all_ranks(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
     if config.debug:
         # Before any optimizer: its hooks take a gradient away.
         watch = wrapped.trace.watch = ModuleWatch(model)
@@ -259,7 +259,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
             make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
             compute_dtype=DTYPES.get(config.precision),
             sharding_dim=config.sharding_dim,
-            expert_parallel_process_group=mesh.group(EXPERT_RANKS),
+            expert_parallel_process_group=mesh.group(EP),
             expert_capacity_factor=config.expert_capacity_factor,
         )
         policy = as_policy(config.custom_policy) if config.tp_info is None else TPInfoPolicy(config.tp_info)

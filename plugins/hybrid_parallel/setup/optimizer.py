@@ -11,11 +11,11 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
-from plugins.hybrid_parallel.distributed.agreement import together
-from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh, replicas_of
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
 from plugins.hybrid_parallel.setup.model import BuiltModel
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
-from plugins.hybrid_parallel.zero.comm.collectives import Exchange, exchange_of
+from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
@@ -50,7 +50,7 @@ def build_optimizer(
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
     if granularity is not Granularity.ELEMENT:
-        together(lambda: _check_padding(type(optim).__name__, old, names))
+        raise_on_all_ranks(lambda: _check_padding(type(optim).__name__, old, names))
     options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
     buckets = build_buckets(_which(order, trains=True), options, built.tied, built.masters)
     place_states(optim, states, buckets)
@@ -60,8 +60,8 @@ def build_optimizer(
     waits = config.pp_size == config.cp_size == config.ep_size == 1
     # Two optimizers' buckets would be complete in another order on a replica that leaves parameters unused.
     overlaps = config.overlap_communication and stands_alone
-    reducer = GradientReducer(buckets, mesh.group(REPLICAS), overlaps, waits)
-    if reducer.offers_places:
+    reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits)
+    if reducer.attaches_grad_buffers:
         own_native_products(built.model.unwrap())
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     reducer.hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
@@ -109,9 +109,9 @@ def _bucket_options(
     granularity: Granularity, config: HybridParallelConfig, mesh: HybridMesh
 ) -> dict[str, BucketOptions]:
     """What buckets have in common of which the parameters are cut over an axis, by its name."""
-    groups_of = {axis: mesh.group(replicas_of(axis)) for axis in (TENSOR, EXPERTS)}
+    groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
     # Where there are no experts both axes have the same replicas.
-    make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else Exchange
+    make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
     return {
         axis: BucketOptions(
@@ -131,8 +131,8 @@ def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str
     """The options by which ranks share gradients, or scale them; None where each has all, as in plain torch."""
     sizes = {"tp_size": config.tp_size, "pp_size": config.pp_size, "ep_size": config.ep_size}
     reasons = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    if config.zero_stage and mesh.size(REPLICAS) > 1:
-        reasons.append(f"zero_stage={config.zero_stage} with {mesh.size(REPLICAS)} replicas")
+    if config.zero_stage and mesh.size(DP_CP) > 1:
+        reasons.append(f"zero_stage={config.zero_stage} with {mesh.size(DP_CP)} replicas")
     if config.precision == "fp16":
         reasons.append("precision='fp16'")
     return " and ".join(reasons) or None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.shard_spec import ShardSpec, spec_of
-from shardformer.stages.placeholders import StandIn
+from shardformer.stages.placeholders import StagePlaceholder
 
 _FLOOR = 1e-6  # of what a difference is relative to
 
@@ -41,7 +41,7 @@ class OutputLog:
         self._outputs: dict[tuple[str, int], Output] = {}
         self.begin_microbatch(0)
         for name, module in model.named_modules():
-            if not isinstance(module, StandIn):
+            if not isinstance(module, StagePlaceholder):
                 module.register_forward_hook(partial(self._after, name))
 
     def begin_microbatch(self, index: int) -> None:

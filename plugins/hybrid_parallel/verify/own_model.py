@@ -18,7 +18,7 @@ from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Verdict, compare
 from plugins.hybrid_parallel.verify.report import in_words
 from plugins.hybrid_parallel.verify.trace_json import trace_from_json, trace_to_json
-from plugins.hybrid_parallel.verify.train import Trial, train_on_rank, train_plainly
+from plugins.hybrid_parallel.verify.train import VerifyCase, train_on_rank, train_reference
 
 _SEED = 1
 
@@ -107,8 +107,8 @@ def verify_own_model(
     if not in_a_job:
         world_size *= config.dp_size or config.ep_size
         options["dp_size"] = config.dp_size or config.ep_size
-    trial = Trial(subject, rows, steps, options, criterion)
-    plain = train_plainly(trial)
+    trial = VerifyCase(subject, rows, steps, options, criterion)
+    plain = train_reference(trial)
     if in_a_job:
         found = all_gather_json(trace_to_json(train_on_rank(trial)), control_group())
         ranks = [trace_from_json(each) for each in found]

@@ -89,7 +89,7 @@ class TwinSizes:
 
 
 @dataclass(frozen=True)
-class Twin:
+class TinyModel:
     """What every process builds for itself, always the same.
 
     Attributes:

@@ -34,7 +34,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
+class VerifyCase:
     """What both trainings do.
 
     Attributes:
@@ -45,7 +45,7 @@ class Trial:
         criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
     """
 
-    twin: Subject
+    tiny_model: Subject
     rows: int
     steps: int
     options: dict[str, Any]
@@ -90,17 +90,17 @@ class Trace:
     masks: list[Tensor | None] = field(default_factory=list)
 
 
-def train_plainly(trial: Trial) -> Trace:
+def train_reference(trial: VerifyCase) -> Trace:
     """Train the whole twin with torch and transformers alone.
 
     Raises:
         ConfigurationError: it returns no loss, its loss is not finite, or depends on random numbers.
     """
-    model = trial.twin.build()
+    model = trial.tiny_model.build()
     named = dict(model.named_parameters(remove_duplicate=False))
     trace = Trace(first_weights=_arrays(named), aliases=_aliases(named))
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-    batches = [trial.twin.batch(model, step, trial.rows) for step in range(trial.steps)]
+    batches = [trial.tiny_model.batch(model, step, trial.rows) for step in range(trial.steps)]
     log, state = OutputLog(model), torch.get_rng_state()
     for batch in batches:
         loss = _loss(trial, model, batch)
@@ -113,18 +113,18 @@ def train_plainly(trial: Trial) -> Trace:
     if not all(abs(step.loss) < _LARGEST_LOSS for step in trace.steps):
         losses = ", ".join(f"{step.loss:.3g}" for step in trace.steps)
         raise ConfigurationError(
-            f"the twin of {trial.twin.name} has losses {losses} unsharded, which nothing can be compared with; "
+            f"the twin of {trial.tiny_model.name} has losses {losses} unsharded, which nothing can be compared with; "
             "use --head with another class, or --precision fp64"
         )
     if not torch.equal(torch.get_rng_state(), state) and _draws_numbers(trial, batches[0]):
         raise ConfigurationError(
-            f"{trial.twin.name} draws random numbers in training, so that no two runs agree; "
+            f"{trial.tiny_model.name} draws random numbers in training, so that no two runs agree; "
             "switch that off in its configuration"
         )
     return trace
 
 
-def train_on_rank(trial: Trial, prepare: Callable[[], None] | None = None) -> Trace:
+def train_on_rank(trial: VerifyCase, prepare: Callable[[], None] | None = None) -> Trace:
     """Train this rank's piece of the twin.
 
     Args:
@@ -136,8 +136,8 @@ def train_on_rank(trial: Trial, prepare: Callable[[], None] | None = None) -> Tr
     if prepare is not None:
         prepare()
     plugin = HybridParallelPlugin(**trial.options)
-    booster, whole = Booster(plugin=plugin), trial.twin.build()
-    batches = [trial.twin.batch(whole, step, trial.rows) for step in range(trial.steps)]
+    booster, whole = Booster(plugin=plugin), trial.tiny_model.build()
+    batches = [trial.tiny_model.batch(whole, step, trial.rows) for step in range(trial.steps)]
     model, optimizer = booster.boost(whole, torch.optim.SGD(whole.parameters(), lr=_LEARNING_RATE))
     log = OutputLog(model.unwrap())
     _before_microbatch(model.runtime, log)
@@ -163,13 +163,13 @@ def _before_microbatch(runtime: Any, log: OutputLog) -> None:
     runtime.before_microbatch = begin
 
 
-def _loss(trial: Trial, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """The loss of the global batch, as a plain loop has it."""
     if trial.criterion is None:
         loss = getattr(model(**batch), "loss", None)
         if loss is None:
             raise ConfigurationError(
-                f"{trial.twin.name} returns no loss for this batch; use --head with another class, or a criterion"
+                f"{trial.tiny_model.name} returns no loss for this batch; use --head with another class, or a criterion"
             )
         return loss
     own = getattr(trial.criterion, "own_entries", ())
@@ -197,9 +197,9 @@ def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
     return _arrays({name: assemble(param, param.detach(), mesh.group(spec_of(param).axis)) for name, param in named})
 
 
-def _draws_numbers(trial: Trial, batch: dict[str, Any]) -> bool:
+def _draws_numbers(trial: VerifyCase, batch: dict[str, Any]) -> bool:
     """Whether another seed in training gives another loss (a router that samples; dropout is off here)."""
-    model, losses = trial.twin.build(), set()
+    model, losses = trial.tiny_model.build(), set()
     for seed in _SEEDS:
         torch.manual_seed(seed)
         losses.add(_loss(trial, model, batch).item())

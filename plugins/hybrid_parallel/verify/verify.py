@@ -16,8 +16,8 @@ from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_
 from plugins.hybrid_parallel.inspect.shard_report import playing
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
-from plugins.hybrid_parallel.verify.tiny_model import Twin, TwinSizes, small_config
-from plugins.hybrid_parallel.verify.train import Trace, Trial, train_on_rank, train_plainly
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
+from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank, train_reference
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 _REASON_LENGTH = 200
@@ -35,7 +35,7 @@ class Verification:
         verdict: of the comparison.
     """
 
-    trial: Trial
+    trial: VerifyCase
     precision: str
     world_size: int
     num_parameters: int
@@ -69,23 +69,23 @@ def verify(
         raise ConfigurationError(f"{model_class.__name__} has no loss; name a head with --head, as CausalLM")
     refuse_what_cannot_be_cut(config, model_class, layout, world_size)
     num_stages = layout.pp_size * (layout.chunks_per_rank if layout.pp_size > 1 else 1)
-    twin = Twin(
+    tiny_model = TinyModel(
         model_class.__module__,
         model_class.__name__,
         small_config(config, TwinSizes.of(config, layout.tp_size, num_stages)),
     )
     microbatches = layout.num_microbatches or layout.pp_size
     rows = 2 * (layout.dp_size or 1) * microbatches * (layout.microbatch_size or 1) + 1
-    trial = Trial(twin, max(rows, 7), steps, options)
+    trial = VerifyCase(tiny_model, max(rows, 7), steps, options)
     trial, precision, plain = _plain(trial, precision)
-    _refuse_batch_norm(trial.twin, layout)
+    _refuse_batch_norm(trial.tiny_model, layout)
     try:
         ranks = run_on_local_ranks(train_on_rank, world_size, trial, prepare, timeout_s=timeout_s)
         verdict = compare(plain, ranks, TOLERANCES[precision])
     except RankFailure as error:
         verdict = Verdict([], Difference(1, "failure", "", float("inf"), f"the sharded training does not end: {error}"))
     except ConfigurationError as error:  # of the model itself that was not so
-        raise ConfigurationError(f"the small twin of {twin.name} cannot be cut like the model: {error}") from None
+        raise ConfigurationError(f"the small twin of {tiny_model.name} cannot be cut like the model: {error}") from None
     num_parameters = sum(plain.first_weights[min(names)].size for names in plain.aliases)
     return Verification(trial, precision, world_size, num_parameters, verdict)
 
@@ -112,28 +112,28 @@ def refuse_what_cannot_be_cut(
         shard_model(model, layout, mesh)
 
 
-def _plain(trial: Trial, precision: str | None) -> tuple[Trial, str, Trace]:
+def _plain(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase, str, Trace]:
     """The trial in a precision that it trains in, and that training."""
     for name in [precision] if precision is not None else list(DTYPES):
-        tried = replace(trial, twin=replace(trial.twin, dtype=DTYPES[name]))
+        tried = replace(trial, tiny_model=replace(trial.tiny_model, dtype=DTYPES[name]))
         try:
-            return tried, name, train_plainly(tried)
+            return tried, name, train_reference(tried)
         except ConfigurationError:
             raise
         except Exception as error:  # any of a thousand classes may fail in its own way
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
     raise ConfigurationError(
-        f"the small twin of {trial.twin.name} does not train unsharded in {name} ({reason}); "
+        f"the small twin of {trial.tiny_model.name} does not train unsharded in {name} ({reason}); "
         "use --head with another class of the family"
     )
 
 
-def _refuse_batch_norm(twin: Twin, layout: HybridParallelConfig) -> None:
+def _refuse_batch_norm(tiny_model: TinyModel, layout: HybridParallelConfig) -> None:
     cuts = layout.microbatch_size is not None or (layout.num_microbatches or layout.pp_size) > 1
     if not cuts and (layout.dp_size or 1) == 1:
         return
-    if any(isinstance(module, _BatchNorm) for module in twin.build().modules()):
+    if any(isinstance(module, _BatchNorm) for module in tiny_model.build().modules()):
         raise ConfigurationError(
-            f"{twin.name} normalises over its batch, whose parts have statistics of their own under any layout; "
+            f"{tiny_model.name} normalises over its batch, whose parts have statistics of their own under any layout; "
             "use --dp 1 --microbatches 1"
         )

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Piece, gaps_between, places_in_bucket
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, BucketSlice, gaps_between, places_in_bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
-from plugins.hybrid_parallel.zero.comm.collectives import PendingGather, PendingShard
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradientMemory
+from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ReduceScatterHandle
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand
 from shardformer.distributed.collectives import all_gather_flat
 from shardformer.shard_spec import parameter_like
@@ -51,7 +51,7 @@ class Bucket(GradientsByHand):
         tied_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self._arriving: PendingGather | None = None  # of parameters that nobody has asked for yet
+        self._arriving: AllGatherHandle | None = None  # of parameters that nobody has asked for yet
         self._versions: list[int] = []
         self.params, self.options, self.group_index = list(params), options, group_index
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
@@ -75,7 +75,7 @@ class Bucket(GradientsByHand):
         self.pieces = self._make_pieces(sources, master_dtype)
 
         # Allocated on the first gradient. Where gradients are sharded, until they are reduced.
-        self.memory = GradientMemory(options.exchange)
+        self.memory = GradBufferPool(options.exchange)
         self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
@@ -83,7 +83,7 @@ class Bucket(GradientsByHand):
         self._lent: set[int] = set()  # parameters whose gradients a product was given the place of
         self.used: set[int] = set()  # parameters with reduced gradients
         self._work: Any = None
-        self._pending: PendingShard | None = None
+        self._pending: ReduceScatterHandle | None = None
         self._result: Tensor | None = None
         self._norm: Tensor | None = None  # of the result
         self._own_norms: Sequence[Tensor] | None = None
@@ -113,7 +113,7 @@ class Bucket(GradientsByHand):
             view.copy_(grad)
             self.written.add(index)
 
-    def lend(self, index: int) -> tuple[Tensor, bool] | None:
+    def borrow_grad_view(self, index: int) -> tuple[Tensor, bool] | None:
         """Where to write a gradient that `accumulate` gets next, and whether to add it; None to have it copied."""
         if self.launched or index in self._lent:
             return None
@@ -151,14 +151,14 @@ class Bucket(GradientsByHand):
         self._result = self._pending.wait()
         self._norm = torch.linalg.vector_norm(self._result)
         # A GPU would have to be waited for.
-        self._pending.settle(math.isfinite(self._norm) if self.flat.device.type == "cpu" else None)
+        self._pending.mark_done(math.isfinite(self._norm) if self.flat.device.type == "cpu" else None)
 
-    def give_up_gradients(self) -> None:
+    def release_local_grads(self) -> None:
         """Give away the memory of the local gradients once nobody reads them, unless they are to be described."""
         if self._pending is None:
             return
         self.collect()
-        is_finite = self._pending.settled()
+        is_finite = self._pending.wait_all_done()
         self._pending = None
         if is_finite is None:
             self._own_norms = torch._foreach_norm([self._grad_view(index) for index in range(len(self.params))])
@@ -178,7 +178,7 @@ class Bucket(GradientsByHand):
             factor: what this step's gradients are multiplied by.
         """
         self.collect()
-        self.give_up_gradients()
+        self.release_local_grads()
         for group in self.sum_groups:
             dist.all_reduce(self._result, group=group)
         if factor is not None:
@@ -218,7 +218,7 @@ class Bucket(GradientsByHand):
         self.written.clear()
         self._work = self._result = None
 
-    def own_grads(self) -> dict[int, Tensor] | None:
+    def local_grads(self) -> dict[int, Tensor] | None:
         """What this rank put into the last reduction, by parameter, or its norms where that is gone.
 
         None where the result has taken its place, or is finite.
@@ -265,7 +265,7 @@ class Bucket(GradientsByHand):
             grad = piece.view(self.shard_grads).view_as(piece.parameter) if piece.index in self.used else None
             piece.parameter.grad = grad if grad is None else grad.to(piece.parameter.dtype)
 
-    def publish(self, overlaps: bool = False) -> PendingGather | None:
+    def all_gather_params(self, overlaps: bool = False) -> AllGatherHandle | None:
         """Write updated values to the parameters of all ranks; what to wait for, None where there is nobody else.
 
         Args:
@@ -358,7 +358,7 @@ class Bucket(GradientsByHand):
 
     # ----- construction -----
 
-    def _make_pieces(self, sources: Sequence[Tensor], dtype: torch.dtype) -> list[Piece]:
+    def _make_pieces(self, sources: Sequence[Tensor], dtype: torch.dtype) -> list[BucketSlice]:
         shard_start = self.options.shard_index * self.shard_size
         shard = torch.zeros(self.shard_size, dtype=dtype, device=self.flat.device) if self.has_masters else None
         pieces = []
@@ -367,7 +367,7 @@ class Bucket(GradientsByHand):
             stop = min(param.numel(), shard_start + self.shard_size - offset)
             if start >= stop:
                 continue
-            piece = Piece(index, start, stop, offset + start - shard_start)
+            piece = BucketSlice(index, start, stop, offset + start - shard_start)
             view = piece.view(shard if shard is not None else self.own_shard(self.flat))
             view.copy_(sources[index].reshape(-1)[start:stop])
             whole = stop - start == param.numel()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.comm.collectives import Exchange
+from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from shardformer.shard_spec import pad_to_multiple
 
 # Parameters and shards start at multiples of this many elements: kernels read what begins in the middle of a cache line
@@ -36,7 +36,7 @@ class BucketOptions:
     master_weights: bool
     whole_parameters: bool
     bucket_bytes: int
-    exchange: Exchange
+    exchange: ZeroCollectives
     hidden_by: str | None = None
 
     @property
@@ -53,7 +53,7 @@ class BucketOptions:
         return dist.get_rank(self.dp_group) if self.zero_stage else 0
 
 
-class Piece:
+class BucketSlice:
     """The part of one parameter that lies in this rank's shard.
 
     Attributes:

@@ -1,14 +1,14 @@
-"""GradientMemory: the buffers in which gradients are accumulated."""
+"""GradBufferPool: the buffers in which gradients are accumulated."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.zero.comm.collectives import Exchange
+from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 
 
-class GradientMemory:
+class GradBufferPool:
     """Memory of buckets whose gradients were reduced, for buckets whose gradients are still to come.
 
     Fresh memory of a CPU costs as much time as a copy: its pages are filled with zeros. A GPU's has torch's own cache.
@@ -18,7 +18,7 @@ class GradientMemory:
         unit: least number of bytes of a buffer, so that buckets of about one size can take each other's.
     """
 
-    def __init__(self, exchange: Exchange, unit: int = 0) -> None:
+    def __init__(self, exchange: ZeroCollectives, unit: int = 0) -> None:
         self._exchange, self._unit = exchange, unit
         self._free: list[Tensor] = []
         self._taken: dict[int, Tensor] = {}  # address -> the whole buffer

@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.guards import GuardedOptimizer
 from plugins.hybrid_parallel.loss.loss_scale import LossScale
 from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.comm.collectives import PendingGather
+from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
@@ -95,7 +95,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.step_was_skipped = self.has_missed_pass = False
         self._awaits_step = False  # a pass has left gradients since the last step
         self._held_scale = 1.0  # what the gradients that are here are multiplied by
-        self._gathers: list[PendingGather] = []
+        self._gathers: list[AllGatherHandle] = []
         for group in optim.param_groups:
             group["params"] = []
         self._order, self._pieces = order, set[nn.Parameter]()
@@ -246,7 +246,9 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.take_changed_weights()
         self.optim.step()
         self._gathers = [
-            gather for bucket in self.buckets if (gather := bucket.publish(self.overlap_allgather)) is not None
+            gather
+            for bucket in self.buckets
+            if (gather := bucket.all_gather_params(self.overlap_allgather)) is not None
         ]
         if not self.overlap_allgather:
             self.wait_for_parameters()
@@ -284,7 +286,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
     def publish_masters(self) -> None:
         """Have the parameters of all ranks take the optimizer's values (after these were loaded)."""
         for bucket in self.buckets:
-            gather = bucket.publish() if bucket.has_masters else None
+            gather = bucket.all_gather_params() if bucket.has_masters else None
             if gather is not None:
                 gather.close()
 

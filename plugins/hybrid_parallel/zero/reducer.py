@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
-from plugins.hybrid_parallel.zero.comm.collectives import Exchange
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradientMemory
-from shardformer.matmul.weight_grad import GradientPlace, offer_place
+from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from shardformer.matmul.weight_grad import GradBuffer, attach_grad_buffer
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks
@@ -49,8 +49,8 @@ class GradientReducer:
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: dict[Bucket, set[int]] = {}
         self._next = 0
-        self._memories: dict[Exchange, GradientMemory] = {}
-        self.offers_places = False  # for products to write gradients to
+        self._memories: dict[ZeroCollectives, GradBufferPool] = {}
+        self.attaches_grad_buffers = False  # for products to write gradients to
         for bucket in self.buckets:
             self._connect(bucket)
 
@@ -69,15 +69,15 @@ class GradientReducer:
         self._complete[bucket] = set()
         if bucket.options.num_shards > 1:
             exchange, unit = bucket.options.exchange, bucket.options.bucket_bytes
-            bucket.memory = self._memories.setdefault(exchange, GradientMemory(exchange, unit))
+            bucket.memory = self._memories.setdefault(exchange, GradBufferPool(exchange, unit))
         for index, param in enumerate(bucket.params):
             trains = param.requires_grad
             param.requires_grad_()  # a parameter that is frozen takes no hook, but keeps one
             param.register_post_accumulate_grad_hook(self._hook(bucket, index))
             param.requires_grad_(trains)
             if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
-                offer_place(param, self._place(bucket, index))
-                self.offers_places = True
+                attach_grad_buffer(param, self._place(bucket, index))
+                self.attaches_grad_buffers = True
 
     def begin_final_backward(self) -> None:
         """The next backward pass completes the gradients."""
@@ -121,7 +121,7 @@ class GradientReducer:
 
     # What parameters hold is weak: nobody would collect a parameter that leads to itself by way of its hooks.
 
-    def _place(self, of_bucket: Bucket, index: int) -> GradientPlace:
+    def _place(self, of_bucket: Bucket, index: int) -> GradBuffer:
         reference, bucket_reference = weakref.ref(self), weakref.ref(of_bucket)
 
         def place(dtype: torch.dtype) -> tuple[Tensor, bool] | None:
@@ -131,7 +131,7 @@ class GradientReducer:
             bucket = bucket_reference()
             # A hook of the user's is to see the gradient of this pass, not the sum over passes.
             is_watched = bool(bucket.params[index]._backward_hooks)
-            return None if is_watched or dtype != bucket.grad_dtype else bucket.lend(index)
+            return None if is_watched or dtype != bucket.grad_dtype else bucket.borrow_grad_view(index)
 
         return place
 
@@ -175,7 +175,7 @@ class GradientReducer:
         self.buckets[earlier].collect()
         # The others may still be reading this one's gradients, but hardly those of the one before.
         if earlier > 0:
-            self.buckets[earlier - 1].give_up_gradients()
+            self.buckets[earlier - 1].release_local_grads()
 
     @staticmethod
     def _agree_with_stages(bucket: Bucket, used: set[int]) -> set[int]:

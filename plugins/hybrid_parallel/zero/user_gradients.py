@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.zero.bucket_layout import Piece
-    from plugins.hybrid_parallel.zero.grad_buffer_pool import GradientMemory
+    from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
+    from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 
 
 class GradientsByHand:
@@ -24,8 +24,8 @@ class GradientsByHand:
 
     params: list[nn.Parameter]
     offsets: list[int]
-    pieces: Sequence[Piece]
-    memory: GradientMemory
+    pieces: Sequence[BucketSlice]
+    memory: GradBufferPool
     shard_grads: Tensor | None
     used: set[int]
     written: set[int]

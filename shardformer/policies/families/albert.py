@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import PassedThrough, Received, StageLayout
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class RepeatedLayers(nn.ModuleList):
@@ -81,7 +81,7 @@ class AlbertPolicy(Policy):
     repeats_layers = True
     stages = StageLayout(
         layers="encoder.albert_layer_groups",
-        first={"embeddings": Received, "encoder.embedding_hidden_mapping_in": PassedThrough},
+        first={"embeddings": Received, "encoder.embedding_hidden_mapping_in": IdentityPlaceholder},
         last=("pooler",),
     )
     writes_usual_losses = True
@@ -100,23 +100,23 @@ class AlbertPolicy(Policy):
         return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         return {
-            "AlbertEmbeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "AlbertEmbeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
             "AlbertAttention": ModulePolicyDescription(
                 sub_module_replacement=[
-                    *cut.column("query", "key", "value", num_heads=heads),
-                    *cut.row("dense", num_heads=heads),
-                    *cut.layer_norm("LayerNorm"),
+                    *rules.column("query", "key", "value", num_heads=heads),
+                    *rules.row("dense", num_heads=heads),
+                    *rules.layer_norm("LayerNorm"),
                 ]
             ),
             "AlbertLayer": ModulePolicyDescription(
                 sub_module_replacement=[
-                    *cut.column("ffn"),
-                    *cut.row("ffn_output"),
-                    *cut.layer_norm("full_layer_layer_norm"),
+                    *rules.column("ffn"),
+                    *rules.row("ffn_output"),
+                    *rules.layer_norm("full_layer_layer_norm"),
                 ]
             ),
-            "AlbertMLMHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
+            "AlbertMLMHead": ModulePolicyDescription(sub_module_replacement=rules.head("decoder")),
         }

@@ -9,8 +9,8 @@ from torch import nn
 from shardformer.distributed.random import draw_per_rank
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.module_edits import drop_behind_activation
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import AddsNothing, PassedThrough, Received, StageLayout, StandIn
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, StagePlaceholder, ZeroEmbedding
 
 
 class BartPolicy(Policy):
@@ -18,7 +18,7 @@ class BartPolicy(Policy):
 
     family, prefix = "bart", "Bart"
     splits_towers = True
-    exchanges_heads = False
+    supports_ulysses = False
     heads: tuple[str, ...] = (
         "Model",
         "ForConditionalGeneration",
@@ -27,11 +27,11 @@ class BartPolicy(Policy):
         "ForCausalLM",
     )
     head_names: tuple[str, ...] = ("lm_head", "classification_head", "qa_outputs")
-    encoder_first: Mapping[str, type[StandIn]] = {
+    encoder_first: Mapping[str, type[StagePlaceholder]] = {
         "shared": Received,
         "encoder.embed_tokens": Received,
-        "encoder.embed_positions": AddsNothing,
-        "encoder.layernorm_embedding": PassedThrough,
+        "encoder.embed_positions": ZeroEmbedding,
+        "encoder.layernorm_embedding": IdentityPlaceholder,
     }
     supports_sequence_parallel = True
     writes_usual_losses = True
@@ -44,8 +44,8 @@ class BartPolicy(Policy):
             layers="decoder.layers",
             first={
                 "decoder.embed_tokens": Received,
-                "decoder.embed_positions": AddsNothing,
-                "decoder.layernorm_embedding": PassedThrough,
+                "decoder.embed_positions": ZeroEmbedding,
+                "decoder.layernorm_embedding": IdentityPlaceholder,
             },
             last=("decoder.layer_norm", *self.head_names),
         )
@@ -55,8 +55,8 @@ class BartPolicy(Policy):
             layers="encoder.layers",
             first=self.encoder_first,
             last=("encoder.layer_norm", *(() if hasattr(base, "decoder") else self.head_names)),
-            done={"encoder": ("last_hidden_state",)} if hasattr(base, "decoder") else {},
-            then=decoder if hasattr(base, "decoder") else None,
+            finished_towers={"encoder": ("last_hidden_state",)} if hasattr(base, "decoder") else {},
+            next_layers=decoder if hasattr(base, "decoder") else None,
         )
 
     def head_counts(self) -> Mapping[str, int]:
@@ -73,33 +73,33 @@ class BartPolicy(Policy):
         return problems
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
 
         def attention(name: str, heads: int, *read_together: str) -> list:
-            query = [] if "q_proj" in read_together else cut.column(f"{name}.q_proj", num_heads=heads)
+            query = [] if "q_proj" in read_together else rules.column(f"{name}.q_proj", num_heads=heads)
             together = [f"{name}.{projection}" for projection in read_together]
             return [
                 *query,
-                *cut.column(*together, num_heads=heads, reads_whole="q_proj" not in read_together),
-                *cut.row(f"{name}.out_proj", num_heads=heads),
-                *cut.layer_norm(f"{name}_layer_norm"),
+                *rules.column(*together, num_heads=heads, reads_whole="q_proj" not in read_together),
+                *rules.row(f"{name}.out_proj", num_heads=heads),
+                *rules.layer_norm(f"{name}_layer_norm"),
             ]
 
         def layer(*attentions: list) -> ModulePolicyDescription:
-            dense = [*cut.column("fc1", gathers_sequence=True), *cut.row("fc2")]
+            dense = [*rules.column("fc1", gathers_sequence=True), *rules.row("fc2")]
             return ModulePolicyDescription(
                 param_replacement=[self._drop_behind_activation, self._drop_own_slice],
-                sub_module_replacement=[*sum(attentions, []), *dense, *cut.layer_norm("final_layer_norm")],
+                sub_module_replacement=[*sum(attentions, []), *dense, *rules.layer_norm("final_layer_norm")],
             )
 
         config = self.model.config
         encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
         # A bias is added to the logits behind the head: they have to be whole there.
-        head = cut.whole_head if hasattr(self.model, "final_logits_bias") else cut.head
-        heads = [*cut.vocab("shared?"), *(head("lm_head?")), *(cut.head("proj_out?"))]
+        head = rules.gathered_lm_head if hasattr(self.model, "final_logits_bias") else rules.head
+        heads = [*rules.vocab("shared?"), *(head("lm_head?")), *(rules.head("proj_out?"))]
         return {
-            f"{self.prefix}Encoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens?")),
-            f"{self.prefix}Decoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Encoder": ModulePolicyDescription(sub_module_replacement=rules.vocab("embed_tokens?")),
+            f"{self.prefix}Decoder": ModulePolicyDescription(sub_module_replacement=rules.vocab("embed_tokens")),
             f"{self.prefix}Attention": ModulePolicyDescription(
                 param_replacement=[self._keep_local_heads], gathers_sequence=True
             ),
@@ -203,7 +203,7 @@ class WhisperPolicy(BartPolicy):
     encoder_first = {
         "encoder.conv1": Received,
         "encoder.conv2": Received,
-        "encoder.embed_positions": AddsNothing,
+        "encoder.embed_positions": ZeroEmbedding,
     }
     writes_usual_losses = True
 

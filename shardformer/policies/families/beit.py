@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardformer.policies.base import ModulePolicyDescription
 from shardformer.policies.families.vit import ViTPolicy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 
 _READ_HIDDEN_STATES = ("BeitForSemanticSegmentation", "BeitBackbone")
@@ -22,7 +22,7 @@ class BeitPolicy(ViTPolicy):
     that cuts its batches.
     """
 
-    exchanges_heads = False  # attention has biases of single heads
+    supports_ulysses = False  # attention has biases of single heads
     family, prefix = "beit", "Beit"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
     stages = StageLayout(
@@ -38,13 +38,13 @@ class BeitPolicy(ViTPolicy):
         return [*super().check(), *self.check_hidden_states(_READ_HIDDEN_STATES)]
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         table = dict(super().module_policy())
-        table["BeitLayer"].param_replacement.extend(cut.own_parameters("lambda_1", "lambda_2"))
+        table["BeitLayer"].param_replacement.extend(rules.module_parameters("lambda_1", "lambda_2"))
         table["BeitRelativePositionBias"] = ModulePolicyDescription(
-            param_replacement=cut.heads_of_parameter("relative_position_bias_table", dim=1)
+            param_replacement=rules.heads_of_parameter("relative_position_bias_table", dim=1)
         )
-        table["BeitForMaskedImageModeling"] = ModulePolicyDescription(sub_module_replacement=cut.head("lm_head"))
+        table["BeitForMaskedImageModeling"] = ModulePolicyDescription(sub_module_replacement=rules.head("lm_head"))
         table["BatchNorm2d"] = ModulePolicyDescription(method_replacement={"forward": _batch_norm})
         return table
 

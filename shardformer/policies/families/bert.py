@@ -7,7 +7,7 @@ from functools import partial
 
 from shardformer.layers.fused_ops import fuse_bias_gelu, fuse_output
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 
 
@@ -31,34 +31,34 @@ class BertPolicy(Policy):
     writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
-        attention = cut.column("query", "key", "value", num_heads=heads)
-        cross_attention = [*cut.column("query", num_heads=heads), *cut.column("key", "value", num_heads=heads)]
-        output = [*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+        attention = rules.column("query", "key", "value", num_heads=heads)
+        cross_attention = [*rules.column("query", num_heads=heads), *rules.column("key", "value", num_heads=heads)]
+        output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
         local_heads = {
             "num_attention_heads": heads // self.tp_size,
             "all_head_size": self.model.config.hidden_size // self.tp_size,
         }
         return {
-            f"{self.prefix}Embeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            f"{self.prefix}Embeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
             f"{self.prefix}SelfAttention": ModulePolicyDescription(local_heads, [], attention, gathers_sequence=True),
             f"{self.prefix}CrossAttention": ModulePolicyDescription(
                 local_heads, [], cross_attention, gathers_sequence=True
             ),
             f"{self.prefix}SelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output],
+                sub_module_replacement=[*rules.row("dense", num_heads=heads), *output],
                 fusions=[fuse_output],
             ),
             f"{self.prefix}Intermediate": ModulePolicyDescription(
-                sub_module_replacement=cut.column("dense"),
+                sub_module_replacement=rules.column("dense"),
                 gathers_sequence=True,
                 fusions=[partial(fuse_bias_gelu, linear="dense", activation="intermediate_act_fn")],
             ),
             f"{self.prefix}Output": ModulePolicyDescription(
-                sub_module_replacement=[*cut.row("dense"), *output], fusions=[fuse_output]
+                sub_module_replacement=[*rules.row("dense"), *output], fusions=[fuse_output]
             ),
-            f"{self.prefix}LMPredictionHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
+            f"{self.prefix}LMPredictionHead": ModulePolicyDescription(sub_module_replacement=rules.head("decoder")),
         }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardformer.policies.base import ModulePolicyDescription
 from shardformer.policies.families.bert import BertPolicy, RobertaPolicy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 
 
@@ -41,19 +41,19 @@ class RobertaPreLayerNormPolicy(RobertaPolicy):
     writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
-        dropout = cut.residual_dropout("dropout")
+        dropout = rules.residual_dropout("dropout")
         return {
             **super().module_policy(),
-            f"{self.prefix}Attention": ModulePolicyDescription(sub_module_replacement=cut.layer_norm("LayerNorm")),
+            f"{self.prefix}Attention": ModulePolicyDescription(sub_module_replacement=rules.layer_norm("LayerNorm")),
             f"{self.prefix}SelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*cut.row("dense", num_heads=heads), *dropout]
+                sub_module_replacement=[*rules.row("dense", num_heads=heads), *dropout]
             ),
             f"{self.prefix}Intermediate": ModulePolicyDescription(
-                sub_module_replacement=[*cut.layer_norm("LayerNorm"), *cut.column("dense")], gathers_sequence=True
+                sub_module_replacement=[*rules.layer_norm("LayerNorm"), *rules.column("dense")], gathers_sequence=True
             ),
-            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *dropout]),
+            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *dropout]),
         }
 
 
@@ -118,22 +118,22 @@ class MPNetPolicy(BertPolicy):
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         table["MPNetSelfAttention"] = ModulePolicyDescription(
             {"all_head_size": self.model.config.hidden_size // self.tp_size},
             sub_module_replacement=[
-                *cut.column("q", "k", "v", num_heads=heads),
-                *cut.row("o", num_heads=heads),
-                *cut.region_dropout("dropout"),
+                *rules.column("q", "k", "v", num_heads=heads),
+                *rules.row("o", num_heads=heads),
+                *rules.region_dropout("dropout"),
             ],
             gathers_sequence=True,
         )
         table["MPNetAttention"] = ModulePolicyDescription(
-            sub_module_replacement=[*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+            sub_module_replacement=[*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
         )
         table["MPNetEncoder"] = ModulePolicyDescription(
-            sub_module_replacement=cut.head_table("relative_attention_bias")
+            sub_module_replacement=rules.head_sharded_embedding("relative_attention_bias")
         )
         table["MPNetLMHead"] = table.pop("MPNetLMPredictionHead")
         return table

@@ -9,8 +9,8 @@ from functools import cached_property
 from torch import nn
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import PassedThrough, Received, StageLayout
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class Blip2Policy(Policy):
@@ -39,19 +39,19 @@ class Blip2Policy(Policy):
             language = _with_last(language, tuple(f"language_model.{name}" for name in names))
         queries = StageLayout(
             layers="qformer.encoder.layer",
-            first={"qformer.layernorm": PassedThrough},
+            first={"qformer.layernorm": IdentityPlaceholder},
             last=("language_projection",),
             # Its output has become embeddings of the language model, which later stages do not need.
-            done={"qformer": ()},
-            then=language,
+            finished_towers={"qformer": ()},
+            next_layers=language,
         )
         return StageLayout(
             layers="vision_model.encoder.layers",
             first={"vision_model.embeddings": Received},
             every=("query_tokens",),
             last=("vision_model.post_layernorm",),
-            done={"vision_model": ("last_hidden_state",)},
-            then=queries,
+            finished_towers={"vision_model": ("last_hidden_state",)},
+            next_layers=queries,
         )
 
     @property
@@ -69,32 +69,32 @@ class Blip2Policy(Policy):
         return [*super().check(), *self.language_policy.check()]
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.qformer_config.num_attention_heads
-        output = [*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+        output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
         return {
             # It reshapes by the size of its input, so every rank runs all heads of weights that are cut.
             "Blip2Attention": ModulePolicyDescription(
                 {"attention_is_replicated": True},
-                sub_module_replacement=[*cut.gathered("qkv"), *cut.row_of_whole("projection")],
+                sub_module_replacement=[*rules.gathered("qkv"), *rules.row_split_input("projection")],
             ),
-            "Blip2MLP": ModulePolicyDescription(sub_module_replacement=[*cut.column("fc1"), *cut.row("fc2")]),
+            "Blip2MLP": ModulePolicyDescription(sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")]),
             "Blip2EncoderLayer": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm("layer_norm1", "layer_norm2")
+                sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
             ),
             # Keys and values of a cross-attention read the image: they run apart from the query.
             "Blip2QFormerMultiHeadAttention": ModulePolicyDescription(
                 sub_module_replacement=[
-                    *cut.column("query", num_heads=heads),
-                    *cut.column("key", "value", num_heads=heads),
+                    *rules.column("query", num_heads=heads),
+                    *rules.column("key", "value", num_heads=heads),
                 ]
             ),
             "Blip2QFormerSelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output]
+                sub_module_replacement=[*rules.row("dense", num_heads=heads), *output]
             ),
-            "Blip2QFormerIntermediate": ModulePolicyDescription(sub_module_replacement=cut.column("dense")),
-            "Blip2QFormerOutput": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *output]),
+            "Blip2QFormerIntermediate": ModulePolicyDescription(sub_module_replacement=rules.column("dense")),
+            "Blip2QFormerOutput": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *output]),
             **self.language_policy.module_policy(),
         }
 
@@ -110,16 +110,16 @@ def _below(path: str, layout: StageLayout | None) -> StageLayout | None:
     return replace(
         layout,
         layers=f"{path}.{layout.layers}",
-        first={f"{path}.{name}": stand_in for name, stand_in in layout.first.items()},
+        first={f"{path}.{name}": placeholder for name, placeholder in layout.first.items()},
         every=tuple(f"{path}.{name}" for name in layout.every),
         last=tuple(f"{path}.{name}" for name in layout.last),
-        done={f"{path}.{name}": fields for name, fields in layout.done.items()},
-        then=_below(path, layout.then),
+        finished_towers={f"{path}.{name}": fields for name, fields in layout.finished_towers.items()},
+        next_layers=_below(path, layout.next_layers),
     )
 
 
 def _with_last(layout: StageLayout, names: tuple[str, ...]) -> StageLayout:
     """The layout with further modules behind its last list."""
-    if layout.then is not None:
-        return replace(layout, then=_with_last(layout.then, names))
+    if layout.next_layers is not None:
+        return replace(layout, next_layers=_with_last(layout.next_layers, names))
     return replace(layout, last=(*layout.last, *names))

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardformer.distributed.random import draw_per_rank
-from shardformer.layers import HeadRowsLinear
+from shardformer.layers import MultiQueryLinear
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.module_edits import use_local_biases
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import PassedThrough, Received, StageLayout
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class BloomPolicy(Policy):
@@ -22,7 +22,7 @@ class BloomPolicy(Policy):
     supports_sequence_parallel = False  # the residual is added inside of the regions
     stages = StageLayout(
         layers="h",
-        first={"word_embeddings": Received, "word_embeddings_layernorm": PassedThrough},
+        first={"word_embeddings": Received, "word_embeddings_layernorm": IdentityPlaceholder},
         last=("ln_f",),
         tuple_output=2,
     )
@@ -38,26 +38,26 @@ class BloomPolicy(Policy):
         return super().check()
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.n_head
         return {
-            "BloomModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "BloomModel": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
             "BloomAttention": ModulePolicyDescription(
                 {"num_heads": heads // self.tp_size},
                 [self._use_local_biases],
                 [
-                    *cut.column("query_key_value", num_heads=heads),
-                    *cut.row("dense", num_heads=heads),
-                    *cut.region_dropout("attention_dropout"),
+                    *rules.column("query_key_value", num_heads=heads),
+                    *rules.row("dense", num_heads=heads),
+                    *rules.region_dropout("attention_dropout"),
                 ],
             ),
             "BloomMLP": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("dense_h_to_4h"), *cut.row("dense_4h_to_h")]
+                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")]
             ),
             "BloomBlock": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm("input_layernorm", "post_attention_layernorm")
+                sub_module_replacement=rules.layer_norm("input_layernorm", "post_attention_layernorm")
             ),
-            "BloomForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+            "BloomForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
 
     def _use_local_biases(self, attention: nn.Module) -> None:
@@ -83,38 +83,38 @@ class FalconPolicy(BloomPolicy):
         return Policy.check(self)
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_attention_heads
         local = {"num_heads": heads // self.tp_size}
         if config.new_decoder_architecture:
-            fused = cut.column("query_key_value", num_heads=config.num_kv_heads)
+            fused = rules.column("query_key_value", num_heads=config.num_kv_heads)
             local["num_kv_heads"] = config.num_kv_heads // self.tp_size
         elif config.multi_query:
             fused = [
                 SubModuleReplacementDescription(
-                    "query_key_value", HeadRowsLinear, {"num_heads": heads, "head_dim": config.hidden_size // heads}
+                    "query_key_value", MultiQueryLinear, {"num_heads": heads, "head_dim": config.hidden_size // heads}
                 )
             ]
         else:
-            fused = cut.column("query_key_value", num_heads=heads)
+            fused = rules.column("query_key_value", num_heads=heads)
             local["num_kv_heads"] = heads // self.tp_size
         return {
-            "FalconModel": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "FalconModel": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
             "FalconAttention": ModulePolicyDescription(
                 local,
                 [self._use_local_biases, self._draw_per_rank],
-                [*fused, *cut.row("dense", num_heads=heads), *cut.region_dropout("attention_dropout")],
+                [*fused, *rules.row("dense", num_heads=heads), *rules.region_dropout("attention_dropout")],
             ),
             "FalconMLP": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("dense_h_to_4h"), *cut.row("dense_4h_to_h")]
+                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")]
             ),
             "FalconDecoderLayer": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm(
+                sub_module_replacement=rules.layer_norm(
                     "input_layernorm?", "post_attention_layernorm?", "ln_attn?", "ln_mlp?"
                 )
             ),
-            "FalconForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+            "FalconForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
 
     def _draw_per_rank(self, attention: nn.Module) -> None:

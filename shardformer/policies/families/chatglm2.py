@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardformer.layers import ColumnParallelLinear, HeadRowsLinear
+from shardformer.layers import ColumnParallelLinear, MultiQueryLinear
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.shard_spec import Part
 from shardformer.stages.stage import Received, StageLayout
 from shardformer.utils.phrases import divisors_phrase
@@ -35,36 +35,36 @@ class ChatGLM2Policy(Policy):
         return super().check()
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         local_groups = max(1, groups // self.tp_size)
-        norms = cut.rms_norm if config.rmsnorm else cut.layer_norm
+        norms = rules.rms_norm if config.rmsnorm else rules.layer_norm
         return {
-            "ChatGLMEmbedding": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "ChatGLMEmbedding": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
             "ChatGLMSelfAttention": ModulePolicyDescription(
                 {
                     "num_heads": heads // self.tp_size,
                     "num_groups": local_groups,
                     "num_key_value_groups": heads // self.tp_size // local_groups,
                 },
-                sub_module_replacement=[self._fused_projection(), *cut.row("dense", num_heads=heads)],
+                sub_module_replacement=[self._fused_projection(), *rules.row("dense", num_heads=heads)],
                 gathers_sequence=True,
             ),
             "ChatGLMMLP": ModulePolicyDescription(
                 sub_module_replacement=[
-                    *cut.column("dense_h_to_4h", part_size=config.ffn_hidden_size),
-                    *cut.row("dense_4h_to_h"),
+                    *rules.column("dense_h_to_4h", part_size=config.ffn_hidden_size),
+                    *rules.row("dense_4h_to_h"),
                 ],
                 gathers_sequence=True,
             ),
             "ChatGLMBlock": ModulePolicyDescription(
                 sub_module_replacement=[
                     *norms("input_layernorm", "post_attention_layernorm"),
-                    *cut.residual_dropout("attention_dropout", "mlp_dropout"),
+                    *rules.residual_dropout("attention_dropout", "mlp_dropout"),
                 ]
             ),
-            "ChatGLMModel": ModulePolicyDescription(sub_module_replacement=cut.head("output_layer")),
+            "ChatGLMModel": ModulePolicyDescription(sub_module_replacement=rules.head("output_layer")),
         }
 
     def _fused_projection(self) -> SubModuleReplacementDescription:
@@ -77,5 +77,5 @@ class ChatGLM2Policy(Policy):
             options = {"parts": tuple(Part(count * size, size) for count in (heads, groups, groups)), **gathered}
         else:
             options = {"num_heads": heads, "num_groups": groups, "head_dim": size, **gathered}
-            return SubModuleReplacementDescription("query_key_value", HeadRowsLinear, options)
+            return SubModuleReplacementDescription("query_key_value", MultiQueryLinear, options)
         return SubModuleReplacementDescription("query_key_value", ColumnParallelLinear, options)

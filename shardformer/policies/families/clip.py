@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import PassedThrough, Received, StageLayout
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class CLIPPolicy(Policy):
@@ -41,11 +41,11 @@ class CLIPPolicy(Policy):
             vision,
             # The last stage projects what the tower of images has found on an earlier one.
             every=("visual_projection", "logit_scale"),
-            done={"vision_model": ("pooler_output",)},
-            then=replace(text, last=(*text.last, "text_projection")),
+            finished_towers={"vision_model": ("pooler_output",)},
+            next_layers=replace(text, last=(*text.last, "text_projection")),
         )
 
-    def mixes_in_attention_alone(self) -> bool:
+    def tokens_mix_only_in_attention(self) -> bool:
         return False  # the pooler of a text looks for its last token
 
     def head_counts(self) -> Mapping[str, int]:
@@ -54,18 +54,18 @@ class CLIPPolicy(Policy):
         }
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         return {
-            "CLIPTextEmbeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("token_embedding")),
+            "CLIPTextEmbeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("token_embedding")),
             "CLIPAttention": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("q_proj", "k_proj", "v_proj"), *cut.row("out_proj")],
+                sub_module_replacement=[*rules.column("q_proj", "k_proj", "v_proj"), *rules.row("out_proj")],
                 gathers_sequence=True,
             ),
             "CLIPMLP": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("fc1"), *cut.row("fc2")], gathers_sequence=True
+                sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")], gathers_sequence=True
             ),
             "CLIPEncoderLayer": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm("layer_norm1", "layer_norm2")
+                sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
             ),
         }
 
@@ -81,7 +81,7 @@ class CLIPPolicy(Policy):
 def _vision_layout(tower: str) -> StageLayout:
     return StageLayout(
         layers=f"{tower}encoder.layers",
-        first={f"{tower}embeddings": Received, f"{tower}pre_layrnorm": PassedThrough},
+        first={f"{tower}embeddings": Received, f"{tower}pre_layrnorm": IdentityPlaceholder},
         last=(f"{tower}post_layernorm",),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 
 
@@ -44,33 +44,33 @@ class DebertaV2Policy(Policy):
         return hasattr(self.model, "lm_predictions")
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_attention_heads
         # With a shared key, query and key read the table of positions as well; the value does not.
         value_reads = "value_proj" if getattr(config, "share_att_key", False) else "query_proj"
-        output = [*cut.layer_norm("LayerNorm"), *cut.residual_dropout("dropout")]
+        output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
         return {
             "DebertaV2Embeddings": ModulePolicyDescription(
-                sub_module_replacement=[] if self._reads_embedding else cut.vocab("word_embeddings")
+                sub_module_replacement=[] if self._reads_embedding else rules.vocab("word_embeddings")
             ),
             "DisentangledSelfAttention": ModulePolicyDescription(
                 {"num_attention_heads": heads // self.tp_size},
                 sub_module_replacement=[
-                    *cut.column("query_proj", "key_proj", num_heads=heads),
-                    *cut.column("value_proj", num_heads=heads, reads=value_reads),
-                    *cut.column("pos_key_proj?", num_heads=heads),
-                    *cut.column("pos_query_proj?", num_heads=heads),
-                    *cut.region_dropout("dropout"),
+                    *rules.column("query_proj", "key_proj", num_heads=heads),
+                    *rules.column("value_proj", num_heads=heads, reads=value_reads),
+                    *rules.column("pos_key_proj?", num_heads=heads),
+                    *rules.column("pos_query_proj?", num_heads=heads),
+                    *rules.region_dropout("dropout"),
                 ],
                 gathers_sequence=True,
             ),
             "DebertaV2SelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*cut.row("dense", num_heads=heads), *output]
+                sub_module_replacement=[*rules.row("dense", num_heads=heads), *output]
             ),
             "DebertaV2Intermediate": ModulePolicyDescription(
-                sub_module_replacement=cut.column("dense"), gathers_sequence=True
+                sub_module_replacement=rules.column("dense"), gathers_sequence=True
             ),
-            "DebertaV2Output": ModulePolicyDescription(sub_module_replacement=[*cut.row("dense"), *output]),
-            "LegacyDebertaV2LMPredictionHead": ModulePolicyDescription(sub_module_replacement=cut.head("decoder")),
+            "DebertaV2Output": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *output]),
+            "LegacyDebertaV2LMPredictionHead": ModulePolicyDescription(sub_module_replacement=rules.head("decoder")),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 
 
@@ -29,23 +29,23 @@ class DistilBertPolicy(Policy):
         return {"n_heads": self.model.config.n_heads}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.n_heads
         return {
-            "Embeddings": ModulePolicyDescription(sub_module_replacement=cut.vocab("word_embeddings")),
+            "Embeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
             "DistilBertSelfAttention": ModulePolicyDescription(
                 sub_module_replacement=[
-                    *cut.column("q_lin", "k_lin", "v_lin", num_heads=heads),
-                    *cut.row("out_lin", num_heads=heads),
+                    *rules.column("q_lin", "k_lin", "v_lin", num_heads=heads),
+                    *rules.row("out_lin", num_heads=heads),
                 ],
                 gathers_sequence=True,
             ),
             "FFN": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("lin1"), *cut.row("lin2"), *cut.residual_dropout("dropout")],
+                sub_module_replacement=[*rules.column("lin1"), *rules.row("lin2"), *rules.residual_dropout("dropout")],
                 gathers_sequence=True,
             ),
             "TransformerBlock": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm("sa_layer_norm", "output_layer_norm")
+                sub_module_replacement=rules.layer_norm("sa_layer_norm", "output_layer_norm")
             ),
-            "DistilBertForMaskedLM": ModulePolicyDescription(sub_module_replacement=cut.head("vocab_projector")),
+            "DistilBertForMaskedLM": ModulePolicyDescription(sub_module_replacement=rules.head("vocab_projector")),
         }

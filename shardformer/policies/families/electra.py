@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from shardformer.policies.base import ModulePolicyDescription
 from shardformer.policies.families.bert import BertPolicy
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import PassedThrough, Received, StageLayout
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class ErniePolicy(BertPolicy):
@@ -42,14 +42,16 @@ class ElectraPolicy(BertPolicy):
         "ForTokenClassification",
         "ForQuestionAnswering",
     )
-    stages = StageLayout(layers="encoder.layer", first={"embeddings": Received, "embeddings_project": PassedThrough})
+    stages = StageLayout(
+        layers="encoder.layer", first={"embeddings": Received, "embeddings_project": IdentityPlaceholder}
+    )
     supports_sequence_parallel = True
     writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
         del table["ElectraLMPredictionHead"]
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         for head in ("ForMaskedLM", "ForCausalLM"):
-            table[f"Electra{head}"] = ModulePolicyDescription(sub_module_replacement=cut.head("generator_lm_head"))
+            table[f"Electra{head}"] = ModulePolicyDescription(sub_module_replacement=rules.head("generator_lm_head"))
         return table

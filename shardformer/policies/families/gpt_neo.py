@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import AddsNothing, PassedThrough, Received, StageLayout
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, ZeroEmbedding
 
 
 class GPTNeoPolicy(Policy):
     """GPT-Neo."""
 
-    exchanges_heads = False  # attention does not go through the registry
+    supports_ulysses = False  # attention does not go through the registry
     family, prefix = "gpt_neo", "GPTNeo"
     heads: tuple[str, ...] = (
         "Model",
@@ -23,7 +23,7 @@ class GPTNeoPolicy(Policy):
     )
     stages = StageLayout(
         layers="h",
-        first={"wte": Received, "wpe": AddsNothing, "drop": PassedThrough},
+        first={"wte": Received, "wpe": ZeroEmbedding, "drop": IdentityPlaceholder},
         last=("ln_f",),
         tuple_output=2,
     )
@@ -36,27 +36,27 @@ class GPTNeoPolicy(Policy):
         return {self.count: getattr(self.model.config, self.count)}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = getattr(self.model.config, self.count)
         grow, shrink = self.feed_forward
         return {
-            f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=cut.vocab("wte")),
+            f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=rules.vocab("wte")),
             f"{self.prefix}{self.attention}": ModulePolicyDescription(
                 {self.count: heads // self.tp_size},
                 sub_module_replacement=[
-                    *cut.column("q_proj", "k_proj", "v_proj", num_heads=heads),
-                    *cut.row("out_proj", num_heads=heads),
-                    *cut.region_dropout("attn_dropout"),
-                    *cut.residual_dropout("resid_dropout"),
+                    *rules.column("q_proj", "k_proj", "v_proj", num_heads=heads),
+                    *rules.row("out_proj", num_heads=heads),
+                    *rules.region_dropout("attn_dropout"),
+                    *rules.residual_dropout("resid_dropout"),
                 ],
                 gathers_sequence=True,
             ),
             f"{self.prefix}MLP": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column(grow), *cut.row(shrink), *cut.residual_dropout("dropout")],
+                sub_module_replacement=[*rules.column(grow), *rules.row(shrink), *rules.residual_dropout("dropout")],
                 gathers_sequence=True,
             ),
-            f"{self.prefix}Block": ModulePolicyDescription(sub_module_replacement=cut.layer_norm(*self.norms)),
-            f"{self.prefix}ForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+            f"{self.prefix}Block": ModulePolicyDescription(sub_module_replacement=rules.layer_norm(*self.norms)),
+            f"{self.prefix}ForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
 
 
@@ -65,6 +65,8 @@ class GPTJPolicy(GPTNeoPolicy):
 
     family, prefix = "gptj", "GPTJ"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
-    stages = StageLayout(layers="h", first={"wte": Received, "drop": PassedThrough}, last=("ln_f",), tuple_output=2)
+    stages = StageLayout(
+        layers="h", first={"wte": Received, "drop": IdentityPlaceholder}, last=("ln_f",), tuple_output=2
+    )
     attention, count, feed_forward, norms = "Attention", "num_attention_heads", ("fc_in", "fc_out"), ("ln_1",)
     writes_usual_losses = True

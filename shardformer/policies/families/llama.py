@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardformer.layers.fused_ops import fuse_gated_mlp
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 from shardformer.utils.phrases import divisors_phrase
 
@@ -35,7 +35,7 @@ class LlamaPolicy(Policy):
         return super().check()
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         is_copied = kv_heads < self.tp_size
@@ -43,24 +43,24 @@ class LlamaPolicy(Policy):
         # Queries stay with their key and value.
         query_units = heads if is_copied else kv_heads
         attention = [
-            *cut.column("q_proj", num_heads=query_units, reads="hidden_states"),
-            *cut.column("k_proj", "v_proj", num_heads=kv_heads, reads="hidden_states"),
-            *cut.row("o_proj", num_heads=query_units),
+            *rules.column("q_proj", num_heads=query_units, reads="hidden_states"),
+            *rules.column("k_proj", "v_proj", num_heads=kv_heads, reads="hidden_states"),
+            *rules.row("o_proj", num_heads=query_units),
         ]
         return {
-            f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Model": ModulePolicyDescription(sub_module_replacement=rules.vocab("embed_tokens")),
             f"{self.prefix}Attention": ModulePolicyDescription(
                 {"num_key_value_groups": local_groups}, [], attention, gathers_sequence=True
             ),
             f"{self.prefix}MLP": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("gate_proj", "up_proj"), *cut.row("down_proj")],
+                sub_module_replacement=[*rules.column("gate_proj", "up_proj"), *rules.row("down_proj")],
                 gathers_sequence=True,
                 fusions=[fuse_gated_mlp],
             ),
             f"{self.prefix}DecoderLayer": ModulePolicyDescription(
-                sub_module_replacement=cut.rms_norm("input_layernorm", "post_attention_layernorm")
+                sub_module_replacement=rules.rms_norm("input_layernorm", "post_attention_layernorm")
             ),
-            f"{self.prefix}ForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+            f"{self.prefix}ForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
 
 
@@ -88,6 +88,6 @@ class Qwen3Policy(LlamaPolicy):
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
         # A rank sees the gradient of its own heads only.
-        norms = Shorthand(self.shard_config).head_norm("q_norm", "k_norm")
+        norms = ShardingRules(self.shard_config).head_norm("q_norm", "k_norm")
         table["Qwen3Attention"].sub_module_replacement.extend(norms)
         return table

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardformer.context_parallel.zigzag import Positions
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import AddsNothing, PassedThrough, Received, StageLayout
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, ZeroEmbedding
 
 
 class OPTPolicy(Policy):
@@ -23,33 +23,33 @@ class OPTPolicy(Policy):
         layers="decoder.layers",
         first={
             "decoder.embed_tokens": Received,
-            "decoder.project_in": PassedThrough,
-            "decoder.embed_positions": AddsNothing,
+            "decoder.project_in": IdentityPlaceholder,
+            "decoder.embed_positions": ZeroEmbedding,
         },
         last=("decoder.final_layer_norm", "decoder.project_out"),
     )
     writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         return {
-            "OPTDecoder": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            "OPTDecoder": ModulePolicyDescription(sub_module_replacement=rules.vocab("embed_tokens")),
             "OPTAttention": ModulePolicyDescription(
                 {"num_heads": heads // self.tp_size},
                 sub_module_replacement=[
-                    *cut.column("q_proj", "k_proj", "v_proj", num_heads=heads),
-                    *cut.row("out_proj", num_heads=heads),
+                    *rules.column("q_proj", "k_proj", "v_proj", num_heads=heads),
+                    *rules.row("out_proj", num_heads=heads),
                 ],
             ),
             "OPTDecoderLayer": ModulePolicyDescription(
                 sub_module_replacement=[
-                    *cut.column("fc1"),
-                    *cut.row("fc2"),
-                    *cut.layer_norm("self_attn_layer_norm", "final_layer_norm"),
+                    *rules.column("fc1"),
+                    *rules.row("fc2"),
+                    *rules.layer_norm("self_attn_layer_norm", "final_layer_norm"),
                 ]
             ),
-            "OPTForCausalLM": ModulePolicyDescription(sub_module_replacement=cut.head("lm_head")),
+            "OPTForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
 
     def position_counter(self) -> Positions:

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardformer.distributed.random import draw_per_rank
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 
 
@@ -38,31 +38,31 @@ class SamPolicy(Policy):
         return counts
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         config = self.model.config
         vision = getattr(config, "vision_config", config)
         heads = vision.num_attention_heads
         table = {
             "SamVisionAttention": ModulePolicyDescription(
                 {"num_attention_heads": heads // self.tp_size},
-                [self._draw_per_rank, *cut.own_parameters("rel_pos_h", "rel_pos_w", partial_gradient=True)],
+                [self._draw_per_rank, *rules.module_parameters("rel_pos_h", "rel_pos_w", partial_gradient=True)],
                 [
-                    *cut.column("qkv", num_heads=heads, part_size=vision.hidden_size),
-                    *cut.row("proj", num_heads=heads),
+                    *rules.column("qkv", num_heads=heads, part_size=vision.hidden_size),
+                    *rules.row("proj", num_heads=heads),
                 ],
             ),
-            "SamMLPBlock": ModulePolicyDescription(sub_module_replacement=[*cut.column("lin1"), *cut.row("lin2")]),
+            "SamMLPBlock": ModulePolicyDescription(sub_module_replacement=[*rules.column("lin1"), *rules.row("lin2")]),
             "SamVisionLayer": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm("layer_norm1", "layer_norm2")
+                sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
             ),
         }
         if hasattr(config, "mask_decoder_config"):
             decoder_heads = config.mask_decoder_config.num_attention_heads
             # Query, key and value read three different inputs.
-            projections = [cut.column(name, num_heads=decoder_heads) for name in ("q_proj", "k_proj", "v_proj")]
+            projections = [rules.column(name, num_heads=decoder_heads) for name in ("q_proj", "k_proj", "v_proj")]
             table["SamAttention"] = ModulePolicyDescription(
                 {"num_attention_heads": decoder_heads // self.tp_size},
-                sub_module_replacement=[*sum(projections, []), *cut.row("out_proj", num_heads=decoder_heads)],
+                sub_module_replacement=[*sum(projections, []), *rules.row("out_proj", num_heads=decoder_heads)],
             )
         return table
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
-from shardformer.stages.stage import StageLayout, StandIn
+from shardformer.policies.rules import ShardingRules
+from shardformer.stages.stage import StageLayout, StagePlaceholder
 
 
-class ReceivedGrid(StandIn):
+class ReceivedGrid(StagePlaceholder):
     """Stands for the embedding: patches of the right shape, [rows, height * width, features], and their grid.
 
     Every list of layers reshapes what it gets by the grid, so that shapes have to fit up to the layers of this stage.
@@ -28,7 +28,7 @@ class ReceivedGrid(StandIn):
         return pixel_values.new_zeros(len(pixel_values), height * width, self.features), (height, width)
 
 
-class MergedPatches(StandIn):
+class MergedPatches(StagePlaceholder):
     """Stands for the merging of patches: four become one of twice the features."""
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -56,7 +56,7 @@ class SwinPolicy(Policy):
                 first={f"encoder.layers.{index - 1}.downsample": MergedPatches} if index else embedding,
                 last=() if layout else ("layernorm", "pooler"),
                 tuple_output=self.layer_outputs,
-                then=layout,
+                next_layers=layout,
             )
         return layout
 
@@ -80,17 +80,17 @@ class SwinPolicy(Policy):
         return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         return {
             "SwinAttention": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("q_proj", "k_proj", "v_proj"), *cut.row("o_proj")]
+                sub_module_replacement=[*rules.column("q_proj", "k_proj", "v_proj"), *rules.row("o_proj")]
             ),
             "SwinRelativePositionBias": ModulePolicyDescription(
-                param_replacement=cut.heads_of_parameter("relative_position_bias_table", dim=1)
+                param_replacement=rules.heads_of_parameter("relative_position_bias_table", dim=1)
             ),
-            "SwinMLP": ModulePolicyDescription(sub_module_replacement=[*cut.column("fc1"), *cut.row("fc2")]),
+            "SwinMLP": ModulePolicyDescription(sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")]),
             "SwinLayer": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm("layernorm_before", "layernorm_after")
+                sub_module_replacement=rules.layer_norm("layernorm_before", "layernorm_after")
             ),
         }
 
@@ -122,23 +122,23 @@ class Swinv2Policy(SwinPolicy):
         return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         attention = [
-            *cut.column("query", "key", "value"),
-            *cut.column("continuous_position_bias_mlp.2"),
-            *cut.replicated("continuous_position_bias_mlp.0"),
-            *cut.region_dropout("dropout"),
+            *rules.column("query", "key", "value"),
+            *rules.column("continuous_position_bias_mlp.2"),
+            *rules.replicated("continuous_position_bias_mlp.0"),
+            *rules.region_dropout("dropout"),
         ]
         return {
             "Swinv2SelfAttention": ModulePolicyDescription(
-                param_replacement=[*cut.heads_of_parameter("logit_scale", dim=0), self._count_local_heads],
+                param_replacement=[*rules.heads_of_parameter("logit_scale", dim=0), self._count_local_heads],
                 sub_module_replacement=attention,
             ),
-            "Swinv2SelfOutput": ModulePolicyDescription(sub_module_replacement=cut.row("dense")),
-            "Swinv2Intermediate": ModulePolicyDescription(sub_module_replacement=cut.column("dense")),
-            "Swinv2Output": ModulePolicyDescription(sub_module_replacement=cut.row("dense")),
+            "Swinv2SelfOutput": ModulePolicyDescription(sub_module_replacement=rules.row("dense")),
+            "Swinv2Intermediate": ModulePolicyDescription(sub_module_replacement=rules.column("dense")),
+            "Swinv2Output": ModulePolicyDescription(sub_module_replacement=rules.row("dense")),
             "Swinv2Layer": ModulePolicyDescription(
-                sub_module_replacement=cut.layer_norm("layernorm_before", "layernorm_after")
+                sub_module_replacement=rules.layer_norm("layernorm_before", "layernorm_after")
             ),
         }
 

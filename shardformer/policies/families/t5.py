@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, ReceivedByTower, StageLayout
 
 
@@ -20,7 +20,7 @@ class T5Policy(Policy):
 
     family, prefix = "t5", "T5"
     splits_towers = True
-    exchanges_heads = False
+    supports_ulysses = False
     heads = (
         "Model",
         "ForConditionalGeneration",
@@ -36,7 +36,7 @@ class T5Policy(Policy):
     @property
     def stages(self) -> StageLayout:
         has_decoder = hasattr(self.model.get_submodule(self.base_path), "decoder")
-        layer: dict[str, Any] = {"tuple_output": 3, "carries": ("position_bias",)} if self.shares_biases else {}
+        layer: dict[str, Any] = {"tuple_output": 3, "carried_inputs": ("position_bias",)} if self.shares_biases else {}
         decoder = StageLayout(
             layers="decoder.block",
             first={"decoder.embed_tokens": Received},
@@ -47,8 +47,8 @@ class T5Policy(Policy):
             layers="encoder.block",
             first={"encoder.embed_tokens": Received, "shared": ReceivedByTower},
             last=("encoder.final_layer_norm",),
-            done={"encoder": ("last_hidden_state",)} if has_decoder else {},
-            then=decoder if has_decoder else None,
+            finished_towers={"encoder": ("last_hidden_state",)} if has_decoder else {},
+            next_layers=decoder if has_decoder else None,
             **layer,
         )
 
@@ -56,33 +56,33 @@ class T5Policy(Policy):
         return {"num_heads": self.model.config.num_heads}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_heads
 
         def attention(name: str, *read_together: str) -> ModulePolicyDescription:
             together = [f"{name}.{projection}" for projection in read_together]
-            query = [] if "q" in read_together else cut.column(f"{name}.q", num_heads=heads)
+            query = [] if "q" in read_together else rules.column(f"{name}.q", num_heads=heads)
             return ModulePolicyDescription(
                 sub_module_replacement=[
                     *query,
-                    *cut.column(*together, num_heads=heads, reads_whole="q" not in read_together),
-                    *cut.row(f"{name}.o", num_heads=heads),
-                    *cut.head_table(f"{name}.relative_attention_bias?"),
-                    *cut.rms_norm("layer_norm"),
-                    *cut.residual_dropout("dropout"),
+                    *rules.column(*together, num_heads=heads, reads_whole="q" not in read_together),
+                    *rules.row(f"{name}.o", num_heads=heads),
+                    *rules.head_sharded_embedding(f"{name}.relative_attention_bias?"),
+                    *rules.rms_norm("layer_norm"),
+                    *rules.residual_dropout("dropout"),
                 ],
             )
 
         def dense(*column: str) -> ModulePolicyDescription:
             return ModulePolicyDescription(
-                sub_module_replacement=[*cut.column(*column), *cut.row("wo"), *cut.region_dropout("dropout")],
+                sub_module_replacement=[*rules.column(*column), *rules.row("wo"), *rules.region_dropout("dropout")],
                 gathers_sequence=True,
             )
 
-        vocabulary = ModulePolicyDescription(sub_module_replacement=[*cut.vocab("shared?"), *cut.head("lm_head?")])
+        vocabulary = ModulePolicyDescription(sub_module_replacement=[*rules.vocab("shared?"), *rules.head("lm_head?")])
         return {
-            f"{self.prefix}Stack": ModulePolicyDescription(sub_module_replacement=cut.vocab("embed_tokens")),
+            f"{self.prefix}Stack": ModulePolicyDescription(sub_module_replacement=rules.vocab("embed_tokens")),
             f"{self.prefix}Attention": ModulePolicyDescription(
                 {"n_heads": heads // self.tp_size}, gathers_sequence=True
             ),
@@ -91,7 +91,7 @@ class T5Policy(Policy):
             f"{self.prefix}DenseActDense": dense("wi"),
             f"{self.prefix}DenseGatedActDense": dense("wi_0", "wi_1"),
             f"{self.prefix}LayerFF": ModulePolicyDescription(
-                sub_module_replacement=[*cut.rms_norm("layer_norm"), *cut.residual_dropout("dropout")]
+                sub_module_replacement=[*rules.rms_norm("layer_norm"), *rules.residual_dropout("dropout")]
             ),
             **{f"{self.prefix}{head}": vocabulary for head in self.heads},
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import ReceivedPatches, StageLayout
 
 
@@ -20,17 +20,20 @@ class ViTPolicy(Policy):
     writes_usual_losses = True
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
+        rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
-        attention = [*cut.column("q_proj", "k_proj", "v_proj", num_heads=heads), *cut.row("o_proj", num_heads=heads)]
+        attention = [
+            *rules.column("q_proj", "k_proj", "v_proj", num_heads=heads),
+            *rules.row("o_proj", num_heads=heads),
+        ]
         between_regions = [
-            *cut.layer_norm("layernorm_before", "layernorm_after"),
-            *cut.residual_dropout("dropout"),
+            *rules.layer_norm("layernorm_before", "layernorm_after"),
+            *rules.residual_dropout("dropout"),
         ]
         return {
             f"{self.prefix}Attention": ModulePolicyDescription(sub_module_replacement=attention, gathers_sequence=True),
             f"{self.prefix}MLP": ModulePolicyDescription(
-                sub_module_replacement=[*cut.column("fc1"), *cut.row("fc2")], gathers_sequence=True
+                sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")], gathers_sequence=True
             ),
             f"{self.prefix}Layer": ModulePolicyDescription(sub_module_replacement=between_regions),
         }

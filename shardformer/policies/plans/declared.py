@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout, tower_layout
-from shardformer.stages.stage import StageLayout, StandIn
+from shardformer.stages.stage import StageLayout, StagePlaceholder
 from shardformer.utils.module_paths import starred
 
 Value = TypeVar("Value")
@@ -46,12 +46,12 @@ class DeclaredPlan:
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: str | None = None
     towers: tuple[str, ...] = ()
-    first: Mapping[str, type[StandIn]] = field(default_factory=dict)
+    first: Mapping[str, type[StagePlaceholder]] = field(default_factory=dict)
     every: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
-    carries: tuple[str, ...] = ()
+    carried_inputs: tuple[str, ...] = ()
     needs: Mapping[str, Any] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
+    sublayer_lists: tuple[str, ...] = ()
     layer_outputs: int | None = None
     pipelined: bool = True
     cut_vocabulary: bool = True
@@ -97,14 +97,14 @@ class DeclaredPlan:
         paths = [name for name, _ in model.named_modules()]
         every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
         moved = tuple(path for path in paths if any(_ends(path, end) for end in self.last))
-        beside = tuple(next(path for path in paths if _ends(path, end)) for end in self.beside)
+        sublayer_lists = tuple(next(path for path in paths if _ends(path, end)) for end in self.sublayer_lists)
         first = {
-            path: _lookup(path, self.first) or stand_in
-            for path, stand_in in layout.first.items()
-            if path not in (*every, *moved, *beside)
+            path: _lookup(path, self.first) or placeholder
+            for path, placeholder in layout.first.items()
+            if path not in (*every, *moved, *sublayer_lists)
         }
-        last = (*(path for path in layout.last if path not in (*every, *beside)), *moved)
-        then = None if layout.then is None else self._corrected(layout.then, model)
+        last = (*(path for path in layout.last if path not in (*every, *sublayer_lists)), *moved)
+        next_layers = None if layout.next_layers is None else self._corrected(layout.next_layers, model)
         outputs = layout.tuple_output if self.layer_outputs is None else self.layer_outputs
         return replace(
             layout,
@@ -112,9 +112,9 @@ class DeclaredPlan:
             every=(*layout.every, *every),
             last=last,
             tuple_output=outputs,
-            carries=_read_by(model.get_submodule(layout.layers)[0], self.carries),
-            beside=beside,
-            then=then,
+            carried_inputs=_read_by(model.get_submodule(layout.layers)[0], self.carried_inputs),
+            sublayer_lists=sublayer_lists,
+            next_layers=next_layers,
         )
 
 

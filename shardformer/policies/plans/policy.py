@@ -47,7 +47,7 @@ class PlanPolicy(Policy):
         declared: the plan of a family that transformers gives none; it goes before one that the model brings.
     """
 
-    rest_is_replicated = True
+    replicate_unlisted = True
     supports_sequence_parallel = True
 
     def __init__(self, declared: DeclaredPlan | None = None) -> None:
@@ -104,13 +104,13 @@ class PlanPolicy(Policy):
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
-        exchanges_heads = layers is not None and self.shard_config.exchanges_heads
-        table = self._whole_layers(layers) if exchanges_heads else self._cut_layers()
+        uses_ulysses = layers is not None and self.shard_config.uses_ulysses
+        table = self._whole_layers(layers) if uses_ulysses else self._cut_layers()
         if self.tp_size > 1 and not table:
             log_once(
                 type(self.model).__name__, f"keeps its layers whole: tp_size={self.tp_size} cuts its vocabulary alone"
             )
-        if layers is not None and not exchanges_heads:
+        if layers is not None and not uses_ulysses:
             add_sequence_regions(table, self.model, layers, self.shard_config)
         for target, module in self._vocabulary():
             path, _, name = _name_of(self.model, module).rpartition(".")
@@ -124,17 +124,17 @@ class PlanPolicy(Policy):
 
     def _splits_sequence(self) -> bool:
         """Whether layers can work on slices of the sequence."""
-        if self.shard_config.exchanges_heads:
-            return self.mixes_in_attention_alone()
+        if self.shard_config.uses_ulysses:
+            return self.tokens_mix_only_in_attention()
         return bool(self._only_layers()) and not unclosed_regions(self._cut_layers(), self.stages.layers)
 
-    def mixes_in_attention_alone(self) -> bool:
+    def tokens_mix_only_in_attention(self) -> bool:
         return self._attends_only(self._only_layers())
 
     def _only_layers(self) -> list[nn.Module]:
         """The layers; none where a tower stands beside them, or where a declaration does not tell."""
         layout = None if self.declared is not None else self.stages
-        if layout is None or layout.then is not None:
+        if layout is None or layout.next_layers is not None:
             return []
         layers = list(self.model.get_submodule(layout.layers))
         held = {id(module) for layer in layers for module in layer.modules()}
@@ -191,7 +191,7 @@ class PlanPolicy(Policy):
         found = []
         heads = {id(module) for _, module in self._vocabulary()}
         # Whole experts are dealt out: not cut a second time.
-        dealt_out = {id(each) for _, each in expert_modules(self.model)} if self.shard_config.deals_out_experts else ()
+        dealt_out = {id(each) for _, each in expert_modules(self.model)} if self.shard_config.shards_experts else ()
         for path, owner in self.model.named_modules():
             if id(owner) in dealt_out:
                 continue

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.sequence_parallel.split_gather import SequenceParallel, run_whole
 from shardformer.shard_config import ShardConfig
 
@@ -51,7 +51,7 @@ def unclosed_regions(table: Mapping[str, ModulePolicyDescription], layers: str) 
 
 def own_parameters_per_token(layer: nn.Module, config: ShardConfig) -> list[Callable[[nn.Module], None]]:
     """What declares that the layer's own parameters see a slice of the sequence."""
-    return Shorthand(config).own_parameters(*layer._parameters)
+    return ShardingRules(config).module_parameters(*layer._parameters)
 
 
 def per_token(name: str, child: nn.Module) -> list[SubModuleReplacementDescription]:

@@ -13,13 +13,13 @@ from dataclasses import replace
 from torch import nn
 
 from shardformer.stages.stage import (
-    AddsNothing,
-    Elsewhere,
-    PassedThrough,
+    IdentityPlaceholder,
     Received,
     ReceivedByTower,
     StageLayout,
-    StandIn,
+    StagePlaceholder,
+    UnreachablePlaceholder,
+    ZeroEmbedding,
 )
 
 # Inputs that are turned into embeddings by the first stage; later stages go without.
@@ -62,7 +62,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
     """
     if layers is None or len(model.get_submodule(layers)) == 0:
         return None
-    first: dict[str, type[StandIn]] = {}
+    first: dict[str, type[StagePlaceholder]] = {}
     last: list[str] = []
     every: list[str] = []  # parameters beside modules: class tokens, layer weights
     parts = layers.split(".")
@@ -78,7 +78,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
             else:
                 first[_below(parent, name)] = _stand_in_for(module, name)
     layer = model.get_submodule(layers)[0]
-    skips_encoders = any(stand_in is Elsewhere for stand_in in first.values())
+    skips_encoders = any(placeholder is UnreachablePlaceholder for placeholder in first.values())
     return StageLayout(
         layers=layers,
         first=first,
@@ -109,8 +109,8 @@ def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | 
             else:
                 last.append(path)
     behind = replace(layouts[1], last=tuple(last))
-    done = {roots[0]: ("last_hidden_state",)}
-    return replace(layouts[0], first=first, done=done, then=behind)
+    finished_towers = {roots[0]: ("last_hidden_state",)}
+    return replace(layouts[0], first=first, finished_towers=finished_towers, next_layers=behind)
 
 
 def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -121,14 +121,14 @@ def _below(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
-def _stand_in_for(module: nn.Module, name: str) -> type[StandIn]:
+def _stand_in_for(module: nn.Module, name: str) -> type[StagePlaceholder]:
     if name in _POSITIONS:
-        return AddsNothing
+        return ZeroEmbedding
     if isinstance(module, nn.Embedding) or name == "embeddings":
         return Received
     # An encoder of another modality is not called where its inputs are not given.
     is_tower = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
-    return Elsewhere if is_tower else PassedThrough
+    return UnreachablePlaceholder if is_tower else IdentityPlaceholder
 
 
 def num_outputs(layer: nn.Module) -> int:

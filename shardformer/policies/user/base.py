@@ -15,15 +15,15 @@ from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout
 
 
-class BesideFamilyPolicy(Policy):
+class UserPolicy(Policy):
     """Takes stages, and what the family prepares for them, from the family's policy; a model without one is read.
 
     The family is told that nothing is cut over ranks.
     """
 
-    rest_is_replicated = True
+    replicate_unlisted = True
     supports_sequence_parallel = False
-    exchanges_heads = False
+    supports_ulysses = False
 
     @cached_property
     def family_policy(self) -> Policy | None:

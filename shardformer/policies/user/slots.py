@@ -21,7 +21,7 @@ from shardformer.layers import (
 )
 from shardformer.layers.linear import out_features
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.user.base import BesideFamilyPolicy
+from shardformer.policies.user.base import UserPolicy
 from shardformer.stages.stage import has_module
 
 
@@ -141,7 +141,7 @@ class SlotPolicy:
         raise NotImplementedError
 
 
-class SlotTable(BesideFamilyPolicy):
+class SlotPolicyAdapter(UserPolicy):
     """The table that a slot policy means for one model.
 
     Args:

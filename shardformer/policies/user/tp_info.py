@@ -23,7 +23,7 @@ from shardformer.layers import (
 from shardformer.layers.linear import is_linear, out_features
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import whole_counts
-from shardformer.policies.user.base import BesideFamilyPolicy
+from shardformer.policies.user.base import UserPolicy
 from shardformer.utils.module_paths import ends_in, nearest_names
 
 # Arguments of a layer that may stand in a rule; what has no meaning here, but does no harm, is taken and left.
@@ -124,7 +124,7 @@ class TPInfo:
         return self
 
 
-class TPInfoPolicy(BesideFamilyPolicy):
+class TPInfoPolicy(UserPolicy):
     """The table that a `TPInfo` means for one model.
 
     Args:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.user.base import BesideFamilyPolicy
+from shardformer.policies.user.base import UserPolicy
 
 _OPTIONS = {
     -1: (ColumnParallelLinear, {"gather_output": True}),
@@ -22,7 +22,7 @@ _OPTIONS = {
 }
 
 
-class WholeActivationsPolicy(BesideFamilyPolicy):
+class UniformPolicy(UserPolicy):
     """Cuts the linear layers of any model.
 
     Weights that are tied to others, and layers with fewer features than ranks, stay whole.

@@ -6,19 +6,19 @@ import os
 from typing import Any
 
 from plugins.hybrid_parallel.checkpoint import io
-from plugins.hybrid_parallel.checkpoint.state.atomic_save import PartialCheckpoint
+from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.state.staging import Staging
 
-_publish, _data_file = PartialCheckpoint.publish, io.data_file
+_publish, _data_file = PendingSave.publish, io.data_file
 
 
-def _manifest_first(self: PartialCheckpoint, manifest: Manifest) -> None:
+def _manifest_first(self: PendingSave, manifest: Manifest) -> None:
     for name in ("manifest.json", *manifest.files):
         os.replace(self.directory / name, self.path / name)
 
 
-def _old_removed_first(self: PartialCheckpoint, manifest: Manifest) -> None:
+def _old_removed_first(self: PendingSave, manifest: Manifest) -> None:
     if self.path.exists():
         for file in self.path.iterdir():
             file.unlink()
@@ -27,8 +27,8 @@ def _old_removed_first(self: PartialCheckpoint, manifest: Manifest) -> None:
 
 # Name -> object, attribute and what takes its place, for `mock.patch.object`.
 CONTROLS: dict[str, tuple[Any, str, Any]] = {
-    "manifest first": (PartialCheckpoint, "_replace_content", _manifest_first),
-    "old removed first": (PartialCheckpoint, "publish", _old_removed_first),
+    "manifest first": (PendingSave, "_replace_content", _manifest_first),
+    "old removed first": (PendingSave, "publish", _old_removed_first),
     "same names for all saves": (io, "data_file", lambda sequence, rank: _data_file(1, rank)),
     "live memory": (Staging, "copy", lambda self, snapshot: snapshot),
     "no verification": (Manifest, "verify_file", lambda self, directory, name: None),

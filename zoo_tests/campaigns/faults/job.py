@@ -26,7 +26,7 @@ from booster.failure import peers
 from booster.failure.hooks import _Process
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import Shorthand
+from shardformer.policies.rules import ShardingRules
 from shardformer.stages.placeholders import Received
 from shardformer.stages.stage import StageLayout
 
@@ -131,8 +131,8 @@ class ModelPolicy(Policy):
         return {}
 
     def module_policy(self) -> dict[str, ModulePolicyDescription]:
-        cut = Shorthand(self.shard_config)
-        return {"Block": ModulePolicyDescription(sub_module_replacement=[*cut.column("up"), *cut.row("down")])}
+        rules = ShardingRules(self.shard_config)
+        return {"Block": ModulePolicyDescription(sub_module_replacement=[*rules.column("up"), *rules.row("down")])}
 
 
 class Striker:

@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileReader
 from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, together
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from shardformer.lazy.directories import open_directory
 from shardformer.lazy.pretrained import FileTensor
 from shardformer.lazy.weight_files import WeightFileError, check_shape, open_tensors, read_piece, weight_files
@@ -40,7 +40,7 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, 
     inside = model_inside(model.unwrap())
     is_whole = inside is model.unwrap()  # peft's wrappers give parameters names that only their own files have
     match = _match_pretrained if is_whole and hasattr(inside, "from_pretrained") else _match_names
-    found, missing, unexpected = together(lambda: match(model, directory, allow_bin))
+    found, missing, unexpected = raise_on_all_ranks(lambda: match(model, directory, allow_bin))
     # Each stage knows of its own parameters only; the message is to name those of all.
     missing = sorted({name for names in all_gather_json(missing) for name in names})
     if strict and (missing or unexpected):
@@ -48,7 +48,7 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, 
             f"{directory} does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
             "load a checkpoint of the same class, or pass strict=False"
         )
-    together(lambda: _copy(found))
+    raise_on_all_ranks(lambda: _copy(found))
     for optimizer in model.optimizers:
         optimizer.refresh_masters()
 

@@ -24,8 +24,8 @@ from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWrite
 from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, receive, send
 from plugins.hybrid_parallel.checkpoint.model_files.layout import partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, together
-from plugins.hybrid_parallel.distributed.mesh import REPLICAS, HybridMesh
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.peft import adapter_configs, kind_of, model_inside
 from shardformer.peft.checks import LAYER_KINDS
@@ -72,9 +72,9 @@ def save_adapter_files(
         place = directory if adapter == _DEFAULT else directory / adapter
         inside = model_inside(model.unwrap())
         if dist.get_rank() == 0:
-            together(partial(_write, place, tensors, config, inside))
+            raise_on_all_ranks(partial(_write, place, tensors, config, inside))
         else:
-            together(lambda: None)
+            raise_on_all_ranks(lambda: None)
 
 
 def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool) -> None:
@@ -87,7 +87,7 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
     for adapter in model.unwrap().peft_config:
         place = directory if adapter == _DEFAULT else directory / adapter
         copies = adapter in model.origin.adapter_names
-        found, missing, names = together(partial(_match if copies else _match_whole, model, place, adapter))
+        found, missing, names = raise_on_all_ranks(partial(_match if copies else _match_whole, model, place, adapter))
         everyone = all_gather_json([missing, [name for name, _ in found]])
         missing = sorted({name for lost, _ in everyone for name in lost})
         unexpected = sorted(set(names) - {name for _, known in everyone for name in known})
@@ -97,9 +97,11 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
                 "load an adapter with the same target_modules, or pass strict=False"
             )
         if copies:
-            together(partial(_copy, place / _WEIGHTS, found))
+            raise_on_all_ranks(partial(_copy, place / _WEIGHTS, found))
         else:
-            together(partial(_set_whole, model.unwrap(), place / _WEIGHTS, [name for name, _ in found], adapter))
+            raise_on_all_ranks(
+                partial(_set_whole, model.unwrap(), place / _WEIGHTS, [name for name, _ in found], adapter)
+            )
     for optimizer in model.optimizers:
         optimizer.refresh_masters()
 
@@ -142,14 +144,14 @@ def _gathered(
 ) -> dict[str, Tensor]:
     """The whole adapter on the world's first rank, in the order of stages; nothing on the others."""
     tensors = dict(_adapter_tensors(model, adapter, unique=True))
-    is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
+    is_first = mesh.rank(DP_CP) == mesh.rank("tp") == 0
     forms = {}
     for name, tensor in tensors.items():
         saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         forms[name] = [str(saved_as).removeprefix("torch."), spec_of(tensor).full_shape]
     stages = [found for leads, found in all_gather_json([is_first, forms]) if leads]
     whole: dict[str, Tensor] = {}
-    if mesh.rank(REPLICAS) > 0:
+    if mesh.rank(DP_CP) > 0:
         return whole
     for stage, described in enumerate(stages):
         for name, (kind, shape) in described.items():

@@ -28,8 +28,8 @@ from plugins.hybrid_parallel.checkpoint.model_files.layout import (
     remove_partial_files,
 )
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, together
-from plugins.hybrid_parallel.distributed.mesh import EXPERT_RANKS, EXPERT_REPLICAS, REPLICAS, HybridMesh
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, EXPERT_REPLICAS, HybridMesh
 from shardformer.peft import model_inside
 from shardformer.shard_spec import EXPERTS, spec_of
 
@@ -66,11 +66,11 @@ def save_model_files(
         ConfigurationError: the directory cannot be written, on all ranks alike; it is then as it was.
     """
     files = _cut([*_items(model, dtype)], _bytes(size_per_shard))
-    is_first = mesh.rank(REPLICAS) == mesh.rank("tp") == 0
+    is_first = mesh.rank(DP_CP) == mesh.rank("tp") == 0
     described = [_describe(file) for file in files] if is_first else []
     stages = [each for each in all_gather_json([mesh.rank("pp"), described]) if each[1]]  # in the order of stages
     everything = [file for _, found in stages for file in found]  # [names, bytes] of each
-    names = together(lambda: free_names(directory, len(everything)) if dist.get_rank() == 0 else [])
+    names = raise_on_all_ranks(lambda: free_names(directory, len(everything)) if dist.get_rank() == 0 else [])
     names = all_gather_json(names)[0]
     first = sum(len(found) for stage, found in stages if stage < mesh.rank("pp"))
     paths = [partial_path(directory, name) for name in names[first : first + len(files)]]
@@ -81,7 +81,7 @@ def save_model_files(
         _write(model_inside(model.unwrap()), [*zip(paths, files, strict=True)][share], mesh, dtype, rounds)
         weight_map = {name: final for final, file in zip(names, everything, strict=True) for name in file[0]}
         size = sum(size for _, size in everything)
-        together(lambda: publish(model, directory, weight_map, size, dtype) if dist.get_rank() == 0 else None)
+        raise_on_all_ranks(lambda: publish(model, directory, weight_map, size, dtype) if dist.get_rank() == 0 else None)
     except ConfigurationError:
         if dist.get_rank() == 0:
             with suppress(OSError):
@@ -154,10 +154,10 @@ def _write(
                 output.put(item, full)
             since += item.size
             if since >= _AGREE_EVERY and asked < rounds - 1:
-                together(output.check)
+                raise_on_all_ranks(output.check)
                 since, asked = 0, asked + 1
         for _ in range(rounds - asked):
-            together(output.check)
+            raise_on_all_ranks(output.check)
     finally:
         for gathers in on_its_way:  # what was asked for when an error came
             for gather in gathers.values():
@@ -168,7 +168,7 @@ def _write(
 def _begin(item: Item, dtype: torch.dtype | None, mesh: HybridMesh) -> dict[str, Gather]:
     held = {name: (tensor, spec_of(tensor).axis) for name, tensor in item.tensors.items()}
     # Of ranks that share the experts, only those beside the writer are asked for anything else.
-    asked = {name: each for name, each in held.items() if each[1] == EXPERTS or mesh.rank(EXPERT_RANKS) == 0}
+    asked = {name: each for name, each in held.items() if each[1] == EXPERTS or mesh.rank(EP) == 0}
     return {name: Gather.begin(tensor, dtype, mesh.group(axis)) for name, (tensor, axis) in asked.items()}
 
 

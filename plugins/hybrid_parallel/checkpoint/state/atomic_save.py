@@ -35,7 +35,7 @@ def partial_directory(path: Path) -> Path:
     return path.with_name(f"{path.name}{PARTIAL}")
 
 
-class PartialCheckpoint:
+class PendingSave:
     """A save that is going on, as its first rank sees it: an empty directory, which is locked.
 
     The lock tells other runs in the same folder from what a killed run left; it ends with the process.

@@ -41,7 +41,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter
 from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileReader
 from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, chunk_key
 
 # True of nobody here: every rank plans for itself.
@@ -51,7 +51,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 WrittenTensors = dict[str, list[Any]]
 
 
-def write_tensors(tensors: Mapping[str, LogicalTensor], path: Path) -> WrittenTensors:
+def write_tensors(tensors: Mapping[str, GlobalTensor], path: Path) -> WrittenTensors:
     """Write this rank's rectangles into one safetensors file.
 
     Raises:
@@ -62,7 +62,7 @@ def write_tensors(tensors: Mapping[str, LogicalTensor], path: Path) -> WrittenTe
     return writer.written
 
 
-def read_tensors(tensors: Mapping[str, LogicalTensor], directory: Path, manifest: Manifest) -> None:
+def read_tensors(tensors: Mapping[str, GlobalTensor], directory: Path, manifest: Manifest) -> None:
     """Fill rectangles from a checkpoint of any layout.
 
     Raises:
@@ -87,7 +87,7 @@ class _SavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        self.tensors: dict[str, LogicalTensor] = state_dict
+        self.tensors: dict[str, GlobalTensor] = state_dict
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan(
@@ -153,13 +153,13 @@ class _LoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self.tensors: dict[str, LogicalTensor] = state_dict
+        self.tensors: dict[str, GlobalTensor] = state_dict
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for name, each in self.tensors.items() for item in self._reads(name, each)])
 
-    def _reads(self, name: str, tensor: LogicalTensor) -> list[ReadItem]:
+    def _reads(self, name: str, tensor: GlobalTensor) -> list[ReadItem]:
         saved = self.metadata.state_dict_metadata.get(name)
         if saved is None or tuple(saved.size) != tensor.shape:
             found = "is missing" if saved is None else f"has shape {tuple(saved.size)}"

@@ -1,4 +1,4 @@
-"""LogicalTensor: a tensor of the whole model, of which a rank holds rectangles.
+"""GlobalTensor: a tensor of the whole model, of which a rank holds rectangles.
 
 Checkpoints speak of whole tensors under Hugging Face names. What a rank holds of one is a piece cut along a dim
 (tensor parallelism), perhaps of several parts (a fused query-key-value weight), and of that piece a range of its
@@ -23,7 +23,7 @@ Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class TensorChunk:
     """A part of the whole tensor that is here.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rectangle:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=torch.Size(self.sizes))
 
 
-class LogicalTensor:
+class GlobalTensor:
     """What a rank holds of a whole tensor; `torch.distributed.checkpoint` takes it in the place of a tensor.
 
     Args:
@@ -49,17 +49,17 @@ class LogicalTensor:
         rectangles: disjoint parts of it.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, rectangles: Sequence[Rectangle]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, rectangles: Sequence[TensorChunk]) -> None:
         self.shape, self.dtype, self.rectangles = tuple(shape), dtype, list(rectangles)
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> LogicalTensor:
+    def whole(cls, tensor: Tensor) -> GlobalTensor:
         """A tensor that is here uncut."""
         shape = tuple(tensor.shape)
-        return cls(shape, tensor.dtype, [Rectangle((0,) * len(shape), shape, tensor.detach())])
+        return cls(shape, tensor.dtype, [TensorChunk((0,) * len(shape), shape, tensor.detach())])
 
     @classmethod
-    def piece(cls, spec: ShardSpec, values: Tensor, start: int = 0, stop: int | None = None) -> LogicalTensor:
+    def piece(cls, spec: ShardSpec, values: Tensor, start: int = 0, stop: int | None = None) -> GlobalTensor:
         """A range of the flattened local tensor of a `spec`.
 
         Args:
@@ -72,7 +72,7 @@ class LogicalTensor:
         for offsets, sizes in rectangles_of_range(spec.local_shape, start, stop):
             begin = _flat_index(spec.local_shape, offsets) - start
             view = flat[begin : begin + math.prod(sizes)].view(sizes)
-            found += [Rectangle(*place, part) for place, part in _in_whole(spec, offsets, view)]
+            found += [TensorChunk(*place, part) for place, part in _in_whole(spec, offsets, view)]
         return cls(spec.full_shape, values.dtype, found)
 
     # ----- the protocol of torch.distributed.checkpoint -----

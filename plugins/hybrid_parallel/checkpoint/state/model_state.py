@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicas_of
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 PREFIX = "model/"
@@ -33,7 +33,7 @@ def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, grou
     return {name for stage, names in found if stage < mesh.rank("pp") for name in names}
 
 
-def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Collection[str]) -> dict[str, LogicalTensor]:
+def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Collection[str]) -> dict[str, GlobalTensor]:
     """What this rank writes: of each tensor one copy over all ranks, shared out among the data-parallel replicas.
 
     Args:
@@ -47,13 +47,13 @@ def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Colle
     mine: list[tuple[str, Tensor]] = []
     for axis in (TENSOR, EXPERTS):
         alike = [(name, tensor) for name, tensor in owned if spec_of(tensor).axis == axis]
-        mine += _share(alike, mesh.rank(replicas_of(axis)), mesh.size(replicas_of(axis)))
-    return {f"{PREFIX}{name}": LogicalTensor.piece(spec_of(tensor), tensor) for name, tensor in mine}
+        mine += _share(alike, mesh.rank(replicate_axis(axis)), mesh.size(replicate_axis(axis)))
+    return {f"{PREFIX}{name}": GlobalTensor.piece(spec_of(tensor), tensor) for name, tensor in mine}
 
 
 def tensors_to_fill(
     model: HybridParallelModel, manifest: Manifest, group: dist.ProcessGroup
-) -> dict[str, LogicalTensor]:
+) -> dict[str, GlobalTensor]:
     """The model's local tensors, under the names that the checkpoint has for them.
 
     A parameter that is kept in fp32 here and was a 16-bit one with an fp32 master is read from its master.
@@ -61,14 +61,14 @@ def tensors_to_fill(
     Raises:
         ConfigurationError: the checkpoint is that of another model, on all ranks alike.
     """
-    found: dict[str, LogicalTensor] = {}
+    found: dict[str, GlobalTensor] = {}
     missing = []
     for names, tensor in local_tensors(model, unique=False):
         saved = next((name for name in names if f"{PREFIX}{name}" in manifest.tensors), None)
         if saved is None:
             missing.append(names[0])
             continue
-        found[precise_name(manifest, saved, tensor)] = LogicalTensor.piece(spec_of(tensor), tensor)
+        found[precise_name(manifest, saved, tensor)] = GlobalTensor.piece(spec_of(tensor), tensor)
     names = {name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)}
     unexpected = sorted(names - model.origin.names)
     missing = sorted({name for names in all_gather_json(missing, group) for name in names})

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER
 from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX as MODEL
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import Piece
+from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.shard_spec import ShardSpec, spec_of
 
 PREFIX = "optimizer/"
 
 
-def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, LogicalTensor]:
+def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, GlobalTensor]:
     """What this rank writes of the states that are tensors, and of the fp32 master weights."""
-    tensors: dict[str, LogicalTensor] = {}
+    tensors: dict[str, GlobalTensor] = {}
     with torch.no_grad():
         optimizer.take_changed_weights()
     for bucket, piece, param in _pieces(optimizer):
@@ -37,9 +37,9 @@ def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, LogicalTe
                 continue
             name = f"{PREFIX}{optimizer.names[param]}/{key}"
             if value.shape == piece.parameter.shape:
-                tensors[name] = LogicalTensor.piece(spec, value, piece.start, piece.stop)
+                tensors[name] = GlobalTensor.piece(spec, value, piece.start, piece.stop)
             else:  # Adafactor's rows and columns
-                tensors[name] = LogicalTensor.whole(value)
+                tensors[name] = GlobalTensor.whole(value)
     return tensors
 
 
@@ -110,7 +110,7 @@ class OptimizerLoad:
 
     def __init__(self, optimizer: HybridParallelOptimizer, manifest: Manifest) -> None:
         self.optimizer, self.saved = optimizer, manifest.state["optimizer"]
-        self.tensors: dict[str, LogicalTensor] = {}
+        self.tensors: dict[str, GlobalTensor] = {}
         self._manifest = manifest
         self._keys = _keys_of(manifest)
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
@@ -137,7 +137,7 @@ class OptimizerLoad:
         aliases = self.optimizer.aliases
         return {name for name in self.optimizer.names.values() if saved & {name, *aliases.get(name, ())}}
 
-    def _ask_for(self, bucket: Bucket, piece: Piece) -> None:
+    def _ask_for(self, bucket: Bucket, piece: BucketSlice) -> None:
         param, target = bucket.params[piece.index], piece.parameter
         first = self.optimizer.names[param]
         names = [first, *self.optimizer.aliases.get(first, ())]
@@ -152,9 +152,9 @@ class OptimizerLoad:
             shape = target.shape if is_like else torch.Size(saved.shape)
             state[key] = self._room_for(target, key, shape, saved.torch_dtype, is_like and spec.is_padded)
             if is_like:
-                wanted = LogicalTensor.piece(spec, state[key], piece.start, piece.stop)
+                wanted = GlobalTensor.piece(spec, state[key], piece.start, piece.stop)
             else:
-                wanted = LogicalTensor.whole(state[key])
+                wanted = GlobalTensor.whole(state[key])
             self.tensors[f"{PREFIX}{name}/{key}"] = wanted
         for key, (kind, value) in self.saved["numbers"].get(name, {}).items():
             state[key] = value if kind == "number" else torch.tensor(value, dtype=getattr(torch, kind))
@@ -171,12 +171,12 @@ class OptimizerLoad:
             return present
         return torch.empty(shape, dtype=dtype, device=target.device)
 
-    def _ask_for_master(self, names: Sequence[str], piece: Piece, spec: ShardSpec) -> None:
+    def _ask_for_master(self, names: Sequence[str], piece: BucketSlice, spec: ShardSpec) -> None:
         """The fp32 value; of a checkpoint without masters the parameter itself is as exact."""
         candidates = [f"{PREFIX}{name}/{MASTER}" for name in names] + [f"{MODEL}{name}" for name in names]
         found = next((name for name in candidates if name in self._manifest.tensors), None)
         if found is not None:
-            self.tensors[found] = LogicalTensor.piece(spec, piece.parameter.data, piece.start, piece.stop)
+            self.tensors[found] = GlobalTensor.piece(spec, piece.parameter.data, piece.start, piece.stop)
 
     def _find(self, names: Sequence[str], shape: tuple[int, ...]) -> str | None:
         """The first of a parameter's names that has a state; None for one that was never updated."""
@@ -198,7 +198,7 @@ def _pieces(optimizer: HybridParallelOptimizer) -> Any:
                 yield bucket, piece, bucket.params[piece.index]
 
 
-def _states_of(optimizer: HybridParallelOptimizer, bucket: Bucket, piece: Piece) -> dict[str, Any]:
+def _states_of(optimizer: HybridParallelOptimizer, bucket: Bucket, piece: BucketSlice) -> dict[str, Any]:
     states = dict(optimizer.state.get(piece.parameter, {}))
     if bucket.has_masters:
         states[MASTER] = piece.parameter.detach()

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 
 PREFIX = "random/"
 _STREAM = "stream_"
 _PYTHON_VERSION = 3  # of random.getstate's tuple
 
 
-def random_tensors(model: HybridParallelModel | None) -> dict[str, LogicalTensor]:
+def random_tensors(model: HybridParallelModel | None) -> dict[str, GlobalTensor]:
     """The present states of this rank."""
     states = {"torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -32,7 +32,7 @@ def random_tensors(model: HybridParallelModel | None) -> dict[str, LogicalTensor
         _, words, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
         states["numpy"] = torch.tensor([*words.tolist(), position, has_gauss], dtype=torch.int64)
         states["numpy_gauss"] = torch.tensor(gauss, dtype=torch.float64)
-    return {f"{_own_prefix()}{key}": LogicalTensor.whole(value.clone()) for key, value in states.items()}
+    return {f"{_own_prefix()}{key}": GlobalTensor.whole(value.clone()) for key, value in states.items()}
 
 
 class RandomLoad:
@@ -51,7 +51,7 @@ class RandomLoad:
             for name, tensor in saved.items()
             if name.startswith(prefix)
         }
-        self.tensors = {f"{prefix}{key}": LogicalTensor.whole(value) for key, value in self._states.items()}
+        self.tensors = {f"{prefix}{key}": GlobalTensor.whole(value) for key, value in self._states.items()}
 
     def apply(self) -> None:
         """Go on with the random numbers where the checkpoint left off; a state that it has not stays as it is."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor, Rectangle
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, TensorChunk
 from plugins.hybrid_parallel.checkpoint.state.training_state import Snapshot
 
 _ALIGNMENT = 64  # bytes
@@ -25,10 +25,10 @@ class Staging:
         values = [part.values for tensor in snapshot.tensors.values() for part in tensor.rectangles]
         copies = iter(self._copies(values))
         tensors = {
-            name: LogicalTensor(
+            name: GlobalTensor(
                 tensor.shape,
                 tensor.dtype,
-                [Rectangle(part.offsets, part.sizes, next(copies)) for part in tensor.rectangles],
+                [TensorChunk(part.offsets, part.sizes, next(copies)) for part in tensor.rectangles],
             )
             for name, tensor in snapshot.tensors.items()
         }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import LogicalTensor
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.state.model_state import clear_padding, model_tensors, tensors_to_fill
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import (
@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.checkpoint.state.optimizer_state import (
     optimizer_tensors,
 )
 from plugins.hybrid_parallel.checkpoint.state.random_state import RandomLoad, random_tensors
-from plugins.hybrid_parallel.distributed.agreement import together
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import AXES, HybridMesh
 
 _PLAIN = ("lr_scheduler", "dataloader")  # their states are JSON
@@ -39,7 +39,7 @@ class Snapshot:
         state: what is the same on all ranks, as JSON; copied already.
     """
 
-    tensors: dict[str, LogicalTensor]
+    tensors: dict[str, GlobalTensor]
     numbers: dict[str, Any]
     state: dict[str, Any]
 
@@ -121,14 +121,14 @@ def restore(
             if objects.get(kind) is not None and manifest.state[kind] is not None:
                 objects[kind].load_state_dict(manifest.state[kind])
 
-    loads = together(prepare, group)
+    loads = raise_on_all_ranks(prepare, group)
     wanted = {} if model is None else tensors_to_fill(model, manifest, group)
-    together(take_plain, group)  # the last that may refuse
-    together(read, group)
+    raise_on_all_ranks(take_plain, group)  # the last that may refuse
+    raise_on_all_ranks(read, group)
     if optimizer is not None:
         optimizer.publish_masters()
     if model is not None and manifest.state["step"]:
-        model.has_seen_full_batch = True  # what comes next may be the short last batch of an epoch
+        model.checked_full_batch = True  # what comes next may be the short last batch of an epoch
     if with_random and not same_layout and model is not None and model.stream is not None:
         model.stream.restart(manifest.state["step"] or 0)
     if optimizer is not None:

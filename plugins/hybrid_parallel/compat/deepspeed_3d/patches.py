@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigurationError
-from shardformer.stages.stage import StandIn, has_module
+from shardformer.stages.stage import StagePlaceholder, has_module
 from shardformer.utils.module_paths import ends_in, nearest_names
 
 # (the module's forward, the module) -> its new forward
@@ -65,7 +65,7 @@ class ForwardPatches:
             ConfigurationError: a patch returned no function.
         """
         for path, patches in self._patches.items():
-            if not has_module(model, path) or isinstance(module := model.get_submodule(path), StandIn):
+            if not has_module(model, path) or isinstance(module := model.get_submodule(path), StagePlaceholder):
                 continue  # it runs on another stage
             present = vars(module).get("forward")
             if getattr(present, "patched_module", None) is module:

@@ -3,7 +3,7 @@
 NCCL has its own. gloo's reduce-scatter is an all-reduce of a copy, of which all but one shard is thrown away. Between
 CPUs every rank therefore gets from each other rank the shard that is its own, and adds up what it gets: (p - 1) / p of
 the buffer a rank instead of twice that, and no copy. On one machine it reads that shard in the other's memory
-(`SharedExchange`), else the other sends it (`DirectExchange`).
+(`SharedMemoryCollectives`), else the other sends it (`P2PCollectives`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.comm.local_peers import Neighbours, meet_neighbours
+from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, meet_neighbours
 from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_flat
 
 # What a number says that ranks tell each other.
@@ -27,7 +27,7 @@ _WINDOW = 2**23
 Answers = Callable[[], dict[int, int]]  # waits for the others' numbers; by rank
 
 
-class Exchange:
+class ZeroCollectives:
     """By the backend's own collectives.
 
     Args:
@@ -44,26 +44,26 @@ class Exchange:
     def release(self, tensor: Tensor) -> None:
         """What `empty` gave is no longer used, by any rank."""
 
-    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> PendingShard:
+    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
         """Sum `flat` over the ranks; this rank's part of the sum goes to `shard`.
 
         Args:
             flat: [ranks * shard], not to be changed until the result is settled.
             shard: [shard], memory for the result.
         """
-        return PendingShard(shard, [reduce_scatter_flat(shard, flat, group=self.group, async_op=True)])
+        return ReduceScatterHandle(shard, [reduce_scatter_flat(shard, flat, group=self.group, async_op=True)])
 
-    def all_gather(self, flat: Tensor, is_copied: bool = False) -> PendingGather:
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
         """Fill `flat`, [ranks * shard], of which each rank has its own shard in place.
 
         Args:
             is_copied: this rank's shard may be changed once `wait` is over, before all others have it.
         """
         own = flat.view(dist.get_world_size(self.group), -1)[dist.get_rank(self.group)]
-        return PendingGather([all_gather_flat(flat, own, group=self.group, async_op=True)])
+        return AllGatherHandle([all_gather_flat(flat, own, group=self.group, async_op=True)])
 
 
-class PendingShard:
+class ReduceScatterHandle:
     """A reduce-scatter that was started.
 
     Args:
@@ -80,15 +80,15 @@ class PendingShard:
             work.wait()
         return self.shard
 
-    def settle(self, is_finite: bool | None) -> None:
+    def mark_done(self, is_finite: bool | None) -> None:
         """This rank has its result and needs nobody's summands any more; tells the others whether it is finite."""
 
-    def settled(self) -> bool | None:
+    def wait_all_done(self) -> bool | None:
         """Wait until all ranks have settled; whether all of the sum is finite, None where nobody knows."""
         return None
 
 
-class PendingGather:
+class AllGatherHandle:
     """An all-gather that was started."""
 
     def __init__(self, works: Sequence[Any] = ()) -> None:
@@ -105,7 +105,7 @@ class PendingGather:
         self.wait()
 
 
-class DirectExchange(Exchange):
+class P2PCollectives(ZeroCollectives):
     """Between CPUs: every rank sends each other one what that one needs."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -120,7 +120,7 @@ class DirectExchange(Exchange):
         self._turns += 1
         return self._turns
 
-    def tell(self, turn: int, kind: int, number: int) -> Answers:
+    def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
         """Tell all others a number; what comes back waits for theirs of the same turn and kind."""
         tag = _tag(turn, kind)
         answers = [torch.zeros(1, dtype=torch.int64) for _ in self.others]
@@ -138,7 +138,7 @@ class DirectExchange(Exchange):
 
         return wait
 
-    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> PendingShard:
+    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
         rows = flat.view(len(self.others) + 1, -1)
         place = min(self.others)  # one of the first two summands, read in the moment in which the sum is written
         parts = {rank: shard if rank == place else torch.empty_like(shard) for rank in self.others}
@@ -146,21 +146,21 @@ class DirectExchange(Exchange):
         works += [dist.isend(rows[rank], group=self.group, group_dst=rank) for rank in self.others]
         return _SentShard(self, shard, works, {**parts, self.rank: rows[self.rank]})
 
-    def all_gather(self, flat: Tensor, is_copied: bool = False) -> PendingGather:
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
         rows = flat.view(len(self.others) + 1, -1)
         works = [dist.irecv(rows[rank], group=self.group, group_src=rank) for rank in self.others]
         works += [dist.isend(rows[self.rank], group=self.group, group_dst=rank) for rank in self.others]
-        return PendingGather(works)
+        return AllGatherHandle(works)
 
 
-class _SentShard(PendingShard):
+class _SentShard(ReduceScatterHandle):
     """One whose summands are sent.
 
     Args:
         parts: each rank's summand, by rank.
     """
 
-    def __init__(self, exchange: DirectExchange, shard: Tensor, works: Sequence[Any], parts: dict[int, Tensor]) -> None:
+    def __init__(self, exchange: P2PCollectives, shard: Tensor, works: Sequence[Any], parts: dict[int, Tensor]) -> None:
         super().__init__(shard, works)
         self._exchange, self._parts, self._turn = exchange, parts, exchange.next_turn()
         self._is_finite = True
@@ -172,15 +172,15 @@ class _SentShard(PendingShard):
         self._parts = {}
         return self.shard
 
-    def settle(self, is_finite: bool | None) -> None:
+    def mark_done(self, is_finite: bool | None) -> None:
         self._is_finite = bool(is_finite)
-        self._answers = self._exchange.tell(self._turn, _SUMMED, int(self._is_finite))
+        self._answers = self._exchange.broadcast_number(self._turn, _SUMMED, int(self._is_finite))
 
-    def settled(self) -> bool | None:
+    def wait_all_done(self) -> bool | None:
         return all(self._answers().values()) and self._is_finite
 
 
-class SharedExchange(DirectExchange):
+class SharedMemoryCollectives(P2PCollectives):
     """Between CPUs of one machine: every rank reads what it needs in the others' memory.
 
     Args:
@@ -188,11 +188,11 @@ class SharedExchange(DirectExchange):
         neighbours: what they reach each other by.
     """
 
-    def __init__(self, group: ProcessGroup, neighbours: Neighbours) -> None:
+    def __init__(self, group: ProcessGroup, neighbours: LocalPeers) -> None:
         super().__init__(group)
         self.memory, self._neighbours = neighbours.memory, neighbours
 
-    def tell(self, turn: int, kind: int, number: int) -> Answers:
+    def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
         lines, tag = self._neighbours.lines, _tag(turn, kind)
         for rank in self.others:
             lines.send(rank, tag, number)
@@ -214,22 +214,22 @@ class SharedExchange(DirectExchange):
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             address = start + first * like.element_size()
-            yield part, memory.window(address, part.stop - first, like.dtype, is_kept and count <= step)
+            yield part, memory.map_view(address, part.stop - first, like.dtype, is_kept and count <= step)
 
-    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> PendingShard:
+    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
         return _ReadShard(self, flat, shard)
 
-    def all_gather(self, flat: Tensor, is_copied: bool = False) -> PendingGather:
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
         return _ReadGather(self, flat, is_copied)
 
 
 class _ReadShard(_SentShard):
     """One whose summands are read where they were written."""
 
-    def __init__(self, exchange: SharedExchange, flat: Tensor, shard: Tensor) -> None:
+    def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, shard: Tensor) -> None:
         super().__init__(exchange, shard, [], {})
         self._own = flat.view(len(exchange.others) + 1, -1)[exchange.rank]
-        self._places = exchange.tell(self._turn, _WRITTEN, exchange.memory.place(flat))
+        self._places = exchange.broadcast_number(self._turn, _WRITTEN, exchange.memory.place(flat))
 
     def wait(self) -> Tensor:
         rank, places = self._exchange.rank, self._places()
@@ -242,10 +242,10 @@ class _ReadShard(_SentShard):
         return self.shard
 
 
-class _ReadGather(PendingGather):
+class _ReadGather(AllGatherHandle):
     """One whose shards are read where they are, or in copies, which are let go of when all have read them."""
 
-    def __init__(self, exchange: SharedExchange, flat: Tensor, is_copied: bool) -> None:
+    def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, is_copied: bool) -> None:
         super().__init__()
         self._exchange, self._flat, self._turn = exchange, flat, exchange.next_turn()
         self._rows = flat.view(len(exchange.others) + 1, -1)
@@ -254,7 +254,7 @@ class _ReadGather(PendingGather):
             self._copy = exchange.memory.empty(self._rows.shape[1], flat.dtype)
             self._copy.copy_(self._rows[exchange.rank])
         told = flat if self._copy is None else self._copy
-        self._places = exchange.tell(self._turn, _UPDATED, exchange.memory.place(told))
+        self._places = exchange.broadcast_number(self._turn, _UPDATED, exchange.memory.place(told))
         self._answers: Answers | None = None
 
     def wait(self) -> None:
@@ -264,7 +264,7 @@ class _ReadGather(PendingGather):
             row = rank if self._copy is None else 0
             for part, window in self._exchange.read(rank, place, row, self._rows[rank]):
                 self._rows[rank][part].copy_(window)
-        self._answers = self._exchange.tell(self._turn, _READ, 0)
+        self._answers = self._exchange.broadcast_number(self._turn, _READ, 0)
 
     def close(self) -> None:
         self.wait()
@@ -286,10 +286,10 @@ def _tag(turn: int, kind: int) -> int:
     return turn % _TAGS * 4 + kind
 
 
-def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
+def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:
     """The fastest way to exchange between these ranks; to be called on all of them."""
     uses_gloo = device.type == "cpu" and "gloo" in str(dist.get_backend_config(group))
     if not uses_gloo or dist.get_world_size(group) == 1:
-        return Exchange(group)
+        return ZeroCollectives(group)
     neighbours = meet_neighbours(group)
-    return DirectExchange(group) if neighbours is None else SharedExchange(group, neighbours)
+    return P2PCollectives(group) if neighbours is None else SharedMemoryCollectives(group, neighbours)

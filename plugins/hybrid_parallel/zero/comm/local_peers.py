@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 
 from booster.failure.peers import machine
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
-from plugins.hybrid_parallel.zero.comm.shared_memory import HostMemory, NeighbourMemory
-from plugins.hybrid_parallel.zero.comm.signal_sockets import Line, Lines, Listener, connect
+from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
+from plugins.hybrid_parallel.zero.comm.signal_sockets import Listener, SignalSocket, SignalSockets, connect
 from shardformer.distributed.collectives import world_timeout
 
 
 @dataclass
-class Neighbours:
+class LocalPeers:
     """A group whose ranks are on one machine, as one of them sees it.
 
     Attributes:
@@ -26,12 +26,12 @@ class Neighbours:
         lines: to the others.
     """
 
-    memory: HostMemory
-    memories: dict[int, NeighbourMemory]
-    lines: Lines
+    memory: SharedSegment
+    memories: dict[int, PeerSegment]
+    lines: SignalSockets
 
 
-def meet_neighbours(group: ProcessGroup) -> Neighbours | None:
+def meet_neighbours(group: ProcessGroup) -> LocalPeers | None:
     """Make out whether all ranks of a group can read each other's memory; to be called on all of them.
 
     None, on all alike, where some cannot: on several machines, in containers that do not see each other's processes,
@@ -40,7 +40,7 @@ def meet_neighbours(group: ProcessGroup) -> Neighbours | None:
     memory = listener = None
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):  # forbidden by what the process is confined in
-            memory = HostMemory()
+            memory = SharedSegment()
             listener = Listener(memory.token)
     here = None if listener is None else (machine(), os.getpid(), memory.file, memory.token)
     there, own = all_gather_json(here, group), dist.get_rank(group)
@@ -51,7 +51,7 @@ def meet_neighbours(group: ProcessGroup) -> Neighbours | None:
         for rank, (_, process, file, token) in enumerate(there):
             if rank == own:
                 continue
-            memory_there = NeighbourMemory(process, file, token)
+            memory_there = PeerSegment(process, file, token)
             if rank < own:
                 connections[rank] = connect(token, own)
             memories[rank] = memory_there
@@ -60,5 +60,5 @@ def meet_neighbours(group: ProcessGroup) -> Neighbours | None:
     timeout_s = world_timeout().total_seconds()
     connections |= listener.accept(len(there) - 1 - own, timeout_s)
     global_ranks = dist.get_process_group_ranks(group)
-    lines = {rank: Line(connection, global_ranks[rank]) for rank, connection in connections.items()}
-    return Neighbours(memory, memories, Lines(lines, timeout_s))
+    lines = {rank: SignalSocket(connection, global_ranks[rank]) for rank, connection in connections.items()}
+    return LocalPeers(memory, memories, SignalSockets(lines, timeout_s))

@@ -21,7 +21,7 @@ _EXTENT = 2**28
 _MOST_KEPT = 8  # windows of one neighbour
 
 
-class HostMemory:
+class SharedSegment:
     """This rank's memory for others to read. Its first number is one that no other memory has."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class HostMemory:
         self._extent, self._extent_used = mmap.mmap(self.file, size, offset=self._extent_start), 0
 
 
-class NeighbourMemory:
+class PeerSegment:
     """The memory of another rank of this machine.
 
     Args:
@@ -75,10 +75,10 @@ class NeighbourMemory:
         self._file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
         self._kept: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        if os.fstat(self._file).st_size == 0 or self.window(0, 1, torch.int64).item() != token:
+        if os.fstat(self._file).st_size == 0 or self.map_view(0, 1, torch.int64).item() != token:
             raise FileNotFoundError(f"process {process} has no memory to share")
 
-    def window(self, place: int, count: int, dtype: torch.dtype, is_kept: bool = False) -> Tensor:
+    def map_view(self, place: int, count: int, dtype: torch.dtype, is_kept: bool = False) -> Tensor:
         """[count] of what starts `place` bytes into the file, mapped as long as the tensor is there.
 
         Args:

@@ -22,7 +22,7 @@ _MESSAGE = struct.Struct("qq")  # tag, number
 _COURIERS_LOOK_MS = 100  # at whether the script is over
 
 
-class Line:
+class SignalSocket:
     """To one other rank.
 
     Args:
@@ -70,7 +70,7 @@ class Line:
             return self.connection.recv(_MESSAGE.size)
 
 
-class Lines:
+class SignalSockets:
     """To all other ranks of a group. Numbers of one tag keep their order; sending never waits.
 
     Args:
@@ -78,7 +78,7 @@ class Lines:
         timeout_s: how long to wait for a number.
     """
 
-    def __init__(self, lines: Mapping[int, Line], timeout_s: float) -> None:
+    def __init__(self, lines: Mapping[int, SignalSocket], timeout_s: float) -> None:
         self._lines, self._timeout_s = dict(lines), timeout_s
         self._lock, self._has_courier = threading.Lock(), False
 
@@ -111,7 +111,7 @@ class Lines:
         return numbers.popleft()
 
     @waits_for_ranks
-    def _wait(self, line: Line, until: float) -> None:
+    def _wait(self, line: SignalSocket, until: float) -> None:
         if not _poll_of([line], select.POLLIN).poll(max(0.0, until - time.monotonic()) * 1000):
             raise TimeoutError(
                 f"timed out after {self._timeout_s:g} s of waiting for rank {line.rank} in an exchange of ZeRO-1"
@@ -139,7 +139,7 @@ class Lines:
                     pass
 
 
-def _poll_of(lines: Iterable[Line], events: int) -> select.poll:
+def _poll_of(lines: Iterable[SignalSocket], events: int) -> select.poll:
     poll = select.poll()
     for line in lines:
         poll.register(line.connection, events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
-from shardformer.stages.stage import AddsNothing
+from shardformer.stages.stage import ZeroEmbedding
 
 _ATTENTION = self_attention("o_proj")
 _W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
@@ -75,7 +75,7 @@ PLANS = {
     "trocr": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"}, pipelined=False),
     "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
     "zaya": DeclaredPlan({}, pipelined=False),  # routers hand on their states
-    "biogpt": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": AddsNothing}),
+    "biogpt": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": ZeroEmbedding}),
     "ctrl": DeclaredPlan(
         {
             "multi_head_attention.Wq": "colwise",
@@ -125,7 +125,7 @@ PLANS = {
     "gpt_neox_japanese": DeclaredPlan(
         {**_NEOX, "attention.attention_dropout": "dropout"}, {"attention": ("num_attention_heads", "hidden_size")}
     ),
-    "imagegpt": DeclaredPlan(_FUSED, {"attn": ("num_heads", "split_size", "embed_dim")}, first={"wpe": AddsNothing}),
+    "imagegpt": DeclaredPlan(_FUSED, {"attn": ("num_heads", "split_size", "embed_dim")}, first={"wpe": ZeroEmbedding}),
     "modernbert_decoder": DeclaredPlan(
         {
             "attn.q_proj": "colwise",
@@ -148,10 +148,10 @@ PLANS = {
         },
         {"attn": ("n_heads",)},
     ),
-    "openai": DeclaredPlan(_FUSED, {"attn": ("n_head", "split_size")}, first={"positions_embed": AddsNothing}),
+    "openai": DeclaredPlan(_FUSED, {"attn": ("n_head", "split_size")}, first={"positions_embed": ZeroEmbedding}),
     "persimmon": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL),
     "stablelm": DeclaredPlan(LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
     "xglm": DeclaredPlan(
-        {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": AddsNothing}
+        {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": ZeroEmbedding}
     ),
 }

@@ -48,7 +48,7 @@ _XLM = {
     },
     "local": {"attentions.*": ("n_heads", "dim")},
     "layers": "attentions",
-    "beside": ("layer_norm1", "ffns", "layer_norm2"),
+    "sublayer_lists": ("layer_norm1", "ffns", "layer_norm2"),
     "every": ("position_embeddings", "lang_embeddings", "layer_norm_emb"),
     "first": {"embeddings": Received},
 }
@@ -97,7 +97,7 @@ PLANS = {
         {**_BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
         _BERT_LOCAL,
         first={"entity_embeddings": Received},
-        carries=("entity_hidden_states",),
+        carried_inputs=("entity_hidden_states",),
     ),
     "markuplm": _BERT,
     "megatron_bert": _BERT,

@@ -9,21 +9,21 @@ from typing import Any
 from torch import Tensor
 
 from shardformer.policies.plans.declared import DeclaredPlan
-from shardformer.stages.stage import AddsNothing, Received, ReceivedPatches, StandIn
+from shardformer.stages.stage import Received, ReceivedPatches, StagePlaceholder, ZeroEmbedding
 
 
-class ReceivedChannels(StandIn):
+class ReceivedChannels(StagePlaceholder):
     """Stands for convolutions over sound: a hidden state of the right shape, channels first."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.arrival.dummy().mT
+        return self.stage_input.dummy().mT
 
 
-class ReceivedPair(StandIn):
+class ReceivedPair(StagePlaceholder):
     """Stands for a projection of features that returns them beside their projection."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.arrival.dummy(), self.arrival.dummy()
+        return self.stage_input.dummy(), self.stage_input.dummy()
 
 
 _QKV = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"}
@@ -52,7 +52,7 @@ _BERT = DeclaredPlan(
 )
 
 
-def _sound(attention: Mapping[str, str], projection: type[StandIn], **options: Any) -> DeclaredPlan:
+def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **options: Any) -> DeclaredPlan:
     """Layers behind convolutions over the waveform; `projection` stands for what follows those."""
     feed_forward = {
         "intermediate_dense": "colwise",
@@ -65,7 +65,7 @@ def _sound(attention: Mapping[str, str], projection: type[StandIn], **options: A
         first={
             "feature_extractor": ReceivedChannels,
             "feature_projection": projection,
-            "encoder.pos_conv_embed": AddsNothing,
+            "encoder.pos_conv_embed": ZeroEmbedding,
         },
         # In front of the layers of a base model, behind those of a large one.
         every=("encoder.layer_norm",),
@@ -149,6 +149,6 @@ PLANS = {
     "wav2vec2_bert": _sound(_CONFORMER, ReceivedPair),
     "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair),
     # Its attention hands whole weights to a function of torch.
-    "wavlm": _sound({}, ReceivedPair, carries=("position_bias",)),
+    "wavlm": _sound({}, ReceivedPair, carried_inputs=("position_bias",)),
     "yolos": _BERT,
 }

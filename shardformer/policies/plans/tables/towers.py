@@ -31,7 +31,7 @@ _POP2PIANO = DeclaredPlan(
     },
     {"EncDecAttention": ("n_heads", "inner_dim")},
     towers=("encoder.block", "decoder.block"),
-    carries=("position_bias",),
+    carried_inputs=("position_bias",),
 )
 _SEAMLESS = DeclaredPlan(_STYLES, _LOCAL, towers=("text_encoder.layers", "text_decoder.layers"))
 
@@ -67,7 +67,7 @@ PLANS = {
         _FEED_FORWARD,
         towers=_TOWERS,
         first={"encoder.embed_tokens": ReceivedUnpadded},
-        carries=("global_hidden_states",),
+        carried_inputs=("global_hidden_states",),
     ),
     "seamless_m4t": _SEAMLESS,
     "seamless_m4t_v2": _SEAMLESS,
