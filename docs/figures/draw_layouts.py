@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.patches import TensorChunk
+from matplotlib.patches import Rectangle
 
 ROWS = ("embedding", "layer 0", "layer 1", "layer 2", "layer 3", "head")
 NUM_RANKS = 4
@@ -91,7 +91,7 @@ def draw(panel: Axes, layout: Layout) -> None:
 
 def draw_block(panel: Axes, left: float, row: int, width: float, rank: int) -> None:
     """The part of one row's weights that a rank holds."""
-    panel.add_patch(TensorChunk((left, row), width, 1, facecolor=COLOURS[rank], edgecolor="white", linewidth=1.5))
+    panel.add_patch(Rectangle((left, row), width, 1, facecolor=COLOURS[rank], edgecolor="white", linewidth=1.5))
     panel.text(left + width / 2, row + 0.5, f"rank {rank}", ha="center", va="center", color="white", fontsize=6.5)
 
 
