@@ -1,1 +1,1 @@
-"""What is measured, as ratios within one run. `python -m benchmarks` runs everything and writes the tables."""
+"""Benchmarks, reported as ratios within one run. `python -m benchmarks` runs them all and writes the tables."""

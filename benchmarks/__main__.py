@@ -73,7 +73,7 @@ def main() -> None:
         section = BENCHMARKS[name].report(options.quick)
         print(section, flush=True)
         sections[_title(section)] = section
-        if options.output is not None:  # after each: what took minutes is not lost with a later one
+        if options.output is not None:  # after each section: a later failure does not lose it
             options.output.write_text("\n".join([_introduction(options), *sections.values()]))
 
 
@@ -89,7 +89,7 @@ def _introduction(options: argparse.Namespace) -> str:
 
 
 def _sections_of(page: str) -> dict[str, str]:
-    """Title -> section of a page that was written before."""
+    """Return title -> section of an existing results page."""
     return {_title(section): section for section in map("## {}".format, page.split("\n## ")[1:])}
 
 

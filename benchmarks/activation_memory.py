@@ -1,13 +1,13 @@
-"""Bytes that a layer keeps for its backward pass, against the formula of arXiv 2205.05198, sections 4 and 5.
+"""Bytes that a layer saves for its backward pass, against the formula of arXiv 2205.05198, sections 4 and 5.
 
-A layer of GPT-2 in bf16, with dropout and eager attention, which keeps its scores: the layer of the paper, which has
-s b h (34 + 5 a s / h) bytes. Tensor parallelism cuts all but 10 of the 34, sequence parallelism those too; selective
-recomputation leaves out 5 a s / h. The paper takes one byte for each element that dropout looks at, as torch does on
-GPUs; on CPUs torch keeps the factors, two bytes in bf16. The formula is taken with the m bytes of where it runs,
-s b h (32 + 2 m + (4 + m) a s / h). Fused attention keeps no scores, as under selective recomputation.
+The layer is one of GPT-2 in bf16, with dropout and eager attention, which saves its scores. It is the layer of the
+paper, which saves s b h (34 + 5 a s / h) bytes. Tensor parallelism shards all but 10 of the 34, sequence parallelism
+shards those too; selective recomputation drops 5 a s / h. The paper counts one byte for each element of a dropout
+mask, as torch does on GPUs; on CPUs torch saves the factors, two bytes in bf16. With the m bytes of the device, the
+formula is s b h (32 + 2 m + (4 + m) a s / h). Fused attention saves no scores, like selective recomputation.
 
-Counted by a dispatch mode are all storages that are alive when the loss is there; what models of four layers have more
-than those of two are two layers.
+A dispatch mode counts all storages that are alive once the loss is computed. The difference between models of four and
+two layers is the memory of two layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class _Alive(TorchDispatchMode):
-    """Bytes of what operators have made and is still there."""
+    """Dispatch mode that counts the bytes of live storages that operators have created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,16 +69,16 @@ class _Alive(TorchDispatchMode):
 
 
 def formula(options: dict[str, Any], length: int) -> float:
-    """Bytes a layer and rank, after the paper."""
+    """Return the bytes per layer and rank by the paper's formula."""
     ranks, sequence = options.get("tp_size", 1), options.get("enable_sequence_parallelism", False)
-    everywhere = 8 + 2 * _MASK_BYTES  # inputs of norms and products, what dropouts behind them keep
+    everywhere = 8 + 2 * _MASK_BYTES  # inputs of norms and products, masks of the dropouts after them
     scores = 0.0 if options.get("gradient_checkpointing") else (4 + _MASK_BYTES) * HEADS * length / HIDDEN
     each = (everywhere / ranks if sequence else everywhere) + (24 + scores) / ranks
     return BATCH * length * HIDDEN * each
 
 
 def measure(options: dict[str, Any], length: int) -> float:
-    """Bytes a layer that are alive behind the forward pass, on rank 0."""
+    """Return the bytes per layer that are alive after the forward pass, on rank 0."""
     few, many = (_alive(layers, options, length) for layers in (2, 4))
     return (many - few) / 2
 
@@ -98,7 +98,7 @@ def _alive(layers: int, options: dict[str, Any], length: int) -> int:
     with _Alive() as alive:
         loss = model(**batch, use_cache=False).loss  # as in execute_pipeline
     kept = alive.bytes
-    del loss  # held until here: behind it is everything that was kept
+    del loss  # held until here: its graph holds everything that was saved
     return kept
 
 

@@ -25,14 +25,14 @@ _WAYS = ("safetensors.save_file", "torch.save", "save_model")
 
 
 def build(layers: int) -> nn.Module:
-    """A Llama of 1.1 GB with 4 layers, whose tensors are as large as those of a model of 1B parameters."""
+    """Create a Llama of 1.1 GB with 4 layers, whose tensors have the sizes of a 1B-parameter model's."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "vocab_size": 2048}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes))
 
 
 def measure(layers: int, repeats: int, tp_size: int, folder: str) -> dict[str, list[float]]:
-    """Seconds of each way, turn by turn, and "bytes"; what is not ours is done by rank 0, with whole tensors."""
+    """Return seconds of each way per turn, and "bytes"; rank 0 alone runs the other systems, with whole tensors."""
     whole = build(layers)
     tensors = {name: tensor.detach().clone() for name, tensor in whole.state_dict().items()}
     booster = Booster(plugin=HybridParallelPlugin(tp_size=tp_size, num_microbatches=1))

@@ -1,6 +1,7 @@
-"""Bandwidth of save_checkpoint and load_checkpoint against the same bytes by torch.save and safetensors, and the stall.
+"""Bandwidth of save_checkpoint and load_checkpoint against torch.save and safetensors of the same bytes; stall time.
 
-Every rank of the others writes its own share of the bytes into a file of its own, all at once: what a disk can give.
+With torch.save and safetensors every rank writes its share of the bytes to its own file, all at once: this is the
+bandwidth of the disk.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _LAYERS, _WIDTH = 21, 2048  # 336 MiB of parameters; 1008 MiB with the states of
 
 
 class _State:
-    """A boosted model and Adam, and this rank's share of their bytes as plain tensors.
+    """Boosted model with Adam, and this rank's share of their bytes as plain tensors.
 
     Args:
-        layers: matrices of 16 MiB.
+        layers: number of matrices of 16 MiB each.
     """
 
     def __init__(self, layers: int) -> None:
@@ -49,7 +50,7 @@ class _State:
 
 
 def measure(layers: int, repeats: int, folder: str) -> dict[str, list[float]]:
-    """Seconds of each way on the slowest rank, turn by turn."""
+    """Return the seconds of each way on the slowest rank, per turn."""
     state, path = _State(layers), Path(folder)
     mine = path / f"plain-{dist.get_rank()}"
     stalls: list[float] = []
@@ -77,7 +78,7 @@ def measure(layers: int, repeats: int, folder: str) -> dict[str, list[float]]:
 
 
 def replace(path: Path, save: Callable[[Path], object]) -> None:
-    """The least that does not lose the old file to a crash, as ours does not."""
+    """Save with the least work by which a crash cannot lose the old file; our save gives the same guarantee."""
     new = path.with_name(f"{path.name}.new")
     save(new)
     with new.open("rb") as file:
@@ -86,7 +87,7 @@ def replace(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def copy_into(found: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """A loaded tensor is of use once it is in the model's."""
+    """Copy loaded tensors into existing ones, as into a model's parameters."""
     for name, tensor in tensors.items():
         tensor.copy_(found[name])
 
@@ -100,7 +101,7 @@ def report(quick: bool) -> str:
         for kind in ("no fsync", "fsync"):
             ratios = [ratio(found, f"save, {kind}", f"{way}, {kind}") for way in ("safetensors", "torch.save")]
             rows.append([world_size, f"save, {kind}", *ratios, size / statistics.median(found[f"save, {kind}"])])
-        # A replica reads all parameters, a third of the bytes, and its share of the states.
+        # A replica reads all parameters, which are a third of the bytes, and its share of the optimizer states.
         read = world_size * (1 / 3 + 2 / 3 / world_size)
         ratios = [read * ratio(found, "load", way) for way in ("load_file", "torch.load")]
         rows.append([world_size, "load", *ratios, read * size / statistics.median(found["load"])])

@@ -1,7 +1,7 @@
-"""Step time of two ranks that share sequences against the unsharded model on one thread.
+"""Step time of two context-parallel ranks against the unsharded model on one thread.
 
-LlamaForCausalLM, 4 layers, hidden 512, 8 heads of 64, vocabulary 8192, batch 1, forward and backward, a thread a rank.
-The limit is 2.0. The unsharded model runs on rank 0 while rank 1 waits.
+LlamaForCausalLM, 4 layers, hidden 512, 8 heads of 64, vocabulary 8192, batch 1, forward and backward, one thread per
+rank. The limit is 2.0. The unsharded model runs on rank 0 while rank 1 waits.
 """
 
 from __future__ import annotations

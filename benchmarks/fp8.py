@@ -1,4 +1,4 @@
-"""Loss curves of a small language model in bf16 and with 8-bit matrix products, from the same weights and batches."""
+"""Loss curves of a small language model in fp32, bf16 and fp8, from the same weights and batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY, LENGTH, ROWS = 256, 64, 16
 
 
 def measure(precision: str, steps: int) -> list[float]:
-    """The loss of every step; a text is a walk by a fixed random table, with noise."""
+    """Return the loss of every step; a text is a noisy walk through a fixed random table."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))

@@ -1,4 +1,4 @@
-"""Timing several ways of doing the same work in turn (A B A B ...), on ranks of one thread."""
+"""Timing of several ways to do the same work in turn (A B A B ...), on ranks of one thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 
 def medians(ways: Mapping[str, Callable[[], None]], repeats: int, warm_up: int = 1) -> dict[str, float]:
-    """Median seconds of each way, see `turns`."""
+    """Return the median seconds of each way, see `turns`."""
     return {name: statistics.median(values) for name, values in turns(ways, repeats, warm_up).items()}
 
 
@@ -25,12 +25,15 @@ def turns(
     warm_up: int = 1,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each way in each turn; the ways take turns, so that a drift of the machine meets all alike.
+    """Return the seconds of each way in each turn; ways alternate, so that a drift of the machine affects all equally.
 
-    With several ranks all of them enter a way together, and its time is that of the slowest.
+    All ranks start a way together, and its time is that of the slowest rank.
 
     Args:
-        before: called in front of each way, outside of its time.
+        ways: name -> work to time.
+        repeats: number of timed turns.
+        warm_up: number of turns before them that are not timed.
+        before: called before each way, not included in its time.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_up + repeats):
@@ -46,12 +49,12 @@ def turns(
 
 
 def ratio(times: Mapping[str, Sequence[float]], way: str, other: str) -> float:
-    """How many times as fast `way` is as `other`: the median over the turns."""
+    """Return the speed of `way` relative to `other`: the median over the turns."""
     return statistics.median(theirs / ours for ours, theirs in zip(times[way], times[other], strict=True))
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
-    """Run `function(*arguments)` on every rank of a new gloo group; returns rank 0's result."""
+    """Run `function(*arguments)` on every rank of a new gloo group; return rank 0's result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -62,7 +65,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 
 
 def table(title: str, columns: list[str], rows: list[list[Any]], note: str = "") -> str:
-    """A Markdown section with one table."""
+    """Format a Markdown section with one table."""
     lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
     lines += [" | ".join(_cell(value) for value in row) for row in rows]
     body = "\n".join(f"| {line} |" for line in lines)

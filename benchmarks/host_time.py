@@ -1,7 +1,7 @@
 """Host time that tensor parallelism adds to a Llama layer, forward and backward, without any communication.
 
-A fake process group of two ranks makes collectives free; sizes are so small that what remains is the time that
-Python and the dispatcher take.
+A fake process group of two ranks makes collectives free; the sizes are so small that only the time of Python and the
+dispatcher remains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS, PASSES = 8, 20
 
 
 def measure(repeats: int) -> dict[str, float]:
-    """Seconds a layer: plain, ours, DTensor, transformers where it has a function for it."""
+    """Return seconds per layer: plain, ours, DTensor, and transformers if this release supports it."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
@@ -63,14 +63,14 @@ def _with_dtensor(model: nn.Module) -> nn.Module:
 
 
 def _with_tp_plan(model: nn.Module) -> nn.Module | None:
-    """Cut by transformers' own `tp_plan`; None where this release cannot cut a model that is there already."""
+    """Shard by transformers' own `tp_plan`; return None if this release cannot shard an existing model."""
     from torch.distributed.device_mesh import init_device_mesh
 
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError:
         return None
-    # A style says how a module's weight is cut, and what its forward does around it.
+    # A style defines how a module's weight is sharded, and what is done around its forward.
     names = [name for module, _ in model.named_modules() for name in (f"{module}.weight", module)]
     styles = {re.escape(key).replace(r"\*", r"\d+"): style for key, style in model.config.base_model_tp_plan.items()}
     plan = {

@@ -1,10 +1,10 @@
-"""Peak memory and time of a language-model loss, its head included, forward and backward: with all logits and without.
+"""Peak memory and time of a language-model head and loss, forward and backward: with all logits and without.
 
 Hidden states [1, sequence, hidden size] and a head without bias. "transformers" is `nn.Linear` and `ForCausalLMLoss`,
-"all logits" is our loss of logits that lie cut over two ranks, and "ours" never has more logits than a chunk. On CPUs
-the peak is that of the resident set, which the kernel counts (`VmHWM`, reset before each way): it has the temporaries
-inside of operators, too. On GPUs it is `torch.cuda.max_memory_allocated`. Weight and hidden states, which are there
-before, are left out in one column and counted in the next.
+"all logits" is our loss of logits that are sharded over two ranks, and "ours" never holds more than one chunk of
+logits. On CPUs the peak is the peak resident set size that the kernel counts (`VmHWM`, reset before each way), which
+includes temporaries inside operators. On GPUs it is `torch.cuda.max_memory_allocated`. One column excludes the weight
+and the hidden states, which exist before; the next column includes them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from benchmarks.harness import ratio, run_ranks, table, turns
 from shardformer.layers.lm_head import VocabParallelLMHead, deferred_logits, parallel_logits
 from shardformer.loss.text import token_sum
 
-REPEATS = 3  # one less at full size, where a step takes a minute
+REPEATS = 3  # one less at full size on CPUs, where a step takes a minute
 FULL, QUICK = (128_256, 4096, 512), (32_000, 4096, 256)  # vocabulary, sequence, hidden size
 
 
 class _Model(nn.Module):
-    """A head, as transformers' models have it."""
+    """Language-model head with the interface of transformers' models."""
 
     def __init__(self, vocabulary: int, hidden_size: int) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class _Model(nn.Module):
 
 
 def peak_of(work: Callable[[], None], device: torch.device) -> int:
-    """The most bytes that `work` takes beside what is there already."""
+    """Return the peak number of bytes that `work` uses in addition to existing memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         work()
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM to the current resident set size
     before = _resident("VmRSS")
     work()
     return _resident("VmHWM") - before
@@ -61,7 +61,7 @@ def _resident(name: str) -> int:
 
 
 def measure(sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> dict[str, tuple[int, float]]:
-    """Of each way on this number of ranks: peak in bytes, and time relative to that of the first."""
+    """Return each way's peak in bytes and its time relative to the first way, on this number of ranks."""
     vocabulary, length, hidden_size = sizes
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -99,7 +99,7 @@ def measure(sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> di
 
     times = turns({name: partial(counted, name) for name in ways}, repeats, warm_up=0)
     first = next(iter(ways))
-    # The first peak has what libraries take once and keep.
+    # The first peak includes memory that libraries allocate once and keep.
     return {name: (min(peaks[name]), 1 / ratio(times, name, first)) for name in ways}
 
 

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state a rank under ZeRO-1, against the whole."""
+"""Optimizer state per rank under ZeRO-1, as a share of the whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 
 
 def measure() -> tuple[int, int]:
-    """Bytes of the fullest rank, and of one process that holds everything."""
+    """Return the bytes on the fullest rank, and of one process that holds everything."""
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12))
     whole = 2 * sum(param.numel() * param.element_size() for param in model.parameters())

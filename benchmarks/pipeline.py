@@ -1,6 +1,6 @@
 """pp2 1F1B with 8 micro-batches against the ideal and against `torch.distributed.pipelining` on the same stages.
 
-The ideal is (m + p - 1) / m * t1 / p, where t1 is the time of the whole model on one rank while the other rank does
+The ideal is (m + p - 1) / m * t1 / p, where t1 is the time of the whole model on one rank while the other rank runs
 the same, so that both see the same memory bandwidth. Efficiency is ideal / measured, the median over the turns.
 """
 
@@ -28,7 +28,7 @@ MICROBATCHES, ROWS, LENGTH = 8, 4, 128
 
 
 class StageModule(nn.Module):
-    """One of our stages as torch's pipelining wants it: tensor in, tensor out."""
+    """One of our stages with the interface of torch's pipelining: tensor in, tensor out."""
 
     def __init__(self, model: nn.Module, is_first: bool, ids: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Time of a step as `booster plan` predicts it for this machine, beside that of training, on two ranks."""
+"""Step time that `booster plan` predicts for this machine against the measured one, on two ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _LAYOUTS = (
 
 
 def report(quick: bool) -> str:
-    """The section of the results page."""
+    """Return the section of the results page."""
     build = partial(_build, 2 if quick else 8)
     cases = [Case(tp, sequence, rows) for tp, sequence in ((1, False), (2, False), (2, True)) for rows in _ROWS]
     rounds = 1 if quick else 3
     predicted: dict[Layout, list[float]] = {layout: [] for layout in _layouts(quick)}
     measured: dict[Layout, list[float]] = {layout: [] for layout in _layouts(quick)}
     model = ModelMap(build)
-    for _ in range(rounds):  # predicted and measured in turn: a drift of the machine meets both
+    for _ in range(rounds):  # alternate, so that a drift of the machine affects both
         calibration = calibrate(build, 2, _LENGTH, "fp32", cases)
         profiler = Profiler(build, _LENGTH, calibration.device, "fp32", _ROWS, calibration.parts)
         for layout in measured:
@@ -92,7 +92,7 @@ def _build(layers: int) -> torch.nn.Module:
 
 
 def _measure(build: partial, options: dict, steps: int) -> float:
-    """Median seconds of a step, of the slowest rank."""
+    """Return the median seconds of a step on the slowest rank."""
     from booster import Booster
     from plugins.hybrid_parallel import HybridParallelPlugin
 

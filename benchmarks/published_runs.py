@@ -1,4 +1,4 @@
-"""Published training runs, predicted from the configurations that their papers state."""
+"""Published training runs, predicted from the configurations in their papers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 
-# Both systems fuse most of what lies between products of matrices; transformers' own operators run one by one.
+# Both systems fuse most operators between matrix products; transformers runs them one by one.
 _FUSED = 0.4
 _MEGATRON = "arXiv 2104.04473, table 1"
 _LLAMA = "arXiv 2407.21783, table 4"
@@ -24,15 +24,15 @@ _LLAMA = "arXiv 2407.21783, table 4"
 
 @dataclass(frozen=True)
 class Run:
-    """A published run.
+    """A published training run.
 
     Attributes:
-        name, source: of it.
-        device: it ran on.
-        build: makes the model.
-        layouts: that its paper leaves open, of which the fastest is meant.
-        length: tokens of a sample.
-        seconds: of a step.
+        name, source: name of the run, and its source.
+        device: device that it ran on.
+        build: creates the model.
+        layouts: the layouts that the paper's description allows; the fastest of them is assumed.
+        length: tokens per sample.
+        seconds: published time of a step.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Run:
 
 
 def report(quick: bool) -> str:
-    """The section of the results page."""
+    """Return the section of the results page."""
     rows = []
     for run in [*_megatron_runs(), *_llama_runs()][:: 6 if quick else 1]:
         best = _fastest(run)
@@ -85,9 +85,9 @@ def _shares(prediction: Prediction) -> str:
 
 
 def _megatron_runs() -> Iterator[Run]:
-    """GPT on A100 with full recomputation; its FLOP/s count 96 B s l h^2 (1 + s / 6h + V / 16 l h) for a step."""
+    """Yield GPT on A100 with full recomputation; FLOPs per step are 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
     length, vocab = 2048, 51200
-    # billions of parameters, heads, hidden, layers, tp, pp, devices, batch, TFLOP/s of a device
+    # billions of parameters, heads, hidden, layers, tp, pp, devices, batch, TFLOP/s per device
     table = (
         (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
         (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
@@ -125,7 +125,7 @@ def _megatron_runs() -> Iterator[Run]:
 
 
 def _llama_runs() -> Iterator[Run]:
-    """Llama 3 405B on H100 without recomputation; model FLOP/s of 6 N and causal attention a token."""
+    """Yield Llama 3 405B on H100 without recomputation; model FLOPs per token are 6 N plus causal attention."""
     parameters, hidden, layers = 405.85e9 - 128256 * 16384, 16384, 126
     for devices, cp, dp, length, share, rate in (
         (8192, 1, 64, 8192, 32, 430),
@@ -152,7 +152,7 @@ def _llama_runs() -> Iterator[Run]:
 
 
 class _Unchecked(Layout):
-    """A layout with a context-parallel axis, which the planner can predict and this version cannot run."""
+    """Layout with a context-parallel axis that the planner can predict but this version cannot run."""
 
     def options(self) -> dict[str, Any]:
         return {name: value for name, value in super().options().items() if name != "cp_size"}
@@ -161,7 +161,7 @@ class _Unchecked(Layout):
 def _gpt(heads: int, hidden: int, layers: int, vocab: int, length: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    # That of 2021 had no fused attention.
+    # The system of 2021 had no fused attention.
     config = GPT2Config(
         n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length, attn_implementation="eager"
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""One rank of a larger job: the local work of a rank of tp 2, 4, 8, while collectives of a fake group cost nothing.
+"""One rank of a larger job: the local work of a rank of tp 2, 4, 8, with a fake group whose collectives cost nothing.
 
-What such a rank takes beyond 1/tp of the unsharded step is what tensor parallelism cannot share out (norms, residuals,
-Python, matrices that get thin); communication would come on top. What it keeps for its backward pass stands beside what
-the planner predicts.
+Time beyond 1/tp of the unsharded step is work that tensor parallelism does not distribute (norms, residuals, Python,
+matrices that become thin); communication would come on top. The bytes saved for the backward pass are compared with
+the planner's prediction.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _GPU = {
 
 
 def build() -> LlamaForCausalLM:
-    """An 8B-shaped model of few layers on a GPU, a small one elsewhere."""
+    """Create an 8B-shaped model of few layers on a GPU, a small one elsewhere."""
     torch.manual_seed(0)
     sizes = _GPU if torch.cuda.is_available() else _CPU
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, use_cache=False))
 
 
 def local_model(tp_size: int, sequence: bool) -> nn.Module:
-    """What rank 0 of `tp_size` holds."""
+    """Create the shard of rank 0 of `tp_size`."""
     config = ShardConfig(enable_tensor_parallelism=tp_size > 1, enable_sequence_parallelism=sequence)
     return ShardFormer(config).optimize(build())[0]
 
 
 def step(model: nn.Module, ids: Tensor) -> None:
-    """Forward, loss and backward."""
+    """Run forward, loss and backward."""
     loss = head_loss_of(model)
     batch = {"input_ids": ids, "labels": ids}
     with parallel_logits(model):
@@ -61,7 +61,7 @@ def step(model: nn.Module, ids: Tensor) -> None:
 
 
 def kept_bytes(model: nn.Module, ids: Tensor) -> int:
-    """What a forward pass keeps for its backward pass, parameters left out."""
+    """Return the bytes that a forward pass saves for its backward pass, without parameters."""
     own = {param.untyped_storage()._cdata for param in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -76,7 +76,7 @@ def kept_bytes(model: nn.Module, ids: Tensor) -> int:
 
 
 def measure(tp_size: int, sequence: bool, length: int, repeats: int) -> dict[str, float]:
-    """A rank's step beside the unsharded one, and its kept bytes beside the planner's."""
+    """Return a rank's step time as a share of the unsharded one, and the bytes that it saves for backward."""
     dist.init_process_group("fake", rank=0, world_size=tp_size, store=FakeStore())
     try:
         torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def measure(tp_size: int, sequence: bool, length: int, repeats: int) -> dict[str
 
 
 def predicted_bytes(tp_size: int, sequence: bool, length: int) -> float:
-    """What the planner says that a rank keeps."""
+    """Return the planner's prediction of the bytes that a rank saves for backward."""
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     predictor = Predictor(ModelMap(build), Profiler(build, length, PRESETS["H200"], precision))
     layout = Layout(1, tp_size, 1, sequence=sequence, rows=1, precision=precision)

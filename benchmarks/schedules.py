@@ -1,8 +1,8 @@
-"""Pipeline schedules by themselves: 4 stages, 4 micro-batches, layers that wait instead of computing.
+"""Pipeline schedules in isolation: 4 stages, 4 micro-batches, layers that wait instead of computing.
 
-A rank's share of a micro-batch waits F forward and 2 F backward, in halves for the gradients of inputs and of weights.
-What is timed is `execute_pipeline` on 4 ranks, with all that it sends; beside it is what `simulate` says of the table.
-CPU only: a wait takes no device.
+A rank's share of a micro-batch waits F forward and 2 F backward, one half each for the gradients of inputs and of
+weights. The benchmark times `execute_pipeline` on 4 ranks, including its communication, and compares it with the
+prediction of `simulate`. CPU only: a wait needs no device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS, MICROBATCHES, LAYERS = 4, 4, 8
 
 
 class Wait(torch.autograd.Function):
-    """Waits `seconds` forward and twice that backward; the half of the weights may be put off."""
+    """Wait `seconds` forward and twice that backward; the half for the weight gradient may be deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -52,13 +52,13 @@ class Wait(torch.autograd.Function):
 
 
 def measure(seconds: float, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each schedule in each turn."""
+    """Return the seconds of each schedule in each turn."""
     steps = {name: _step(name, seconds) for name in SCHEDULES}
     return turns(steps, repeats, warm_up=2)
 
 
 def predicted(name: str) -> float:
-    """What a step takes if messages take no time, in units of F."""
+    """Return the time of a step without communication, in units of F."""
     schedule = SCHEDULES[name]
     chunks = _chunks(name)
     tables = [schedule.actions(rank, RANKS, MICROBATCHES, chunks) for rank in range(RANKS)]

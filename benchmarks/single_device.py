@@ -1,7 +1,7 @@
-"""Training on one device: the booster beside plain transformers, compiled, and with Liger kernels.
+"""Training on one device: the booster against plain transformers, torch.compile and Liger kernels.
 
-On a GPU the shapes are real ones; without one they are small, to see that everything runs, and the ratios are those of
-the CPU. Every way trains in bf16 with fp32 weights behind it (autocast, or our masters) and a fused AdamW.
+On a GPU the shapes are realistic; without one they are small, to check that everything runs, and the ratios are for the
+CPU. Every way trains in bf16 with fp32 weights (autocast, or our master weights) and a fused AdamW.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Shape:
 
     Attributes:
         model, config: class names in transformers.
-        real, small: values of the configuration on a GPU, and without one.
-        rows, length: of the batch on a GPU; images have no length.
-        liger: name of the family in Liger-Kernel; empty where it has none.
+        real, small: configuration values with a GPU, and without one.
+        rows, length: size of the batch on a GPU; images have no length.
+        liger: name of the model family in Liger-Kernel; empty if it has none.
+        more: configuration values for both.
     """
 
     model: str
@@ -151,7 +152,7 @@ def our_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Step:
 
 
 def with_liger(model: nn.Module, family: str) -> nn.Module | None:
-    """The model with Liger's kernels; None where there are none for it."""
+    """Apply Liger's kernels to the model; return None if there are none for it."""
     if not family or importlib.util.find_spec("liger_kernel") is None or not torch.cuda.is_available():
         return None
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -161,7 +162,7 @@ def with_liger(model: nn.Module, family: str) -> nn.Module | None:
 
 
 def matmul_peak(device: torch.device) -> float:
-    """Floating-point operations a second of a large bf16 product on this device, in this run."""
+    """Measure the FLOP/s of a large bf16 matrix product on this device, in this run."""
     size = 8192 if device.type == "cuda" else 1024
     first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 
@@ -179,7 +180,10 @@ def _wait(device: torch.device) -> None:
 
 
 def flops(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
-    """Of a training step: 6 a parameter and token (embeddings left out), and attention, half of it where causal."""
+    """Return the FLOPs of a training step: 6 per parameter (without embeddings) and token, plus attention.
+
+    Causal attention counts half.
+    """
     embedding = model.get_input_embeddings()
     looked_up = sum(param.numel() for param in embedding.parameters()) if isinstance(embedding, nn.Embedding) else 0
     ties = looked_up if getattr(model.config, "tie_word_embeddings", False) and model.get_output_embeddings() else 0
@@ -193,7 +197,7 @@ def flops(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
 
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
-    """Seconds of a step of each way, turn by turn, beside the model's operations and the device's peak."""
+    """Return the seconds per step of each way and turn, the model's FLOPs and the device's peak FLOP/s."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     shape = SHAPES[name]

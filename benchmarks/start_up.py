@@ -1,7 +1,7 @@
-"""How long it takes until training starts: imports, and `boost()` of a Llama of 1.1 billion parameters without values.
+"""Time until training starts: imports, and `boost()` of a Llama of 1.1 billion parameters without values.
 
-Imports: fresh interpreters in turn, above `import torch`; the limit is 0.2 s. `boost()`: tp2, fp32, the slower of two
-ranks, each of which fills its own shards; the limit is 10 s.
+Imports: fresh interpreters in turn, time in addition to `import torch`; the limit is 0.2 s. `boost()`: tp2, fp32, the
+slower of two ranks, each of which initializes its own shards; the limit is 10 s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLOCK = "import time, torch; start = time.perf_counter(); {}; print(time.perf_c
 
 
 def import_seconds(repeats: int) -> dict[str, float]:
-    """Median seconds of each import behind `import torch`."""
+    """Return the median seconds of each import after `import torch`."""
     found: dict[str, list[float]] = {module: [] for module in MODULES}
     for _ in range(repeats):
         for module, seconds in found.items():
@@ -35,7 +35,7 @@ def import_seconds(repeats: int) -> dict[str, float]:
 
 
 def boost_seconds(layers: int) -> tuple[float, int]:
-    """Seconds of `boost()` on the slowest rank, and the parameters of the whole model."""
+    """Return the seconds of `boost()` on the slowest rank, and the number of parameters of the whole model."""
     config = LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=layers,

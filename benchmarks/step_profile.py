@@ -1,7 +1,7 @@
-"""Where the time of a tensor-parallel step goes: tp2, the Llama of `tensor_parallel`, rank 0, torch's profiler.
+"""Time profile of a tensor-parallel step: tp2, the Llama of `tensor_parallel`, rank 0, torch's profiler.
 
-Shares of the step's wall time. An exposed collective is one that the host waits for, from its call, or from the wait
-where it was started ahead. CPU only: a GPU's kernels run beside the host.
+Results are shares of the step's wall time. An exposed collective is one that the host waits for, in its call, or in
+the wait if it was started earlier. CPU only: a GPU's kernels run asynchronously to the host.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def kind_of(event: str) -> str:
-    """What an event of the profiler counts as."""
+    """Return the kind that a profiler event belongs to."""
     return next((kind for kind, starts in KINDS.items() if event.startswith(starts)), REST)
 
 
 class _Waited:
-    """A collective that was started ahead."""
+    """Handle of an asynchronous collective whose wait shows in the profile."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -51,7 +51,7 @@ class _Waited:
 
 @contextmanager
 def marked_collectives(calls: list[str]) -> Iterator[None]:
-    """All-reduces show in the profile, and their names in `calls`."""
+    """Record all-reduces in the profile, and append their names to `calls`."""
     reduce = dist.all_reduce
 
     def marked(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def marked_collectives(calls: list[str]) -> Iterator[None]:
 
 
 def shares(length: int, repeats: int) -> tuple[dict[str, float], int]:
-    """Share of the wall time of each kind, and the number of all-reduces of a step."""
+    """Return each kind's share of the wall time, and the number of all-reduces per step."""
     torch.manual_seed(0)
     model, _ = ShardFormer(ShardConfig()).optimize(LlamaForSequenceClassification(config()))
     ids, labels = torch.randint(1, 32000, (4, length)), torch.randint(0, 2, (4,))
@@ -104,7 +104,7 @@ def _profiled(step: Callable[[], None], repeats: int) -> dict[str, float]:
         wall = time.perf_counter() - start
     seconds: Counter[str] = Counter()
     for event in profiler.key_averages():
-        # What gloo's own threads do is seen as the time that the host waits for it.
+        # The work of gloo's threads is counted as the time that the host waits for it.
         if not event.key.startswith("gloo:"):
             seconds[kind_of(event.key)] += event.self_cpu_time_total * 1e-6
     seconds[REST] = wall - sum(value for kind, value in seconds.items() if kind != REST)

@@ -1,6 +1,6 @@
 """Step time of tp2 against the unsharded model on one thread, and against DTensor's `parallelize_module`.
 
-LlamaForSequenceClassification, 4 layers, hidden 512, 8 heads of 64, batch 4, forward and backward, one thread a rank.
+LlamaForSequenceClassification, 4 layers, hidden 512, 8 heads of 64, batch 4, forward and backward, one thread per rank.
 The limit is 2.0. The unsharded model runs on rank 0 while rank 1 waits.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.harness import medians, run_ranks, table
 from shardformer import ShardConfig, ShardFormer
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-# Measured elsewhere in this set-up, as quoted in the project's issue: ColossalAI 0.5.0 and DTensor.
+# Measured elsewhere with this setup, as quoted in the project's issue: ColossalAI 0.5.0 and DTensor.
 QUOTED = {256: (1.42, 1.29), 512: (1.54, 1.51), 1024: (1.55, 1.50), 2048: (1.78, 1.69)}
 
 
@@ -35,7 +35,7 @@ def config() -> LlamaConfig:
 
 
 def with_dtensor(model: nn.Module) -> nn.Module:
-    """The same layers, cut by torch's own tensor parallelism."""
+    """Shard the same layers with torch's own tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

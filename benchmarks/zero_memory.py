@@ -1,7 +1,7 @@
-"""Peak memory of a data-parallel training step of BERT-base: ZeRO-1 of this package against four others.
+"""Peak memory of a data-parallel step of BERT-base: ZeRO-1 of this package against four other systems.
 
-Each system by itself in new processes, three steps of a global batch of 8 sequences of 128 tokens: the fullest rank's
-`ru_maxrss` above what it was with everything imported, memory that ranks share counted in each of them.
+Each system runs alone in new processes, for three steps of a global batch of 8 sequences of 128 tokens. The result is
+the largest increase of `ru_maxrss` on any rank since all imports; memory shared by ranks is counted in each of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.zero_systems import SYSTEMS, bert, device, is_installed
 
 
 def peak(name: str, layers: int) -> int:
-    """Bytes of the fullest rank above what it had before there was a model."""
+    """Return the increase of peak memory in bytes since before the model was created, maximum over ranks."""
     before = _peak_bytes()
     batch = batch_of_rank(*BATCHES[-1])
     step = SYSTEMS[name](bert(layers))

@@ -1,7 +1,7 @@
-"""A data-parallel training step of BERT-base (110 million parameters): ZeRO-1 of this package against four others.
+"""Data-parallel step time of BERT-base (110 million parameters): ZeRO-1 of this package against four other systems.
 
-AdamW, one thread a rank, and two global batches: 4 sequences of 32 tokens, of whose step gradients and update are the
-larger part, and 8 of 128, where the products are. Ours and one other system at a time live in the same ranks and take
+AdamW, one thread per rank, and two global batches: 4 sequences of 32 tokens, where gradients and update take most of
+the step, and 8 of 128, where matrix products do. Ours and one other system at a time share the same ranks and take
 turns.
 """
 
@@ -19,7 +19,7 @@ BATCHES = ((4, 32), (8, 128))  # global rows, length
 
 
 def batch_of_rank(global_rows: int, length: int) -> Batch:
-    """This rank's share of a global batch."""
+    """Create this rank's share of a global batch."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = global_rows // dist.get_world_size()
     return {
@@ -29,7 +29,7 @@ def batch_of_rank(global_rows: int, length: int) -> Batch:
 
 
 def compare(other: str, layers: int, repeats: int) -> list[float]:
-    """How many times as fast ours is, with each batch."""
+    """Return the ratio of our speed to the other system's, for each batch."""
     steps = {name: SYSTEMS[name](bert(layers)) for name in ("ours", other)}
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in steps}
 
@@ -68,7 +68,7 @@ def report(quick: bool) -> str:
 
 
 def _check_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """The same training: losses, averaged over the ranks where a system leaves that to its caller, agree."""
+    """Check that the losses agree; they are averaged over ranks, as some systems leave that to the caller."""
     for mine, other in zip(ours, theirs, strict=True):
         mean = other.detach().clone()
         dist.all_reduce(mean)

@@ -1,6 +1,6 @@
-"""The ways to train a BERT of 110 million parameters data-parallel that `zero_step` compares: ours and four others.
+"""Data-parallel training systems for BERT-base that `zero_step` compares: ours and four others.
 
-Each is a function that takes the model and returns one step of training: batch -> loss.
+Each is a function that takes the model and returns a training step: batch -> loss.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LEARNING_RATE = 1e-4
 
 
 def bert(layers: int) -> nn.Module:
-    """BERT-base, without dropout so that every way has the same losses."""
+    """Create BERT-base without dropout, so that every system has the same losses."""
     torch.manual_seed(0)
     config = BertConfig(num_hidden_layers=layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return BertForSequenceClassification(config)
 
 
 def ours(model: nn.Module) -> Step:
-    """ZeRO-1 of this package."""
+    """Return a step with ZeRO-1 of this package."""
     booster = Booster(plugin=HybridParallelPlugin(zero_stage=1))
     model, optimizer = booster.boost(model, _adamw(model))
 
@@ -44,12 +44,12 @@ def ours(model: nn.Module) -> Step:
 
 
 def data_parallel(model: nn.Module) -> Step:
-    """torch's DistributedDataParallel, AdamW on every rank."""
+    """Return a step with torch's DistributedDataParallel, and AdamW on every rank."""
     return _data_parallel(model, _adamw(model))
 
 
 def zero_redundancy(model: nn.Module) -> Step:
-    """DistributedDataParallel with torch's ZeroRedundancyOptimizer."""
+    """Return a step with DistributedDataParallel and torch's ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     optimizer = ZeroRedundancyOptimizer(
@@ -59,7 +59,7 @@ def zero_redundancy(model: nn.Module) -> Step:
 
 
 def fully_sharded(model: nn.Module) -> Step:
-    """FSDP2 that keeps whole parameters from forward to backward, as ZeRO-1 does."""
+    """Return a step with FSDP2 that keeps whole parameters from forward to backward, as ZeRO-1 does."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -71,7 +71,7 @@ def fully_sharded(model: nn.Module) -> Step:
 
 
 def deepspeed_zero(model: nn.Module) -> Step:
-    """DeepSpeed's ZeRO stage 1, with torch's AdamW."""
+    """Return a step with DeepSpeed's ZeRO stage 1 and torch's AdamW."""
     os.environ.setdefault("DS_ACCELERATOR", device().type)
     import deepspeed
 
@@ -106,7 +106,7 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
 
 
 def is_installed(name: str) -> bool:
-    """Whether this system can run here."""
+    """Return whether this system is installed."""
     return name != "DeepSpeed ZeRO-1" or importlib.util.find_spec("deepspeed") is not None
 
 
@@ -130,5 +130,5 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def device() -> torch.device:
-    """Where this rank trains."""
+    """Return the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

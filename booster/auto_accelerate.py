@@ -1,4 +1,4 @@
-"""`auto_accelerate`, which an installed plugin brings."""
+"""`auto_accelerate`, implemented by an installed plugin."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ ENTRY_POINT_GROUP = "booster.auto_accelerate"
 
 
 def auto_accelerate(model: Any, *args: Any, **options: Any) -> tuple[bool, Any, Any]:
-    """Boost a model by a strategy, or find the fastest layout that fits; see the plugin's own documentation.
+    """Boost a model with a strategy, or find the fastest layout that fits; see the plugin's documentation.
 
     Returns:
-        (whether there is one, what was made, the strategy).
+        (whether a strategy was found, the result, the strategy); the last two are None if none was found.
 
     Raises:
-        ConfigurationError: no installed plugin brings it, or what it raises.
+        ConfigurationError: no installed plugin registers it, or the plugin raised it.
     """
     return load_extension(ENTRY_POINT_GROUP)(model, *args, **options)

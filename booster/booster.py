@@ -1,4 +1,4 @@
-"""Booster: the facade that a training script talks to."""
+"""Booster: the facade that a training script uses."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
 
 
 class Booster:
-    """Turns ordinary training objects into parallel ones, and runs them.
+    """Facade that turns ordinary training objects into parallel ones, and runs them.
 
     Example:
         booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=2))
         model, optimizer, dataloader = booster.boost(model, optimizer, dataloader)
 
     Args:
-        plugin: how to train in parallel, or the name of an installed plugin.
+        plugin: a parallel training strategy, or the name of an installed one.
     """
 
     def __init__(self, plugin: Plugin | str) -> None:
@@ -40,13 +40,14 @@ class Booster:
 
         Args:
             objects: one module, optimizers, learning-rate schedulers, dataloaders and one criterion, in any order.
-            named: the same as `model=`, `optimizer=`, `criterion=`, `dataloader=`, `lr_scheduler=`.
+            named: the same objects by keyword: `model=`, `optimizer=`, `criterion=`, `dataloader=`, `lr_scheduler=`.
 
         Returns:
-            The boosted objects in the order given; one object comes back by itself.
+            The boosted objects in the order given; a single object is returned without a tuple.
 
         Raises:
-            ConfigurationError: an object of another kind, two models, or a layout that the model does not allow.
+            ConfigurationError: an object is of another kind, there are two models or criteria, or the model does not
+                allow the layout.
         """
         unknown = sorted(set(named) - set(_KEYWORDS))
         if unknown:
@@ -57,7 +58,7 @@ class Booster:
         return results[0] if len(results) == 1 else results
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute gradients in an ordinary loop (`pp_size=1`): takes the place of `loss.backward()`."""
+        """Compute gradients in an ordinary loop (`pp_size=1`); call this instead of `loss.backward()`."""
         self.plugin.backward(loss, optimizer)
 
     def execute_pipeline(
@@ -69,13 +70,13 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> PipelineResult:
-        """Take one batch and run it forward, and backward where an optimizer is given, under any layout.
+        """Run the forward pass of one batch, and the backward pass if an optimizer is given, under any layout.
 
         Args:
             data_iter: an iterator over batches (mappings of tensors, samples along dim 0), or one batch.
             model: the boosted model.
             criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the criterion given to
-                `boost`, else the model's own loss (`labels` in the batch).
+                `boost`, or without one the model's own loss (`labels` in the batch).
             optimizer: the boosted optimizer; None to evaluate only.
             return_loss: whether to compute the global mean of the loss on every rank.
             return_outputs: whether to return the model's outputs for this replica's batch, on every rank.
@@ -88,16 +89,16 @@ class Booster:
         )
 
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
-        """A context in which `backward` accumulates gradients without communication."""
+        """Return a context in which `backward` accumulates gradients without communication."""
         return self.plugin.no_sync(model, optimizer)
 
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Compare what ranks have to share: parameters, tied weights, learning rates, loss scale, random streams.
+        """Compare the values that ranks must share: parameters, tied weights, learning rates, loss scale, RNG states.
 
-        To be called on all ranks.
+        Collective: call it on all ranks.
 
         Raises:
-            SynchronyError: they differ, on all ranks alike, with the first difference.
+            SynchronyError: the values differ; raised on every rank, with the first difference.
         """
         self.plugin.check_synchrony(model, optimizer)
 
@@ -108,17 +109,17 @@ class Booster:
 
     @failure.guard("booster.load_model")
     def load_model(self, model: nn.Module, directory: str, **options: Any) -> None:
-        """Read the weights of a Hugging Face directory."""
+        """Load the weights from a Hugging Face directory."""
         self.plugin.checkpoint_io.load_model(model, str(directory), **options)
 
     @failure.guard("booster.save_optimizer")
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        """Write the optimizer's whole state, which opens under any layout."""
+        """Write the full optimizer state, which can be loaded under any layout."""
         self.plugin.checkpoint_io.save_optimizer(optimizer, str(directory))
 
     @failure.guard("booster.load_optimizer")
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        """Read what `save_optimizer` wrote."""
+        """Load a state written by `save_optimizer`."""
         self.plugin.checkpoint_io.load_optimizer(optimizer, str(directory))
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str) -> None:
@@ -126,7 +127,7 @@ class Booster:
         save_lr_scheduler(lr_scheduler, str(path))
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str) -> None:
-        """Read what `save_lr_scheduler` wrote."""
+        """Load a state written by `save_lr_scheduler`."""
         load_lr_scheduler(lr_scheduler, str(path))
 
     @failure.guard("booster.save_checkpoint")
@@ -142,19 +143,20 @@ class Booster:
         keep_last: int | None = None,
         **extra: Any,
     ) -> SavedCheckpoint:
-        """Write the whole training state; it appears under its name when it is complete, checked and on the disk.
+        """Write the full training state; it appears under its name once it is complete, checked and on disk.
 
         Args:
-            asynchronous: copy the state, and write it while training goes on; an error surfaces at the next call that
+            asynchronous: copy the state, and write it while training continues; an error surfaces at the next call that
                 saves or loads, or at `finish_saving`.
-            keep_last: afterwards remove all but so many of the newest checkpoints in the folder of `directory`.
-            extra: anything that JSON can hold.
+            keep_last: number of newest checkpoints to keep in the parent folder of `directory`; older ones are removed.
+            extra: any values that JSON can represent.
 
         Returns:
-            A handle: `.stall_s` is what training waited, `.wait()` the end of the save.
+            A handle: `.stall_s` is how long training waited; `.wait()` blocks until the save is finished.
 
         Raises:
-            ConfigurationError: it cannot be written, or the asynchronous save before it failed; on all ranks alike.
+            ConfigurationError: the checkpoint cannot be written, or the previous asynchronous save failed; raised on
+                every rank.
         """
         objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
         return self.plugin.checkpoint_io.save_checkpoint(str(directory), objects, extra, asynchronous, keep_last)
@@ -170,31 +172,32 @@ class Booster:
         dataloader: DataLoader | None = None,
         resume: str | None = None,
     ) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote, under this layout or another; returns the extras.
+        """Load a checkpoint written by `save_checkpoint`, under this layout or another; return the extras.
 
         Args:
-            resume: "latest": `directory` is a folder of checkpoints; the newest one that is whole is read.
+            resume: "latest" treats `directory` as a folder of checkpoints and loads the newest intact one.
 
         Raises:
-            ConfigurationError: there is none, a file is damaged, or it is that of other objects; on all ranks alike.
+            ConfigurationError: there is no checkpoint, a file is damaged, or the checkpoint belongs to other objects;
+                raised on every rank.
         """
         objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
         return self.plugin.checkpoint_io.load_checkpoint(str(directory), objects, resume)
 
     def latest_checkpoint(self, folder: str) -> str | None:
-        """The newest complete checkpoint in `folder`, the same on all ranks; None if there is none yet."""
+        """Return the newest complete checkpoint in `folder`, the same on all ranks; None if there is none yet."""
         return self.plugin.checkpoint_io.latest_checkpoint(str(folder))
 
     def finish_saving(self) -> None:
-        """Wait for an asynchronous save.
+        """Wait for an asynchronous save to finish.
 
         Raises:
-            ConfigurationError: it failed; on all ranks alike.
+            ConfigurationError: the save failed; raised on every rank.
         """
         self.plugin.checkpoint_io.finish_saving()
 
     def _configure(self, given: list[Any]) -> dict[int, Any]:
-        """Boost the objects together; id of each given object -> the boosted one."""
+        """Boost the objects together; return a map from the id of each given object to the boosted one."""
         kinds: dict[str, list[Any]] = {
             "model": [],
             "optimizer": [],

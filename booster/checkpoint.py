@@ -1,4 +1,4 @@
-"""What needs no plugin: a handle of a save, and the learning-rate scheduler's state as JSON."""
+"""Checkpoint parts that are independent of the plugin: the handle of a save, and scheduler state as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardformer.utils.json import read_json_object
 
 
 class SavedCheckpoint:
-    """A save of a checkpoint, finished or going on.
+    """Handle of a checkpoint save, finished or in progress.
 
     Args:
-        path: where the checkpoint is, or will be.
-        stall_s: seconds that training waited for it.
-        work: the rest of the save; None for one that is finished.
+        path: final location of the checkpoint.
+        stall_s: seconds that training waited for the save.
+        work: the rest of the save in the background; None if the save is finished.
     """
 
     def __init__(self, path: Path, stall_s: float, work: Future[float] | None = None) -> None:
@@ -29,14 +29,14 @@ class SavedCheckpoint:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to be done; a save that failed is finished too."""
+        """Whether the save has ended; a failed save is finished too."""
         return self._work is None or self._work.done()
 
     def wait(self) -> float:
-        """Wait for the end of the save, on all ranks.
+        """Wait until the save has finished on all ranks.
 
         Returns:
-            Seconds from the call until everything was on the disk.
+            Seconds from the call until everything was on disk.
 
         Raises:
             ConfigurationError: the save failed.
@@ -48,7 +48,7 @@ def save_lr_scheduler(lr_scheduler: Any, path: str) -> None:
     """Write the state of `lr_scheduler` to `path`; rank 0 writes, all ranks wait.
 
     Raises:
-        ConfigurationError: the state holds something that JSON cannot.
+        ConfigurationError: the state cannot be represented as JSON.
     """
     state = lr_scheduler.state_dict()
     try:
@@ -65,10 +65,10 @@ def save_lr_scheduler(lr_scheduler: Any, path: str) -> None:
 
 
 def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:
-    """Read what `save_lr_scheduler` wrote.
+    """Load a state written by `save_lr_scheduler`.
 
     Raises:
-        ConfigurationError: there is no such file, or it is broken.
+        ConfigurationError: the file does not exist, or does not hold a valid JSON object.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"{path} does not exist; give a file that save_lr_scheduler wrote")
@@ -80,7 +80,7 @@ def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part."""
+    """Write a file atomically: a reader sees the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)

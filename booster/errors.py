@@ -1,4 +1,4 @@
-"""The error of a user's mistake."""
+"""Exceptions of the library, and a check of option names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable
 
 
 class ConfigurationError(ValueError):
-    """A wrong layout, model, option or file, in one sentence: the value, the rule, a value that would do."""
+    """Invalid layout, model, option or file; one sentence with the value, the rule and a valid value."""
 
 
 def check_names(names: Iterable[str], known: Collection[str], owner: str) -> None:
-    """See that `owner` has options of these names.
+    """Check that `owner` has options of these names.
 
     Raises:
-        ConfigurationError: one does not exist; says which is nearest.
+        ConfigurationError: a name does not exist; the message suggests the nearest one.
     """
     for name in names:
         if name not in known:
@@ -23,12 +23,12 @@ def check_names(names: Iterable[str], known: Collection[str], owner: str) -> Non
 
 
 class SynchronyError(RuntimeError):
-    """Ranks hold different values of what they share. Raised on all ranks alike."""
+    """Ranks hold different copies of a value that they must share. Raised on every rank."""
 
 
 class VerificationError(AssertionError):
-    """A model does not train under a layout as it does unsharded: where it differs first, and by how much."""
+    """Training under a layout differs from unsharded training; says where it differs first, and by how much."""
 
 
 class NonFiniteError(FloatingPointError):
-    """Gradients became nan or inf: where it was seen first. Raised on all ranks alike, before any weight is changed."""
+    """Gradients became nan or inf; says where first. Raised on every rank, before any weight is changed."""

@@ -1,4 +1,4 @@
-"""Functions and classes that installed packages add, by entry point."""
+"""Loading of functions and classes that installed packages register as entry points."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from booster.errors import ConfigurationError
 
 
 def load_extension(group: str, name: str | None = None) -> Any:
-    """Load what an installed package registered in an entry point group.
+    """Load an object that an installed package registered in an entry point group.
 
     Args:
-        group: such as "booster.auto_accelerate".
-        name: of the entry point; None for the first of the group.
+        group: entry point group, such as "booster.auto_accelerate".
+        name: entry point name; None for the first of the group.
 
     Raises:
-        ConfigurationError: no installed package registered one.
+        ConfigurationError: no installed package registers it.
     """
     found = next(iter(entry_points(group=group) if name is None else entry_points(group=group, name=name)), None)
     if found is None:

@@ -1,6 +1,6 @@
-"""Joining the job: process group, device, seeds, and the watch for failures of other ranks.
+"""Joining the job: process group, device, seeds and failure monitor.
 
-The only place that reads the environment of a job.
+This is the only module that reads a job's environment variables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOW_TO_START = "start the script with `booster run --nproc-per-node N` or torch
 
 @dataclass(frozen=True)
 class Place:
-    """This process among all of the job."""
+    """Position of this process in the job."""
 
     rank: int
     world_size: int
@@ -45,18 +45,18 @@ def launch_from_torch(
     timeout_s: float = _TIMEOUT_S,
     heartbeat_s: float = _HEARTBEAT_S,
 ) -> None:
-    """Join the job that torchrun (or `booster run`) started; without either, be a job of one process.
+    """Join the job that torchrun (or `booster run`) started; without either, start a job of one process.
 
-    Calling it again, or where a process group exists already, only seeds.
+    If a process group exists already, as after an earlier call, only the seeds are set.
 
     Args:
-        seed: of `random`, numpy and torch, alike on all ranks; None leaves them alone.
-        backend: of the process group; by default NCCL for tensors on GPUs where there are any, and gloo for the CPU's.
-        timeout_s: seconds after which a collective that nobody answers is an error, and a rank that has not joined.
-        heartbeat_s: seconds without a sign from any rank of another machine after which that machine counts as lost;
-            0 for never. On the same machine the processes themselves are looked at.
+        seed: seed of `random`, numpy and torch, the same on all ranks; None leaves the generators unchanged.
+        backend: process group backend; by default NCCL for GPU tensors (if there are GPUs) and gloo for CPU tensors.
+        timeout_s: seconds after which a collective without its peers, or a rank that has not joined, is an error.
+        heartbeat_s: seconds without a heartbeat from any rank of another machine after which that machine counts as
+            lost; 0 for never. Ranks on the same machine are monitored as processes.
     Raises:
-        ConfigurationError: torchrun's environment is set only in part, or makes no sense.
+        ConfigurationError: torchrun's environment variables are incomplete or invalid.
     """
     failure.report_uncaught()
     if not dist.is_initialized():
@@ -76,13 +76,13 @@ def launch(
     timeout_s: float = _TIMEOUT_S,
     heartbeat_s: float = _HEARTBEAT_S,
 ) -> None:
-    """Join a job whose ranks were started by other means; all call it with the host and port of rank 0.
+    """Join a job whose ranks were started by other means; all pass the host and port of rank 0.
 
     Args:
-        local_rank: place among the ranks of this machine, which chooses the GPU (default: `rank` modulo its GPUs).
+        local_rank: rank within this machine, which selects the GPU (default: `rank` modulo the number of GPUs).
         seed, backend, timeout_s, heartbeat_s: see `launch_from_torch`.
     Raises:
-        ConfigurationError: `rank` is not below `world_size`, or its GPU does not exist.
+        ConfigurationError: `rank` is not in [0, world_size), or its GPU does not exist.
     """
     failure.report_uncaught()
     if not dist.is_initialized():
@@ -92,15 +92,15 @@ def launch(
 
 
 def debug_is_asked() -> bool:
-    """Whether `BOOSTER_DEBUG=1` is set, which is debug mode for a job as it stands."""
+    """Return whether `BOOSTER_DEBUG=1` is set, which turns on debug mode without a change of the script."""
     return os.environ.get(_DEBUG, "0") not in ("", "0")
 
 
 def place_from_environment(environment: Mapping[str, str]) -> Place:
-    """What torchrun set; one process alone where it set nothing.
+    """Read the position from torchrun's variables; return that of a one-process job if there are none.
 
     Raises:
-        ConfigurationError: it is set only in part, or makes no sense.
+        ConfigurationError: the variables are incomplete or invalid.
     """
     if not any(name in environment for name in _MARKS):
         return Place(rank=0, world_size=1, local_rank=0)
@@ -142,9 +142,9 @@ def _join(place: Place, rendezvous_url: str, backend: str | None, timeout_s: flo
     timeout = timedelta(seconds=timeout_s)
     store = _store(place, rendezvous_url, timeout)
     if debug_is_asked():
-        dist.set_debug_level(dist.DebugLevel.DETAIL)  # all groups, this first one included, compare their collectives
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # all groups, this first one too, compare collectives
     if place.world_size > 1:
-        # Before the process group, so that a rank that fails while joining is seen.
+        # Before the process group, so that a rank that fails while joining is noticed.
         _watch(store, place, timeout_s, heartbeat_s)
     with failure.staying_outermost():
         dist.init_process_group(
@@ -158,7 +158,7 @@ def _join(place: Place, rendezvous_url: str, backend: str | None, timeout_s: flo
 
 
 def _watch(store: dist.Store, place: Place, timeout_s: float, heartbeat_s: float) -> None:
-    """Watch for failures, on a connection of its own: a main thread that waits on the other is no hindrance."""
+    """Start the failure monitor on its own store connection, so that a blocked main thread does not hold it up."""
     environment = os.environ
     failure.install(
         dist.PrefixStore(f"booster/{_attempt()}", store.clone()),
@@ -172,13 +172,13 @@ def _watch(store: dist.Store, place: Place, timeout_s: float, heartbeat_s: float
 
 
 def _attempt() -> str:
-    """Torchrun keeps its store when it starts the ranks again: neither failures nor addresses of then are of now."""
+    """Return a key for this attempt: torchrun reuses its store across restarts, and old keys must stay apart."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _store(place: Place, rendezvous_url: str, timeout: timedelta) -> dist.Store:
     if place.world_size == 1 and rendezvous_url == "env://":
-        return dist.HashStore()  # nobody to meet: no port to find
+        return dist.HashStore()  # a single process needs no rendezvous port
     store, _, _ = next(dist.rendezvous(rendezvous_url, place.rank, place.world_size, timeout=timeout))
     return store
 

@@ -1,4 +1,4 @@
-"""Log lines of a job of many ranks: each names its rank, and what is no warning comes from rank 0 alone."""
+"""Logging for multi-rank jobs: each line names its rank, and only rank 0 logs below WARNING."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 class RankFilter(logging.Filter):
-    """Adds the rank to the message; drops records below WARNING on all ranks but 0."""
+    """Filter that adds the rank to the message, and drops records below WARNING on all ranks but 0."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not dist.is_initialized():
@@ -21,7 +21,7 @@ class RankFilter(logging.Filter):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The library's logger `name`; handlers and levels are the application's, as usual."""
+    """Return the library's logger `name`; handlers and levels are left to the application."""
     logger = logging.getLogger(name)
     if not any(isinstance(present, RankFilter) for present in logger.filters):
         logger.addFilter(RankFilter())

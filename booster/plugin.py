@@ -1,4 +1,4 @@
-"""Plugin: what a way of training in parallel has to offer to `Booster`. Third parties can implement it."""
+"""Plugin: the interface between `Booster` and a parallel training strategy. Third parties can implement it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "booster.plugins"
 
 @dataclass
 class TrainingObjects:
-    """What is boosted together; a plugin returns the same with its own objects in the same places."""
+    """Objects that are boosted together; a plugin returns the same structure with its own objects."""
 
     model: nn.Module | None = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -32,11 +32,11 @@ class TrainingObjects:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """What one step of `execute_pipeline` found.
+    """Result of one `execute_pipeline` step.
 
     Attributes:
-        loss: the global mean, 0-d, the same on every rank; None when it was not asked for.
-        outputs: the model's outputs for this rank's batch; None when they were not asked for.
+        loss: the global mean, 0-d, the same on every rank; None if it was not requested.
+        outputs: the model's outputs for this rank's batch; None if they were not requested.
     """
 
     loss: Tensor | None = None
@@ -44,19 +44,19 @@ class PipelineResult:
 
 
 class Plugin(ABC):
-    """A way of training in parallel."""
+    """A parallel training strategy."""
 
     @abstractmethod
     def configure(self, objects: TrainingObjects) -> TrainingObjects:
         """Prepare the objects for training.
 
         Raises:
-            ConfigurationError: they cannot be trained as this plugin was asked to, on all ranks alike.
+            ConfigurationError: the objects cannot be trained with this plugin's options; raised on every rank.
         """
 
     @abstractmethod
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute the gradients of `loss` and synchronise them."""
+        """Compute the gradients of `loss` and synchronize them."""
 
     @abstractmethod
     def execute_pipeline(
@@ -68,44 +68,44 @@ class Plugin(ABC):
         return_loss: bool,
         return_outputs: bool,
     ) -> PipelineResult:
-        """Run one batch forward, and backward where an optimizer is given."""
+        """Run the forward pass of one batch, and the backward pass if an optimizer is given."""
 
     @abstractmethod
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
-        """A context in which `backward` accumulates gradients without communication."""
+        """Return a context in which `backward` accumulates gradients without communication."""
 
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Compare what ranks have to share; not every plugin can.
+        """Compare the values that ranks must share; optional for a plugin.
 
         Raises:
-            SynchronyError: they differ.
+            SynchronyError: the values differ.
         """
         raise ConfigurationError(f"{type(self).__name__} cannot compare ranks; use a plugin that has check_synchrony")
 
     def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
-        """Compare a training under this plugin's layout with a plain one; not every plugin can.
+        """Compare training under this plugin's layout with unsharded training; optional for a plugin.
 
         Raises:
-            VerificationError: they differ.
+            VerificationError: the two runs differ.
         """
         raise ConfigurationError(f"{type(self).__name__} cannot verify a model; use a plugin that has verify")
 
     @abstractmethod
     def prepare_dataloader(self, dataset: Dataset, batch_size: int, **kwargs: Any) -> DataLoader:
-        """A loader of this rank's share of `dataset`."""
+        """Return a dataloader for this rank's share of `dataset`."""
 
     @property
     @abstractmethod
     def checkpoint_io(self) -> CheckpointIO:
-        """How this plugin saves and loads."""
+        """The plugin's checkpoint reader and writer."""
 
 
 class CheckpointIO(ABC):
-    """How a plugin saves and loads. Every method is called on all ranks."""
+    """Checkpoint reader and writer of a plugin. Every method is collective: call it on all ranks."""
 
     @abstractmethod
     def save_model(self, model: nn.Module, directory: str, **options: Any) -> None:
-        """Write a Hugging Face directory."""
+        """Write the model as a Hugging Face directory."""
 
     @abstractmethod
     def load_model(self, model: nn.Module, directory: str, **options: Any) -> None:
@@ -113,11 +113,11 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        """Write the optimizer's whole state."""
+        """Write the full optimizer state."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        """Read what `save_optimizer` wrote, under any layout."""
+        """Load a state written by `save_optimizer`, under any layout."""
 
     @abstractmethod
     def save_checkpoint(
@@ -128,31 +128,31 @@ class CheckpointIO(ABC):
         asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> SavedCheckpoint:
-        """Write the whole training state; `objects` has any of model, optimizer, lr_scheduler, dataloader."""
+        """Write the full training state; `objects` has any of model, optimizer, lr_scheduler, dataloader."""
 
     @abstractmethod
     def load_checkpoint(self, directory: str, objects: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote; returns the extras."""
+        """Load a checkpoint written by `save_checkpoint`; return the extras."""
 
     @abstractmethod
     def latest_checkpoint(self, folder: str) -> str | None:
-        """The newest complete checkpoint of a folder, the same on all ranks; None if there is none."""
+        """Return the newest complete checkpoint in a folder, the same on all ranks; None if there is none."""
 
     @abstractmethod
     def finish_saving(self) -> None:
-        """Wait for a save that goes on in the background."""
+        """Wait for a save that runs in the background."""
 
 
 def available_plugins() -> list[str]:
-    """Names of the installed plugins."""
+    """Return the sorted names of the installed plugins."""
     return sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
 
 
 def load_plugin(name: str, **options: Any) -> Plugin:
-    """Make the plugin that an installed distribution offers under `name`.
+    """Create the plugin that an installed distribution registers under `name`.
 
     Raises:
-        ConfigurationError: no distribution offers it.
+        ConfigurationError: no distribution registers it.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name == name:

@@ -1,4 +1,4 @@
-"""Modules of others that hide ours because they have the same name and lie beside a script."""
+"""Detection of foreign modules next to a script that shadow ours because they have the same name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PLACE = Path(__file__).resolve().parents[1]
 
 
 def warn_of_hidden_plugins() -> None:
-    """Say where a `plugins` that is somebody else's is found before the installed ones."""
+    """Log a warning if a foreign `plugins` module comes before ours on the import path."""
     spec = None
     if "plugins.hybrid_parallel" not in sys.modules:
-        with suppress(ValueError):  # somebody has put a module there that came from nowhere
+        with suppress(ValueError):  # a module without a spec is in sys.modules
             spec = find_spec("plugins")
     if spec is not None and spec.origin is not None:
         _logger.warning("%s", in_words(Path(spec.origin)))
 
 
 def hidden_beside(script: Path) -> str | None:
-    """What a script cannot import because of a module beside it, in one sentence; None for nothing."""
+    """Return one sentence about a module next to `script` that shadows one of ours; None if there is none."""
     for name in _NAMES:
         for module in (script.parent / name / "__init__.py", script.parent / f"{name}.py"):
             if module.is_file() and module.resolve().parents[1] != _PLACE:
@@ -34,7 +34,7 @@ def hidden_beside(script: Path) -> str | None:
 
 
 def in_words(module: Path) -> str:
-    """One sentence on a module that hides ours."""
+    """Return one sentence about a module that shadows ours."""
     name = module.parent.name if module.name == "__init__.py" else module.stem
     return (
         f"{module} hides hybrid-booster's '{name}': write `from hybrid_booster import Booster, HybridParallelPlugin, "

@@ -1,4 +1,4 @@
-"""`verify`: does anyone's own module train under a layout as it does without."""
+"""`verify`: a check that a user's module trains the same under a layout as unsharded."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def verify(
     precision: str = "fp64",
     timeout_s: float = 300.0,
 ) -> Any:
-    """Train a model plainly and under a plugin's layout, and compare every loss, gradient and weight.
+    """Train a model unsharded and under a plugin's layout, and compare every loss, gradient and weight.
 
-    In a job all ranks call it alike, and train on CPUs. Without one it starts as many ranks on this machine as the
-    layout needs; then `model_fn` and `criterion` are functions of a module that can be imported. Dropout is off in both
-    trainings.
+    In a job, all ranks call it with the same arguments, and train on CPUs. Outside of a job, it starts as many ranks on
+    this machine as the layout needs; then `model_fn` and `criterion` must be functions of an importable module. Dropout
+    is off in both runs.
 
     Args:
-        model_fn: makes the model, small enough to be trained on a CPU.
-        batch: a global batch: tensors [samples, ...] by name of the arguments of the model's forward.
-        plugin: how to train in parallel; its precision is not looked at.
+        model_fn: creates the model, which must be small enough to train on a CPU.
+        batch: a global batch: tensors [samples, ...] keyed by argument name of the model's forward.
+        plugin: the parallel training strategy; its precision is ignored.
         criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
-        steps: of plain SGD.
-        precision: "fp64" or "fp32", of both trainings.
-        timeout_s: for the ranks that are started.
+        steps: number of plain SGD steps.
+        precision: "fp64" or "fp32", for both runs.
+        timeout_s: time limit in seconds for the ranks that are started.
 
     Returns:
         A report whose `str` says what was compared.
 
     Raises:
-        VerificationError: the trainings differ; the report, with the first module or parameter where they do.
-        ConfigurationError: the model cannot be cut like this, or has no loss.
+        VerificationError: the runs differ; the message is the report, with the first module or parameter that differs.
+        ConfigurationError: the model cannot be sharded like this, or has no loss.
     """
     return plugin.verify(model_fn, batch, criterion=criterion, steps=steps, precision=precision, timeout_s=timeout_s)

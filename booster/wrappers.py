@@ -1,4 +1,4 @@
-"""What `boost` returns in the place of a model and an optimizer: wrappers that read like what they wrap."""
+"""Wrappers that `boost` returns for a model and an optimizer; they forward attributes to the wrapped object."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class ModelWrapper(nn.Module):
-    """A boosted model. Attributes that it does not have are looked up in the model inside.
+    """A boosted model. Missing attributes are looked up in the wrapped model.
 
     Args:
-        module: the model inside.
+        module: the wrapped model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -20,7 +20,7 @@ class ModelWrapper(nn.Module):
         self.module = module
 
     def unwrap(self) -> nn.Module:
-        """The model inside."""
+        """Return the wrapped model."""
         return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ class ModelWrapper(nn.Module):
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """A boosted optimizer. Groups, state and defaults are those of the optimizer inside, the very same objects.
+    """A boosted optimizer. `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects.
 
     Args:
         optim: the user's optimizer.
@@ -56,11 +56,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return self.optim.defaults
 
     def unwrap(self) -> torch.optim.Optimizer:
-        """The user's optimizer."""
+        """Return the user's optimizer."""
         return self.optim
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of `loss`."""
+        """Compute the gradients of `loss`."""
         loss.backward()
 
     def step(self, closure: Any = None) -> Any:

@@ -1,7 +1,7 @@
-"""hybrid-booster under a name of its own, whatever else lies beside a script.
+"""hybrid-booster under a unique name, for scripts next to modules that shadow its packages.
 
-`booster`, `plugins` and `shardformer` are names that other code uses too: what is called so in the directory of a
-script is found before what is installed. This package imports them from where it lies itself, under their own names:
+Other code also uses the names `booster`, `plugins` and `shardformer`, and a module in the directory of a script comes
+before an installed one. This package imports them from its own location, under their own names:
 
     from hybrid_booster import Booster, HybridParallelPlugin, launch_from_torch, shardformer
 """
@@ -21,10 +21,10 @@ _PLACE = Path(__file__).resolve().parents[1]
 
 
 def _import_from_here(name: str) -> ModuleType:
-    """Import a package from beside this one, under its own name.
+    """Import a package that is installed next to this one, under its own name.
 
     Raises:
-        ImportError: another package of that name was imported before, or there is none here.
+        ImportError: another package of that name was imported before, or there is none next to this one.
     """
     *parents, last = name.split(".")
     own = _PLACE.joinpath(*parents)
@@ -51,22 +51,22 @@ def _import_from_here(name: str) -> ModuleType:
 
 
 def _attach(module: ModuleType) -> None:
-    """Let `plugins.hybrid_parallel` be read as an attribute, where `plugins` is the namespace that it should be."""
+    """Set `plugins.hybrid_parallel` as an attribute of `plugins`, if `plugins` is a namespace package."""
     parent, _, name = module.__name__.rpartition(".")
-    with suppress(ValueError):  # somebody has put a module there that came from nowhere
+    with suppress(ValueError):  # a module without a spec is in sys.modules
         spec = find_spec(parent)
         if spec is not None and spec.origin is None:
             setattr(import_module(parent), name, module)
 
 
 shardformer, booster = _import_from_here("shardformer"), _import_from_here("booster")
-# Of `plugins` only our part: it is shared with others, or somebody else's.
+# Only our part of `plugins`: it is a namespace package that other distributions share, or a foreign package.
 _plugin = _import_from_here("plugins.hybrid_parallel")
 _attach(_plugin)
 
 
 def __getattr__(name: str) -> Any:
-    """What `booster` and `plugins.hybrid_parallel` offer."""
+    """Look up a public name of `booster` or `plugins.hybrid_parallel`."""
     for module in (booster, _plugin):
         if name in module.__all__:
             return getattr(module, name)

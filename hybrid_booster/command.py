@@ -1,4 +1,4 @@
-"""The `booster` command, whatever lies in the current directory."""
+"""The `booster` command, independent of modules in the current directory."""
 
 from __future__ import annotations
 

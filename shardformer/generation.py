@@ -1,7 +1,7 @@
-"""Generation by a sharded model: every tensor-parallel rank runs transformers' own `generate` and finds all tokens.
+"""Generation with a sharded model: every tensor-parallel rank runs transformers' own `generate` on all tokens.
 
-Caches hold the keys and values of a rank's own heads, and the head gathers its logits. Only sampling needs care: ranks
-that draw apart would go on with different tokens, and with parts of different texts in their caches.
+Caches hold the keys and values of a rank's own heads, and the head gathers its logits. Only sampling needs care: if the
+ranks drew different tokens, each would continue with a different text, and their caches would not match.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from shardformer.shard_config import ShardConfig
 
 
 def generate_alike(model: nn.Module, config: ShardConfig) -> None:
-    """Let `model.generate` draw the same tokens on all tensor-parallel ranks, and refuse what it would get wrong."""
+    """Make `model.generate` sample the same tokens on all tensor-parallel ranks.
+
+    The new `generate` raises `RuntimeError` for layouts and options with which it would be wrong or hang.
+    """
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         manager = config.stage_manager
@@ -52,7 +55,7 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
 
 
 def _asks_for_hidden_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """By the call, or else by the configuration of the generation."""
+    """Return whether hidden states are requested by the call or, if it does not say, by the generation config."""
     given = kwargs.get("generation_config") or getattr(model, "generation_config", None)
     asked = kwargs.get("output_hidden_states")
     return bool(getattr(given, "output_hidden_states", False) if asked is None else asked)

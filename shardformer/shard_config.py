@@ -1,4 +1,4 @@
-"""ShardConfig: how a model is to be sharded."""
+"""ShardConfig: the options for sharding a model."""
 
 from __future__ import annotations
 
@@ -20,33 +20,36 @@ SequenceMode = Literal["split_gather", "all_to_all", "ring_attn"]
 
 @dataclass
 class ShardConfig:
-    """What `ShardFormer` is to do.
+    """Options of `ShardFormer`.
 
     Attributes:
-        tensor_parallel_process_group: the tensor-parallel ranks; None for the default group.
-        pipeline_stage_manager: which pipeline stage this is; None for no pipeline.
-        context_parallel_process_group: the ranks that share each sequence; None where each has whole ones.
-        context_parallel_mode: how attention sees the tokens of those ranks, `ring_attn` or `all_to_all`.
-        enable_tensor_parallelism: whether weights are cut over the group.
-        enable_fused_normalization: use fused kernels for layer and RMS norms.
-        enable_flash_attention: True for the fastest attention backend that fits, or the name of one.
-        enable_jit_fused: fused elementwise operators.
-        enable_sequence_overlap: sequence-parallel communication runs while matrices are multiplied.
-        enable_sequence_parallelism: cut activations between tensor-parallel regions along the sequence.
-        enable_all_optimization: switch on every optimisation that is available.
-        inference_only: only forward passes will run: the model is left in evaluation mode, without gradients.
-        sequence_parallelism_mode: `split_gather` between the regions of cut weights, or `all_to_all` around attention
-            with whole weights.
-        compute_dtype: what the model will run in, where that is not its present dtype.
-        sharding_dim: None pairs column- with row-parallel layers, as the family's policy says; -1 cuts the output
-            features of every linear layer and gathers, 0 the input features and adds, so that activations stay whole.
-        expert_parallel_process_group: the ranks that hold other experts, and see other tokens; None where all hold all.
-        expert_capacity_factor: an expert takes at most this multiple of a fair share of a sequence's tokens, see
-            `shardformer.expert_parallel.experts`; None to take all.
-        make_vocab_size_divisible_by: a vocabulary is padded to a multiple of this times the ranks.
+        tensor_parallel_process_group: the tensor-parallel group; None for the default group.
+        pipeline_stage_manager: the pipeline stages of this rank; None without pipeline parallelism.
+        context_parallel_process_group: the ranks that split each sequence; None if every rank has full sequences.
+        context_parallel_mode: how attention reads the tokens of other context-parallel ranks, `ring_attn` or
+            `all_to_all`.
+        enable_tensor_parallelism: whether to shard weights over the tensor-parallel group.
+        enable_fused_normalization: whether to use fused kernels for layer and RMS norms.
+        enable_flash_attention: True for the fastest attention backend that is applicable, or the name of a backend.
+        enable_jit_fused: whether to use fused elementwise operators.
+        enable_sequence_overlap: whether to overlap sequence-parallel communication with matrix multiplications.
+        enable_sequence_parallelism: whether to shard activations between tensor-parallel regions along the sequence.
+        enable_all_optimization: whether to enable every optimization that is available.
+        inference_only: only forward passes will run; the model is put in evaluation mode, without gradients.
+        sequence_parallelism_mode: `split_gather` between tensor-parallel regions with sharded weights, or `all_to_all`
+            around attention with replicated weights.
+        compute_dtype: the dtype that the model will run in, if it differs from the current one.
+        sharding_dim: None pairs column- and row-parallel layers as the family's policy specifies. -1 shards the output
+            features of every linear layer and gathers them; 0 shards the input features and sums the partial results.
+            With -1 and 0 the activations between layers are not sharded.
+        expert_parallel_process_group: the ranks that hold different experts and process different tokens; None if
+            every rank holds all experts.
+        expert_capacity_factor: an expert takes at most this multiple of an equal share of a sequence's tokens, see
+            `shardformer.expert_parallel.experts`; None for no limit.
+        make_vocab_size_divisible_by: vocabularies are padded to a multiple of this value times the number of ranks.
 
     Raises:
-        ValueError: an option that is not available, or options that exclude each other.
+        ValueError: an option is not available, or options exclude each other.
     """
 
     tensor_parallel_process_group: ProcessGroup | None = None
@@ -82,19 +85,19 @@ class ShardConfig:
             self.enable_fused_normalization = True
             self.enable_jit_fused = True
             self.enable_flash_attention = self.enable_flash_attention or True
-            # A step of generation has one token: there is nothing to cut.
+            # A generation step has a single token, so there is no sequence to shard.
             self.enable_sequence_parallelism = self.tensor_parallel_size > 1 and not self.inference_only
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share each weight."""
+        """Number of ranks that each weight is sharded over."""
         if not self.enable_tensor_parallelism or not dist.is_initialized():
             return 1
         return dist.get_world_size(self.tensor_parallel_process_group)
 
     @property
     def expert_parallel_size(self) -> int:
-        """Ranks that share the experts of a layer."""
+        """Number of ranks that the experts of a layer are distributed over."""
         group = self.expert_parallel_process_group
         return 1 if group is None else dist.get_world_size(group)
 
@@ -108,24 +111,24 @@ class ShardConfig:
 
     @cached_property
     def group(self) -> ProcessGroup:
-        """The tensor-parallel group, the default group made explicit."""
+        """The tensor-parallel group; the default group if none is given."""
         return self.tensor_parallel_process_group or dist.group.WORLD
 
     @cached_property
     def sequence(self) -> SequenceParallel | None:
-        """The sequence-parallel region, or None when it is off or there is nothing to cut."""
+        """The sequence-parallel region; None if it is disabled or there is a single tensor-parallel rank."""
         if not self.enable_sequence_parallelism or self.tensor_parallel_size == 1:
             return None
         return SequenceParallel(self.group)
 
     @cached_property
     def context(self) -> ZigzagSharding | None:
-        """The ranks that share each sequence, or None where there are none."""
+        """The sharding of sequences over context-parallel ranks; None without context parallelism."""
         group = self.context_parallel_process_group
         return None if group is None or dist.get_world_size(group) == 1 else ZigzagSharding(group)
 
     def without_sequence(self) -> ShardConfig:
-        """The same without sequence parallelism."""
+        """Return a copy with sequence parallelism disabled."""
         changed = copy.copy(self)
         changed.enable_sequence_parallelism = False
         changed.__dict__.pop("sequence", None)
@@ -133,10 +136,10 @@ class ShardConfig:
 
     @property
     def uses_ulysses(self) -> bool:
-        """Whether ranks hold whole layers and exchange the sequence for heads around attention."""
+        """Whether ranks hold full layers and use all-to-all around attention (sequence shards to head shards)."""
         return self.sequence is not None and self.sequence_parallelism_mode == "all_to_all"
 
     @property
     def vocab_options(self) -> dict[str, Any]:
-        """Options that an embedding and its head share, so that tied weights are cut alike."""
+        """Options for both an embedding and its head, so that tied weights are sharded identically."""
         return {"divisible_by": self.make_vocab_size_divisible_by}

@@ -1,7 +1,7 @@
-"""ShardSpec: how the full tensor of a parameter is cut over one mesh axis.
+"""ShardSpec: how the full tensor of a parameter is sharded over one mesh axis.
 
 Every parameter of a sharded model is a plain local tensor that carries its spec. Checkpoints, ZeRO, the gradient
-norm and the tests read the spec and nothing else; none of them asks what kind of layer a parameter belongs to.
+norm and the tests read only the spec; they do not depend on the kind of layer that a parameter belongs to.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-# Mesh axes over which tensors are cut. The second one is all ranks between which the experts are dealt out: those of a
-# tensor-parallel line hold copies, and tensor-parallel ranks vary fastest.
+# Mesh axes over which tensors are sharded. EXPERTS is the product of the expert- and tensor-parallel axes: the ranks of
+# one tensor-parallel group hold copies of the same experts, and the tensor-parallel rank varies fastest.
 TENSOR, EXPERTS = "tp", "ep_tp"
-# What this package keeps on parameters, each of which has its own.
+# Attributes that this package sets on each parameter; they must not be copied to another parameter.
 _OWN_ATTRIBUTES = frozenset({"shard_spec", "grad_group", "partial_sum", "gradient_place", "bucket_place"})
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a fused tensor (the query part of a fused QKV weight), cut on its own.
+    """One independently sharded part of a fused tensor (the query part of a fused QKV weight).
 
     Attributes:
-        size: rows of the part in the full tensor, padding not counted.
-        unit: rows that must stay together, `head_dim` for a projection to attention heads.
+        size: rows of the part in the full tensor, without padding.
+        unit: rows that must stay together, such as `head_dim` for a projection to attention heads.
         padded_size: rows after padding, divisible by the number of shards; None for no padding.
     """
 
@@ -35,26 +35,26 @@ class Part:
     padded_size: int | None = None
 
     def piece(self, index: int, num_pieces: int) -> tuple[int, int, int]:
-        """(start, stop, rows of padding) of piece `index`; start and stop count from the start of the part."""
+        """Return (start, stop, padding rows) of piece `index`; start and stop are relative to the part."""
         if self.padded_size is not None:
             block = self.padded_size // num_pieces
             start, stop = (min(index * block, self.size), min((index + 1) * block, self.size))
             return start, stop, block - (stop - start)
-        share, rest = divmod(self.size // self.unit, num_pieces)  # the first ranks have one unit more
+        share, rest = divmod(self.size // self.unit, num_pieces)  # the first ranks get one more unit
         start, stop = (share * place + min(place, rest) for place in (index, index + 1))
         return start * self.unit, stop * self.unit, 0
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a full tensor is cut over `world_size` ranks, and which piece is here.
+    """The sharding of a full tensor over `world_size` ranks, and the piece of this rank.
 
     Attributes:
-        full_shape: shape of the full tensor, as transformers has it (no padding).
-        dim: the tensor dim that is cut; None when the tensor is replicated.
-        parts: the parts along `dim`, each cut on its own; a plain weight has one.
-        rank, world_size: position on the mesh axis.
-        copies: ranks that hold the same piece (key/value heads fewer than ranks).
+        full_shape: shape of the full tensor, as in transformers (without padding).
+        dim: the sharded dim; None if the tensor is replicated.
+        parts: the parts along `dim`, each sharded independently; a plain weight has one.
+        rank, world_size: this rank's index on the mesh axis, and the size of the axis.
+        copies: number of ranks that hold the same piece (more than one if key/value heads are fewer than ranks).
         axis: name of the mesh axis, `TENSOR` or `EXPERTS`.
     """
 
@@ -68,7 +68,7 @@ class ShardSpec:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank is the one that counts this piece (in a norm, a parameter count or a file)."""
+        """Whether this rank accounts for the piece in norms, parameter counts and files; its copies do not."""
         return self.rank == 0 if self.dim is None else self.rank % self.copies == 0
 
     @property
@@ -81,15 +81,15 @@ class ShardSpec:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the piece here has rows that the full tensor has not."""
+        """Whether the local piece has padding rows, which the full tensor does not have."""
         return self.dim is not None and any(padding for *_, padding in self.pieces())
 
     def on_rank(self, rank: int) -> ShardSpec:
-        """The spec of another rank's piece of the same tensor."""
+        """Return the spec of another rank's piece of the same tensor."""
         return replace(self, rank=rank)
 
     def pieces(self) -> list[tuple[int, int, int]]:
-        """(start, stop, padding) of each part's piece on this rank; start and stop count in the full tensor."""
+        """Return (start, stop, padding) of each part's piece on this rank; start and stop index the full tensor."""
         pieces, offset = [], 0
         for part in self.parts:
             start, stop, padding = part.piece(self.rank // self.copies, self.world_size // self.copies)
@@ -98,7 +98,7 @@ class ShardSpec:
         return pieces
 
     def shard(self, full: Tensor) -> Tensor:
-        """This rank's piece of `full`, a new contiguous tensor; padding is zero."""
+        """Return this rank's piece of `full` as a new contiguous tensor; padding is zero."""
         if self.dim is None:
             return full.detach().clone()
         out = full.new_zeros(self.local_shape)
@@ -109,7 +109,7 @@ class ShardSpec:
         return out
 
     def assemble(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor, from the pieces of all ranks in rank order."""
+        """Assemble the full tensor from the pieces of all ranks in rank order."""
         if self.dim is None:
             return shards[0]
         full = shards[0].new_empty(self.full_shape)
@@ -118,7 +118,7 @@ class ShardSpec:
         return full
 
     def fill(self, full: Tensor, shard: Tensor) -> None:
-        """Copy this rank's piece to its place in the full tensor; padding is left out."""
+        """Copy this rank's piece to its position in the full tensor, without the padding."""
         position = 0
         for start, stop, padding in self.pieces():
             full.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, position, stop - start))
@@ -126,29 +126,29 @@ class ShardSpec:
 
 
 def annotate(parameter: nn.Parameter, spec: ShardSpec, grad_group: ProcessGroup | None = None) -> nn.Parameter:
-    """Attach `spec`; `grad_group` is the group over which the parameter's local gradients are partial sums."""
+    """Attach `spec` to `parameter`; `grad_group` is the group over which its local gradients are partial sums."""
     parameter.shard_spec = spec
     parameter.grad_group = grad_group
     return parameter
 
 
 def spec_of(tensor: Tensor) -> ShardSpec:
-    """The spec of a parameter or buffer; one without a spec is whole on its rank."""
+    """Return the spec of a parameter or buffer; a tensor without a spec is not sharded."""
     return getattr(tensor, "shard_spec", None) or ShardSpec(tuple(tensor.shape))
 
 
 def grad_group_of(parameter: Tensor) -> ProcessGroup | None:
-    """The group over which the parameter's gradient has to be summed, or None when it is complete."""
+    """Return the group over which the parameter's gradient must be summed, or None if the gradient is complete."""
     return getattr(parameter, "grad_group", None)
 
 
 def shard_parameter(parameter: nn.Parameter, spec: ShardSpec, grad_group: ProcessGroup | None = None) -> nn.Parameter:
-    """A new parameter that holds this rank's piece of `parameter`."""
+    """Create a parameter that holds this rank's piece of `parameter`."""
     return annotate(parameter_like(parameter, spec.shard(parameter.data)), spec, grad_group)
 
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A new parameter in the place of `parameter`, with the attributes that a user gave it."""
+    """Create a parameter with `values` that keeps the attributes a user has set on `parameter`."""
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         if name not in _OWN_ATTRIBUTES:
@@ -157,10 +157,10 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def pad_to_multiple(size: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `size`."""
+    """Round `size` up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
 def empty_like_spec(spec: ShardSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised local piece."""
+    """Allocate an uninitialized local piece."""
     return torch.empty(spec.local_shape, dtype=dtype, device=device)

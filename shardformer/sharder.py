@@ -1,4 +1,4 @@
-"""ModelSharder: applies a policy to a model, and refuses to do it by halves."""
+"""ModelSharder: applies a policy to a model, after checking that all of it can be applied."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class ModelSharder:
     """Shards one model in place.
 
     Args:
-        model: the whole model, the same on every rank.
-        shard_config: what is asked for.
-        policy: how the family is sharded; None to look it up by the model's class.
+        model: the full model, identical on every rank.
+        shard_config: the sharding options.
+        policy: how the model family is sharded; None looks the policy up by the model's class.
 
     Raises:
         ValueError: no policy is known.
@@ -57,7 +57,7 @@ class ModelSharder:
         self.policy.set_model(model)
         self.policy.set_shard_config(shard_config)
         if shard_config.enable_all_optimization and self._sequence_problems():
-            # All that the family can do, and it cannot be cut along the sequence.
+            # The option enables what the family supports, which here excludes sequence parallelism.
             self.config = shard_config.without_sequence()
             self.policy.set_shard_config(self.config)
 
@@ -65,11 +65,11 @@ class ModelSharder:
         """Shard the model.
 
         Returns:
-            The parameters that several pipeline stages hold, on every rank in the same order: stage -> parameter.
-            Those of other stages are meta tensors.
+            The parameters shared by several pipeline stages (stage -> parameter), in the same order on every rank.
+            Entries of stages that this rank does not hold are meta tensors.
 
         Raises:
-            ValueError: the model cannot be sharded as asked, with all reasons in one message.
+            ValueError: the model cannot be sharded as requested; the message lists all reasons.
         """
         self.policy.preprocess()
         self.check()
@@ -89,7 +89,11 @@ class ModelSharder:
         return self._shared_parameters(shared)
 
     def check(self) -> None:
-        """Compare the policy with the whole model before anything is changed."""
+        """Check the policy against the full model before anything is changed.
+
+        Raises:
+            ValueError: the model cannot be sharded as requested; the message lists all reasons.
+        """
         problems = [*self.policy.check(), *self._check_towers()]
         if routers_are_asked(self.model, {}):
             problems += self._check_routers()
@@ -118,13 +122,13 @@ class ModelSharder:
         ]
 
     def _sequence_problems(self) -> list[str]:
-        """What keeps the family from being cut along the sequence."""
+        """Return the reasons why the family does not support sequence parallelism."""
         return [
             problem for problem in (*self.policy.check(), *self._check_towers()) if "sequence_parallelism" in problem
         ]
 
     def replace_module(self) -> None:
-        """Replace sub-modules and attributes as the policy's table says."""
+        """Replace sub-modules and attributes as the policy's table specifies."""
         fusions = 0
         self._kept.tell(type(self.model).__name__)
         for _, module, description in self._described():
@@ -140,7 +144,7 @@ class ModelSharder:
                     slice_positions(layer, self.config.sequence)
 
     def _tell_what_stays(self, fusions: int) -> None:
-        """An option that changes nothing in this model is not dropped silently."""
+        """Log the options that have no effect on this model, so that they are not ignored silently."""
         name = type(self.model).__name__
         if self.config.enable_jit_fused and not fusions:
             log_once(name, "keeps its own operators: its policy names none to fuse")
@@ -166,7 +170,7 @@ class ModelSharder:
 
     @cached_property
     def _cut(self) -> StagePartitioner | None:
-        """How the model is cut into stages; asked for before anything is changed."""
+        """The pipeline partitioner; None without a pipeline. First accessed before the model is changed."""
         if self.config.stage_manager.num_stages == 1:
             return None
         return StagePartitioner(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
@@ -177,11 +181,11 @@ class ModelSharder:
         return {key if isinstance(key, str) else key.__name__: description for key, description in table.items()}
 
     def _described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
-        """The modules that the table is about: path, module, description."""
+        """Yield the modules that the table describes: path, module, description."""
         for path, module in list(self.model.named_modules()):
             if isinstance(module, StagePlaceholder):
                 continue
-            # A table of classes, or, where a plan was lowered, of paths.
+            # Keys are class names, or paths if the table was lowered from a tensor-parallel plan.
             names = (path, *(cls.__name__ for cls in type(module).__mro__))
             description = next((self._table[name] for name in names if name in self._table), None)
             if description is not None:
@@ -232,7 +236,7 @@ class ModelSharder:
         return new
 
     def _target_of(self, replacement: SubModuleReplacementDescription) -> type[ParallelModule] | None:
-        """What takes the place of a sub-module on this layout; None where it stays."""
+        """Return the class that replaces a sub-module under this configuration; None if the sub-module stays."""
         target = replacement.target_module
         if target is None or (self.config.uses_ulysses and target.shards_layer):
             return None
@@ -240,7 +244,7 @@ class ModelSharder:
 
     @cached_property
     def _kept(self) -> KeptLayers:
-        """The layers that a user has changed; asked for before the model is."""
+        """The layers that the user has customized. First accessed before the model is changed."""
         found = [
             Replacement(path, native, target, replacement.kwargs or {})
             for path, native, replacement in self._sub_modules()
@@ -249,7 +253,7 @@ class ModelSharder:
         return KeptLayers(found, self.config)
 
     def _sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
-        """The sub-modules that the table names and the model has: path, module, description."""
+        """Yield the sub-modules that the table names and the model has: path, module, description."""
         for path, module, description in self._described():
             for replacement in description.sub_module_replacement:
                 if has_module(module, replacement.suffix):
@@ -283,7 +287,7 @@ class ModelSharder:
         )
 
     def _check_routers(self) -> list[str]:
-        """A load-balancing loss reads the scores of all layers and tokens."""
+        """Return layouts that conflict with a load-balancing loss, which reads the scores of all layers and tokens."""
         spread = {
             f"pp_size={self.config.stage_manager.num_stages}": self.config.stage_manager.num_stages > 1,
             "cp_size above 1": self.config.context is not None,
@@ -297,7 +301,7 @@ class ModelSharder:
         ]
 
     def _check_exchange(self) -> list[str]:
-        """What `all_to_all` needs: attention that goes through the registry, without biases of single heads."""
+        """Check what `all_to_all` requires: attention that uses the registry, without per-head biases."""
         mode, name = "sequence_parallelism_mode='all_to_all'", type(self.model).__name__
         attends = [module for module in self.model.modules() if uses_registry(module)]
         if not attends or not self.policy.supports_ulysses:
@@ -340,7 +344,7 @@ class ModelSharder:
         return problems
 
     def _layer_modules_with_parameters(self) -> list[str]:
-        """Paths of the modules with own parameters inside of the layers."""
+        """Return the paths of modules inside the layers that have parameters of their own."""
         if self.policy.stages is None:
             return []
         paths = [".".join(filter(None, (self.policy.base_path, each.layers))) for each in self.policy.stages.chain]
@@ -355,14 +359,17 @@ class ModelSharder:
     # ----- stages and tied parameters -----
 
     def _held_layers(self) -> list[list[nn.Module]]:
-        """The layers that run one after the other, list by list and stage by stage."""
+        """Return the layers that run consecutively on this rank, one list per layer list and stage."""
         if self._cut is not None:
             return self._cut.held_layers()
         base = self.model.get_submodule(self.policy.base_path)
         return [list(base.get_submodule(layout.layers)) for layout in self.policy.stages.chain]
 
     def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
-        """Parameters (all of their names) that several stages hold, and those stages; asked before the model is cut."""
+        """Return parameters (all names of each) held by several stages, with these stages.
+
+        Must be called before the model is partitioned.
+        """
         if self._cut is None:
             return []
         holders = [(names, sorted(set.union(*map(self._cut.holders, names)))) for names in groups]
@@ -379,7 +386,7 @@ class ModelSharder:
 
 
 def _policy_of(model: nn.Module, config: ShardConfig) -> Policy:
-    """The policy of the model's family, or where `sharding_dim` says so one that needs none.
+    """Return the policy of the model's family, or a `UniformPolicy` if `sharding_dim` is set.
 
     Raises:
         ValueError: no policy is known.
@@ -392,5 +399,5 @@ def _cuts_layer(replacement: SubModuleReplacementDescription) -> bool:
 
 
 def _is_elsewhere(module: nn.Module, path: str) -> bool:
-    """Whether the sub-module at `path` lives on another stage."""
+    """Return whether the sub-module at `path` is on another stage."""
     return isinstance(module.get_submodule(path), StagePlaceholder)

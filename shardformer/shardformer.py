@@ -1,4 +1,4 @@
-"""ShardFormer, and ShardModel in one call: the facade of the sharding engine."""
+"""Public entry points of the sharding engine: ShardFormer and the one-call ShardModel."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardformer.sharder import ModelSharder, SharedParameters
 
 
 class ShardFormer:
-    """Turns a whole model into this rank's share of it.
+    """Shards a full model and keeps this rank's part.
 
     Example:
         model, shared_params = ShardFormer(ShardConfig(tensor_parallel_process_group=group)).optimize(model)
 
     Args:
-        shard_config: what is to be done.
+        shard_config: the sharding options.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
@@ -33,14 +33,14 @@ class ShardFormer:
         """Shard `model` in place.
 
         Args:
-            model: the whole model, the same on every rank; it may be inside of peft's wrappers.
-            policy: how its family is sharded; None to look it up by the model's class.
+            model: the full model, identical on every rank; it may be wrapped by peft.
+            policy: how the model family is sharded; None looks the policy up by the model's class.
 
         Returns:
-            The model, and the parameters that several pipeline stages hold (stage -> parameter).
+            The model, and the parameters shared by several pipeline stages (stage -> parameter).
 
         Raises:
-            ValueError: no policy is known, or the model cannot be sharded as asked; nothing was changed then.
+            ValueError: no policy is known, or the model cannot be sharded as requested. The model is then unchanged.
         """
         inside = model_inside(model)
         sharder = ModelSharder(inside, self.shard_config, policy)
@@ -56,23 +56,23 @@ class ShardFormer:
 
 
 class ShardModel:
-    """Shards `model` in place over tensor-parallel ranks.
+    """Shards `model` in place across tensor-parallel ranks.
 
     Example:
         model = ShardModel(model, MyPolicy).model
 
     Args:
-        model: the whole model, the same on every rank.
-        policy: a class of slots (`argument_policy`, `attn_in`, ...), a `Policy`, or None for the family's own.
-        process_group: the ranks; None for all.
-        options: of `ShardConfig`.
+        model: the full model, identical on every rank.
+        policy: a slot policy class (`argument_policy`, `attn_in`, ...), a `Policy`, or None for the family's policy.
+        process_group: the tensor-parallel process group; None for all ranks.
+        options: further options of `ShardConfig`.
 
     Attributes:
         model: the sharded model.
 
     Raises:
-        ValueError: no policy is known, or the model cannot be sharded as asked; nothing was changed then.
-        TypeError: `policy` is none.
+        ValueError: no policy is known, or the model cannot be sharded as requested. The model is then unchanged.
+        TypeError: `policy` does not describe a policy.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class ShardModel:
 
 
 def as_policy(policy: type | Policy | None) -> Policy | None:
-    """A policy of whatever describes one: its class, or a class of slots.
+    """Convert a policy, a policy class or a slot policy class to a `Policy` object; None stays None.
 
     Raises:
-        TypeError: it describes none.
+        TypeError: `policy` is none of these.
     """
     if policy is None or isinstance(policy, Policy):
         return policy

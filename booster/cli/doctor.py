@@ -1,7 +1,7 @@
-"""`booster doctor`: what this machine and this environment offer to a job.
+"""`booster doctor`: a report on this machine and environment.
 
-Plugins add sections of their own: a module under the entry point group `booster.checks`, with `add_options(parser)` and
-`sections(options)`, which returns title -> name -> what there is to say.
+Plugins add their own sections: a module in the entry point group `booster.checks`, with `add_options(parser)` and
+`sections(options)`, which returns title -> name -> text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MIB = 2**20
 
 
 def main(arguments: list[str]) -> int:
-    """Print the report; of the ranks of a job, the first does.
+    """Print the report; in a job, only rank 0 prints.
 
     Returns:
         0, or 1 if a required package is missing.

@@ -1,4 +1,4 @@
-"""Which command was asked for, and how a command ends: a number, and one sentence where the user made a mistake."""
+"""Dispatch of the `booster` subcommands; a user's mistake becomes one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from booster.errors import ConfigurationError
 _INTERRUPTED = 130
 _USAGE_ERROR = 2
 ENTRY_POINT_GROUP = "booster.commands"
-# Command -> module with `main(arguments) -> exit code`, and its line of help. Imported only when asked for; what needs
-# to know a plugin is found by its entry point.
+# Command -> module with `main(arguments) -> exit code`, and its help line. The module is imported only when the command
+# is used; None for a command that a plugin registers as an entry point.
 _COMMANDS: dict[str, tuple[str | None, str]] = {
     "run": ("booster.cli.run", "start a script on several ranks of this machine, or of several"),
     "plan": (None, "predict memory and time of every layout of a model, and write the best as JSON"),
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence."""
+    """An argument parser that reports an error as one sentence."""
 
     def error(self, message: str) -> None:
         raise ConfigurationError(f"{message}; `{self.prog} --help` lists what there is")

@@ -1,7 +1,7 @@
-"""`booster run`: torchrun with its options, less the noise.
+"""`booster run`: torchrun and its options, with less output.
 
-It is torchrun underneath (elastic agent, rendezvous, restarts). What differs: the arguments are checked before anything
-starts, the agent adds no report of its own to what a failing rank has said, and Ctrl-C ends all ranks in seconds.
+It runs torchrun (elastic agent, rendezvous, restarts), with three differences: the arguments are checked before
+anything starts, the agent prints no report in addition to a failing rank's own, and Ctrl-C ends all ranks in seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROG = "booster run"
 _EXAMPLE = "`booster run --nproc-per-node 4 script.py`"
 _INTERRUPTED = 130
 _SIGNAL_CODE = 128
-# After this many seconds a rank that ignores the closing signal is killed; torchrun's own default is 30.
+# Seconds after which a rank that ignores the shutdown signal is killed; torchrun's default is 30.
 _SHUTDOWN_S = 5
 _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _OWN_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code of the first rank that failed, else 0; 130 after Ctrl-C.
     Raises:
-        ConfigurationError: an unknown option, a bad value, no script or one that does not exist.
+        ConfigurationError: an option is unknown, a value is invalid, or the script is missing.
     """
     options = _parse(arguments)
     _check(options)
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _leave_now(code: int) -> NoReturn:
-    """All ranks are gone; taking down an interpreter that has imported torch can cost seconds more."""
+    """Exit at once: all ranks have ended, and shutting down an interpreter with torch can take seconds."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -80,7 +80,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Stands in for the parser's own `error`, which prints the whole usage."""
+    """Replace the parser's `error` method, which prints the whole usage."""
     if "training_script" in message:
         raise ConfigurationError(f"no script was given; use {_EXAMPLE}")
     raise ConfigurationError(f"{message}; `{_PROG} --help` lists what there is")
@@ -107,19 +107,19 @@ def _check_nproc(value: str) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    """Set what torchrun would warn about, and silence what it says about ranks that have spoken for themselves."""
+    """Set variables that torchrun would warn about, and silence its report on ranks that have reported themselves."""
     if options.nproc_per_node != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     if options.signals_to_handle == _TORCHRUN_SIGNALS:
-        # torchrun would pass SIGINT on, and each rank would print a traceback wherever it happens to be.
+        # torchrun would forward SIGINT, and each rank would print a traceback of its current position.
         options.signals_to_handle = _OWN_SIGNALS
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Make the agent close its ranks as on SIGTERM; a second Ctrl-C must not cut that short."""
+    """Make the agent shut its ranks down as on SIGTERM; a second Ctrl-C must not interrupt that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise _interruption()
 
@@ -133,11 +133,11 @@ def _interruption() -> Exception:
 
 
 def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
-    """Run it.
+    """Run torchrun and return the job's exit code.
 
     Args:
-        options: torchrun's.
-        was_reported: whether a rank has said why the job failed.
+        options: torchrun's options.
+        was_reported: tells whether a rank has reported why the job failed.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -151,26 +151,26 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
         return _code_of(error.failures, was_reported())
     except SignalException as error:
         return _ended(error)
-    except (ValueError, AssertionError, RendezvousError, DistError) as error:  # how torchrun refuses an option
+    except (ValueError, AssertionError, RendezvousError, DistError) as error:  # how torchrun rejects an option
         _refuse(" ".join(str(error).split()))
     return 0
 
 
 def _code_of(failures: dict[int, Any], was_reported: bool) -> int:
-    """The code of the rank at fault: one ended by a signal that is not the agent's own, else the first to fail.
+    """Return the exit code of the rank at fault: one ended by a signal other than SIGTERM, else the first to fail.
 
-    Says which it was where no rank did.
+    The agent itself sends SIGTERM to the other ranks. If no rank has reported the failure, print which rank it was.
     """
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     for rank, failure in by_time:
         number = -failure.exitcode
         if number > 0 and number != signal.SIGTERM:
-            if not was_reported:  # this rank could not say anything itself, and there is no other
+            if not was_reported:  # a killed rank cannot report itself
                 why = "; if nobody sent it, the system ran out of memory" if number == signal.SIGKILL else ""
                 sys.stderr.write(f"error: rank {rank} was ended by {signal.Signals(number).name}{why}\n")
             return _SIGNAL_CODE + number
     rank, code = next(((rank, each.exitcode) for rank, each in by_time if each.exitcode > 0), (0, 0))
-    if code and not was_reported:  # by sys.exit: Python says nothing, and the others were closed before they could
+    if code and not was_reported:  # by sys.exit: Python prints nothing, and the other ranks were shut down too soon
         sys.stderr.write(f"error: rank {rank} ended with exit code {code}, and with it the job\n")
     return code or _SIGNAL_CODE + signal.SIGTERM
 

@@ -1,9 +1,9 @@
-"""What happens when a rank fails: the job ends with one line that names it, instead of leaving the other ranks waiting.
+"""Failure monitor: if a rank fails, the job ends with one line that names it, instead of hanging.
 
-Found are ranks that raise, die, are stopped or leave a collective out. A thread on every rank looks at the processes of
-its machine, at the stack of its own main thread and into the job's store, and ends its process even where the main
-thread is blocked in a collective. This is not error handling: nothing is retried or recovered. Until `install` was
-called (by `booster.launch`), everything here does nothing.
+It detects ranks that raise, die, are stopped or skip a collective. A thread on every rank checks the processes of its
+machine, the stack of its own main thread and the job's store, and ends its process even if the main thread is blocked
+in a collective. This is not error handling: nothing is retried or recovered. Everything here is a no-op until
+`booster.launch` calls `install`.
 """
 
 from booster.failure.failure_report import Failure

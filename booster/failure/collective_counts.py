@@ -1,8 +1,8 @@
-"""How many operations this rank issued on each process group, and which: ranks compare that to find who skipped one.
+"""Operations that this rank issued on each process group; ranks compare them to find who skipped one.
 
-Two sources of torch. The sequence number of a group costs a quarter of a microsecond to read; it counts
-point-to-point operations too. The flight recorder holds the last 2000 collectives of gloo with names and shapes;
-reading it takes a tenth of a second, so that it is asked only once something is wrong.
+There are two sources in torch. The sequence number of a group takes a quarter of a microsecond to read; it counts
+point-to-point operations too. The flight recorder holds the last 2000 gloo collectives with names and shapes; reading
+it takes a tenth of a second, so it is read only once something is wrong.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _POINT_TO_POINT = ("send", "recv")
 
 @dataclass
 class GroupRecord:
-    """What a rank has done on one group.
+    """Operations that a rank has issued on one group.
 
     Attributes:
-        name: what the group is called, empty where nobody named it.
-        ranks: its members.
+        name: name of the group; empty if it has none.
+        ranks: members of the group.
         issued: number of operations.
-        only_collectives: whether that number counts nothing but collectives, which are alike on all members.
-        operations: (number, name and shapes) of the latest collectives.
-        role: the same for groups that were made alike on other ranks, as the groups of one mesh axis are.
-        pending: number of the oldest collective that is not complete; None where all are.
+        only_collectives: whether this number counts only collectives, which are the same on all members.
+        operations: (sequence number, name and shapes) of the latest collectives.
+        role: equal for corresponding groups on other ranks, such as the groups of one mesh axis.
+        pending: sequence number of the oldest incomplete collective; None if all are complete.
     """
 
     name: str
@@ -46,7 +46,7 @@ class GroupRecord:
     pending: int | None = None
 
     def text(self) -> str:
-        """For messages."""
+        """Describe the group, for messages."""
         from booster.failure.failure_report import ranks_text
 
         members = f"the group of {ranks_text(self.ranks)}"
@@ -54,13 +54,13 @@ class GroupRecord:
 
 
 def issued() -> dict[str, int]:
-    """Group -> number of operations issued on it by this rank, for the groups that have others in them."""
+    """Return group -> number of operations that this rank issued, for groups of more than one rank."""
     numbers = ((key, _number(group)) for key, group in _groups())
     return {key: number for key, number in numbers if number is not None}
 
 
 def records(with_operations: bool = True) -> dict[str, GroupRecord]:
-    """Group -> what the sequence numbers and, if asked, the flight recorder say of it."""
+    """Return group -> record from the sequence numbers and, if `with_operations`, the flight recorder."""
     entries: dict[str, list[dict[str, Any]]] = {}
     for entry in _flight_record() if with_operations else ():
         entries.setdefault(entry["process_group"][0], []).append(entry)
@@ -83,13 +83,13 @@ def records(with_operations: bool = True) -> dict[str, GroupRecord]:
 
 
 def left_out_since(before: Mapping[str, int], since: Mapping[str, int]) -> int | None:
-    """How many of the first collectives of the step before this rank has left out in this one, which goes on like it.
+    """Return how many leading collectives of the previous step this rank has skipped in the current one.
 
     Args:
-        before, since: what was `issued` when that step began and when it ended.
+        before, since: results of `issued` at the start and at the end of the previous step.
 
     Returns:
-        None if this step is unlike it otherwise too.
+        The number; None if the current step does not continue like the previous one after these collectives.
     """
     keys = {group.group_name: key for key, group in _groups()}
     earlier, now = [], []
@@ -105,12 +105,12 @@ def left_out_since(before: Mapping[str, int], since: Mapping[str, int]) -> int |
 
 
 def _pattern(ranks: list[int]) -> int:
-    """The same for ranks 0 and 2 as for 1 and 3."""
+    """Hash the spacing of the ranks: the value is the same for ranks 0 and 2 as for 1 and 3."""
     return zlib.crc32(json.dumps([rank - ranks[0] for rank in ranks]).encode())
 
 
 def _number(group: ProcessGroup) -> int | None:
-    """Of the group's latest operation; None for a backend that does not count."""
+    """Return the sequence number of the group's latest operation; None for a backend that does not count."""
     try:
         return group._get_sequence_number_for_group()
     except RuntimeError:
@@ -118,7 +118,7 @@ def _number(group: ProcessGroup) -> int | None:
 
 
 def _groups() -> Iterator[tuple[str, ProcessGroup]]:
-    """A name that is the same on all members -> group."""
+    """Yield (key, group) for each group of more than one rank; the key is the same on all members."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.size() > 1:
             yield _key(group), group
@@ -141,14 +141,14 @@ def _name(group: ProcessGroup) -> str:
 
 def _flight_record() -> list[dict[str, Any]]:
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:  # a torch without the recorder
+    if dump is None:  # this torch has no flight recorder
         return []
     entries = json.loads(dump(True, False)).get("entries", [])
     return [entry for entry in entries if entry.get("profiling_name", "").startswith("gloo:") and "op_id" in entry]
 
 
 def _described(entry: dict[str, Any]) -> str:
-    """`all_reduce of 4x8 Float`."""
+    """Describe a collective, as in `all_reduce of 4x8 Float`."""
     name = entry["profiling_name"].removeprefix("gloo:")
     shapes = ["x".join(map(str, size)) or "one" for size in entry["input_sizes"]]
     kinds = entry["input_dtypes"][:1]

@@ -1,4 +1,4 @@
-"""Questions that one rank asks all others over the store when nothing goes on, an exchange failed or counts differ."""
+"""Desynchronization detector: one rank queries all others over the store on a hang, an error or differing counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK_S = 0.5
 _PROBE_S = 2.0
 _ANSWER_S = 2.5
 _WAIT_STEP_S = 0.05
-# How long nothing may happen in any rank. Over a network, data may be late for as long as a switch needs to restart.
+# How long all ranks may be idle. Over a network, data may be delayed for as long as a switch needs to restart.
 _STANDSTILL_S = 3.0
 _STANDSTILL_OVER_NETWORK_S = 30.0
 _INQUIRY, _LEADER, _BLOCKED, _PROBE = "inquiry", "leader", "blocked", "probe"
@@ -34,12 +34,12 @@ _INQUIRY, _LEADER, _BLOCKED, _PROBE = "inquiry", "leader", "blocked", "probe"
 
 @dataclass(frozen=True)
 class DesyncReport:
-    """What was found out about an exchange that failed.
+    """Result of an inquiry into a failed exchange.
 
     Attributes:
         mismatch: the failure, if the ranks called different collectives.
         silent: ranks that did not answer.
-        where: the others, in words.
+        where: description of where the other ranks are.
     """
 
     mismatch: Failure | None = None
@@ -48,14 +48,14 @@ class DesyncReport:
 
 
 class DesyncDetector:
-    """What this rank answers, and asks. All methods run in the thread of the link.
+    """Answers inquiries of other ranks, and starts its own. All methods run in the store client's thread.
 
     Args:
-        rank, world_size: of this process.
-        operations: what its main thread does.
-        main: how long its main thread has been waiting.
+        rank, world_size: rank of this process and number of ranks.
+        operations: log of the main thread's operations.
+        main: probe that measures how long the main thread has been waiting.
         one_machine: whether all ranks run on this machine.
-        report: called with what was found out.
+        report: called with each failure that is found.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DesyncDetector:
         self.rank, self.world_size, self.operations, self.main = rank, world_size, operations, main
         self.one_machine, self._report = one_machine, report
         self._standstill_s = _STANDSTILL_S if one_machine else _STANDSTILL_OVER_NETWORK_S
-        self.dead: dict[int, int | None] = {}  # rank -> how it ended, of ranks that can answer no more
+        self.dead: dict[int, int | None] = {}  # rank -> wait status, for ranks that have ended and cannot answer
         self._answered = 0
         self._counted_as_blocked = False
         self._all_blocked_looks = 0
@@ -80,7 +80,7 @@ class DesyncDetector:
         self._incomparable: set[str] = set()
 
     def look(self, store: dist.Store) -> None:
-        """One of the link's duties."""
+        """Answer pending inquiries; check for standstills and differing counts. A periodic task of `StoreClient`."""
         number = store.add(_INQUIRY, 0)
         if number > self._answered:
             self._answer(store, number)
@@ -95,7 +95,7 @@ class DesyncDetector:
             self._look_at_counts(store)
 
     def snapshot(self) -> Snapshot:
-        """Where this rank is."""
+        """Return the current state of this rank."""
         operation, call = self.operations.current
         wait = self.main.wait or self.main.failed_wait
         return Snapshot(
@@ -111,27 +111,27 @@ class DesyncDetector:
         )
 
     def _left_out(self) -> int | None:
-        """How many of the first collectives of a step this rank has left out in the present one."""
+        """Return how many leading collectives of the previous step were skipped in the current one; None if unknown."""
         if len(self.operations.points) < 2:
             return None
         (_, before), (_, since) = list(self.operations.points)[-2:]
         return left_out_since(before, since)
 
     def say_ended(self, store: dist.Store) -> None:
-        """This rank's script is over: who waits for it waits for ever."""
+        """Record that this rank's script has ended: a rank that waits for it waits forever."""
         groups = records(with_operations=False)
         store.set(f"ended/{self.rank}", json.dumps(Snapshot(self.rank, groups=groups, ended=True).to_json()))
         if not self._counted_as_blocked:
             store.add(_BLOCKED, 1)
 
     def look_into(self, store: dist.Store) -> DesyncReport:
-        """What all ranks tell of an exchange that failed; nothing where another rank is asking already."""
+        """Query all ranks about a failed exchange; return an empty report if another rank leads an inquiry already."""
         if not self._takes_lead(store):
             return DesyncReport()
         snapshots, silent = self._ask_all(store)
         store.set(_LEADER, "")
         where = places([one for one in snapshots if one.rank != self.rank])
-        # A rank that is gone explains why others have not come as far as those who do not need it.
+        # A lost rank explains by itself why the ranks that depend on it are behind the others.
         return DesyncReport(None if silent else diagnose_mismatch(snapshots), tuple(silent), where)
 
     # ----- standstill -----
@@ -154,7 +154,7 @@ class DesyncDetector:
     # ----- counts -----
 
     def _report_count(self, store: dist.Store) -> None:
-        """Say what was counted at the `optimizer.step` that rank 0 asks about, once this rank has come there."""
+        """Publish the counts at the `optimizer.step` that rank 0 asks about, once this rank has reached it."""
         if not store.check([_PROBE]):
             return
         call = int(store.get(_PROBE))
@@ -183,7 +183,7 @@ class DesyncDetector:
             store.set(_PROBE, str(latest))
 
     def _counts(self, store: dist.Store) -> dict[int, dict[str, int]]:
-        """Rank -> group -> number, at the point asked about; nothing until all have come there."""
+        """Return rank -> group -> count at the step asked about; empty until all ranks have reached it."""
         keys = [f"count/{rank}" for rank in range(self.world_size)]
         if not self._probed or not store.check(keys):
             return {}
@@ -197,11 +197,11 @@ class DesyncDetector:
     # ----- asking -----
 
     def _takes_lead(self, store: dist.Store) -> bool:
-        """One rank asks at a time."""
+        """Try to become the rank that leads an inquiry; only one rank leads at a time."""
         return store.compare_set(_LEADER, "", str(self.rank)) == str(self.rank).encode()
 
     def _ask_all(self, store: dist.Store) -> tuple[list[Snapshot], list[int]]:
-        """The snapshot of every rank, in order, and the ranks that are alive but did not answer."""
+        """Return the snapshots in rank order, and the ranks that are not known to be dead but did not answer."""
         number = store.add(_INQUIRY, 1)
         self._answer(store, number)
         missing, found = set(range(self.world_size)) - self.dead.keys(), {}
@@ -221,7 +221,7 @@ class DesyncDetector:
 
 
 def _is_proved(snapshots: list[Snapshot]) -> bool:
-    """Whether a member of some group has not come to the collective that another waits in, as no delay explains."""
+    """Return whether a group member has not issued the collective that another waits in: a delay cannot explain it."""
     issued = {
         (key, one.rank): record.issued
         for one in snapshots

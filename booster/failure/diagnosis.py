@@ -1,4 +1,4 @@
-"""Who left a collective out, from what all ranks say of themselves. Pure functions."""
+"""Diagnosis of which rank skipped a collective, from the snapshots of all ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Answer = TypeVar("Answer", bound=Hashable)
 
 @dataclass
 class Snapshot:
-    """Where a rank is.
+    """State of a rank.
 
     Attributes:
-        rank: which.
-        operation, call: the innermost operation of the library and its how-manieth call; ("", 0) outside of all.
-        phrase: the same in words.
-        wait: where it waits for others, in words; empty where it does not.
-        blocked_s: for how long nothing has happened in it.
-        completed: operation -> calls that ended well.
-        groups: what it has done on its process groups.
-        ended: whether its script came to its end.
-        left_out: how many of the first collectives of the step before it has left out in this one (checks of the first
-            batches); None if this step is unlike it otherwise.
+        rank: the rank.
+        operation, call: innermost operation of the library and its call number; ("", 0) outside of any operation.
+        phrase: description of the operation, for messages.
+        wait: description of where the rank waits for others; empty if it does not wait.
+        blocked_s: seconds for which the rank has been idle in this wait.
+        completed: operation -> number of calls that completed without an error.
+        groups: collectives that the rank has issued on its process groups.
+        ended: whether its script has ended.
+        left_out: number of leading collectives of the previous step that the rank has skipped in this one (such as the
+            checks of the first batches); None if the steps differ in another way.
     """
 
     rank: int
@@ -51,14 +51,14 @@ class Snapshot:
 
     @property
     def where(self) -> str:
-        """In words."""
+        """Description of the rank's position, for messages."""
         if self.ended:
             return "has ended"
         return f"is {self.phrase}, {self.wait}" if self.wait else f"is {self.phrase}"
 
 
 def diagnose_standstill(snapshots: list[Snapshot]) -> Failure:
-    """What to say where every rank waits for others, or has ended, so that nothing can ever go on."""
+    """Return the failure for a standstill: every rank waits for others or has ended."""
     difference = _first_difference(snapshots)
     culprits = _straying(snapshots) or (difference.odd if difference is not None else [])
     culprits = culprits or _ended(snapshots) or _further_on(snapshots) or _minority(snapshots)
@@ -71,7 +71,7 @@ def diagnose_standstill(snapshots: list[Snapshot]) -> Failure:
 
 
 def diagnose_mismatch(snapshots: list[Snapshot]) -> Failure | None:
-    """What to say where a collective failed because the members of its group issued different ones."""
+    """Return the failure if a collective failed because members of its group called different ones, else None."""
     difference = _first_difference(snapshots)
     if difference is None:
         return None
@@ -85,11 +85,14 @@ def diagnose_mismatch(snapshots: list[Snapshot]) -> Failure | None:
 
 
 def compare_counts(counts: Mapping[int, Mapping[str, int]], ignored: Iterable[str] = ()) -> dict[str, dict[int, int]]:
-    """Groups whose members had issued different numbers of operations when `optimizer.step` ended: group -> counts.
+    """Find the groups whose members had issued different numbers of operations at the end of `optimizer.step`.
 
     Args:
-        counts: rank -> group -> number.
-        ignored: groups to leave out.
+        counts: rank -> group -> number of operations.
+        ignored: groups to skip.
+
+        Returns:
+            Group -> rank -> number of operations, for the groups that differ.
     """
     by_group: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, numbers in counts.items():
@@ -102,13 +105,13 @@ def compare_counts(counts: Mapping[int, Mapping[str, int]], ignored: Iterable[st
 def diagnose_counts(
     call: int, differing: Mapping[str, Mapping[int, int]], snapshots: list[Snapshot], counts: Mapping[int, Mapping]
 ) -> Failure | None:
-    """What to say where ranks disagree on how many collectives a group has had; None where that is no fault."""
+    """Return the failure for group members that disagree on their number of collectives; None if it is no failure."""
     for key, numbers in differing.items():
         members = [one for one in snapshots if key in one.groups]
         if not members or not all(one.groups[key].only_collectives for one in members):
             continue
         group = members[0].groups[key]
-        # Groups of one role do the same work in other places: they tell which of two members is right.
+        # Groups of the same role do the same work on other ranks: they show which of two members is right.
         alike = {
             rank: counts[rank][other]
             for one in snapshots
@@ -132,20 +135,20 @@ def diagnose_counts(
 
 
 def _straying(snapshots: list[Snapshot]) -> list[int]:
-    """Ranks that repeat what they did in the step before less than most do; batches of another length change all."""
+    """Return ranks that repeat the previous step differently than most; a changed batch length affects all ranks."""
     left_out = {one.rank: one.left_out for one in snapshots}
     usual = _most(left_out)
     return [] if usual is None else [rank for rank, count in left_out.items() if count != usual]
 
 
 def _ended(snapshots: list[Snapshot]) -> list[int]:
-    """Ranks whose script is over while others wait, if they are the fewer."""
+    """Return the ranks whose script has ended, if there are any and not all have ended."""
     ended = [one.rank for one in snapshots if one.ended]
     return ended if 0 < len(ended) < len(snapshots) else []
 
 
 def _further_on(snapshots: list[Snapshot]) -> list[int]:
-    """Ranks that have completed the very call in which a member of their group waits for them."""
+    """Return ranks that have completed the call in which a member of their group waits for them."""
     found = set()
     for waiting in snapshots:
         if not waiting.operation:
@@ -160,7 +163,7 @@ def _further_on(snapshots: list[Snapshot]) -> list[int]:
 
 
 def _minority(snapshots: list[Snapshot]) -> list[int]:
-    """The ranks that are where the fewest are."""
+    """Return the smallest class of ranks that are in the same position."""
     for place in (lambda one: (one.operation, one.call), lambda one: one.wait):
         classes: dict[Hashable, list[int]] = defaultdict(list)
         for one in snapshots:
@@ -172,13 +175,13 @@ def _minority(snapshots: list[Snapshot]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Difference:
-    """A collective in the place of which some ranks called another.
+    """A collective that some ranks called where others called a different one.
 
     Attributes:
-        role, number: of which groups, and the how-manieth.
+        role, number: role of the groups, and sequence number of the collective.
         called: rank -> collective.
-        usual: what most of those called that had called the same until then.
-        odd: the others of those.
+        usual: the majority's collective, among ranks with the same history of collectives.
+        odd: ranks with this history that called another collective.
         within_group: whether members of one group differ.
     """
 
@@ -191,21 +194,21 @@ class _Difference:
 
 
 def _first_difference(snapshots: list[Snapshot]) -> _Difference | None:
-    """The first collective that few ranks called on a group where most called another, on it or on groups of its role.
+    """Return the first collective that a minority called differently, on groups of the same role.
 
-    First where members of one group differ, then where no other member is left to ask. Stages of a pipeline differ
-    rightly: only ranks whose collectives were the same until then are asked.
+    Differences between members of one group come first, then differences between groups. Pipeline stages may differ
+    legitimately: only ranks with the same history of collectives are compared.
     """
     found = [difference for role in _roles(snapshots) for difference in role.differences()]
     return min(found, key=lambda one: (not one.within_group, one.number), default=None)
 
 
 class _Role:
-    """What ranks called on the groups of one role.
+    """Collectives that ranks called on the groups of one role.
 
     Attributes:
         group: rank -> its group.
-        called: number -> rank -> collective.
+        called: sequence number -> rank -> collective.
     """
 
     def __init__(self, name: str) -> None:
@@ -217,7 +220,7 @@ class _Role:
         begin = max(min(number for number, called in self.called.items() if rank in called) for rank in self.group)
         so_far: dict[int, Hashable] = dict(
             self.group
-        )  # stands for all that a rank called; at first, ask the group only
+        )  # hash of a rank's history of collectives; initially only its group
         for number in sorted(number for number in self.called if number >= begin):
             called = self.called[number]
             alike: dict[Hashable, dict[int, str]] = defaultdict(dict)
@@ -250,13 +253,13 @@ def _roles(snapshots: list[Snapshot]) -> list[_Role]:
 
 
 def _most(values: Mapping[int, Answer]) -> Answer | None:
-    """The value that more than half have."""
+    """Return the value that more than half of the keys have; None if there is none."""
     value, count = Counter(values.values()).most_common(1)[0]
     return value if count * 2 > len(values) else None
 
 
 def places(snapshots: list[Snapshot]) -> str:
-    """`ranks 0 and 2 are in …`; ranks in one place together."""
+    """Describe where ranks are, as in `ranks 0 and 2 are in …`; ranks in the same position are grouped."""
     together: dict[str, list[int]] = defaultdict(list)
     for one in snapshots:
         together[one.where.removeprefix("is ")].append(one.rank)

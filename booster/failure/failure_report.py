@@ -1,4 +1,4 @@
-"""What is said of a failure: one line, which names the rank, what happened and the operation."""
+"""Failure messages: one line that names the rank, the event and the operation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from booster.errors import ConfigurationError
 
 INTERRUPTED = 130
-# Of the environment: a file that gets the line too, by which `booster run` knows that it was said.
+# Environment variable: a file that receives the line too; it tells `booster run` that the failure was reported.
 REPORT_VARIABLE = "BOOSTER_REPORT"
 _MAX_MESSAGE = 600
-# How gloo, NCCL and the store say that another process did not do its part.
+# Error messages of gloo, NCCL and the store if another process did not do its part.
 _COMMUNICATION = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|timeout|gloo|nccl|socket|waited in vain|"
     r"could not send|application timeout|store->get",
@@ -24,15 +24,15 @@ _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of a job, as it travels between ranks.
+    """First failure of a job, as exchanged between ranks.
 
     Attributes:
-        rank: whose failure it is.
-        operation: what that rank was doing.
-        kind: the exception's class; empty where other ranks found the failure.
-        message: one line.
-        is_users: a mistake in how the job is written, or Ctrl-C: no traceback would help.
-        exit_code: of the ranks that end because of it.
+        rank: rank that failed.
+        operation: operation that this rank was in.
+        kind: class name of the exception; empty if other ranks detected the failure.
+        message: message in one line.
+        is_users: whether it is a mistake in the user's script, or Ctrl-C, where a traceback would not help.
+        exit_code: exit code of the ranks that end because of it.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, operation: str, rank: int) -> Failure:
-        """Describe an exception in one line."""
+        """Create a failure from an exception, with its message in one line."""
         message = " ".join(str(error).split())[:_MAX_MESSAGE]
         interrupted = isinstance(error, KeyboardInterrupt)
         return cls(
@@ -58,11 +58,11 @@ class Failure:
 
     @classmethod
     def found(cls, rank: int, message: str, operation: str = "") -> Failure:
-        """What other ranks found out about a rank that cannot speak for itself."""
+        """Create a failure that other ranks detected, of a rank that cannot report it itself."""
         return cls(rank, operation, "", message, False, 1)
 
     def line(self) -> str:
-        """For a user's mistake the sentence alone; else also where it happened."""
+        """Return the line to print: for a user's mistake only the message, else also where it happened."""
         if self.exit_code == INTERRUPTED:
             return self.message
         if self.is_users:
@@ -74,17 +74,21 @@ class Failure:
 
 
 def is_about_communication(error: BaseException) -> bool:
-    """Whether the error may follow from what another rank did, or did not do."""
+    """Return whether the error may be a consequence of another rank's failure."""
     return isinstance(error, RuntimeError | OSError) and _COMMUNICATION.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether somebody waited in vain."""
+    """Return whether the error is a timeout."""
     return isinstance(error, RuntimeError | OSError) and _TIMED_OUT.search(str(error)) is not None
 
 
 def ending(status: int | None) -> str:
-    """How a process ended, from what waiting for it gives; None where the system did not tell."""
+    """Describe how a process ended.
+
+    Args:
+        status: wait status of the process; None if it is unknown.
+    """
     if status is None:
         return "died"
     number = status & 0x7F
@@ -94,7 +98,7 @@ def ending(status: int | None) -> str:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Return the name of a signal, such as SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -102,7 +106,7 @@ def signal_name(number: int) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 2 and 3`, `ranks 0 to 15`."""
+    """Format a list of ranks: `rank 3`, `ranks 0, 2 and 3`, `ranks 0 to 15`."""
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]}"

@@ -1,4 +1,4 @@
-"""Signs of life between machines. Any rank of a machine gives them for all: one long call does not look like death."""
+"""Heartbeats between machines. Any rank of a machine sends them for all, so one long call is not taken for a loss."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _BEATS_PER_LIMIT = 12
 
 
 class Heartbeat:
-    """One of the link's duties.
+    """Heartbeat sender and checker; a periodic task of the store client.
 
     Args:
         rank: this rank.
-        machines: of every rank.
-        limit_s: after how many seconds without a sign a machine counts as lost.
-        report: called with what was found out.
+        machines: machine of every rank.
+        limit_s: seconds without a heartbeat after which a machine counts as lost.
+        report: called with each failure that is found.
     """
 
     def __init__(self, rank: int, machines: list[str], limit_s: float, report: Callable[[Failure], None]) -> None:
@@ -34,12 +34,12 @@ class Heartbeat:
         self._seen: dict[int, tuple[int, float]] = {}
 
     def look(self, store: dist.Store) -> None:
-        """Give a sign, and look for those of the others."""
+        """Send a heartbeat, and check the heartbeats of the other machines."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + self._every_s
-        if now - self._looked_at > 3 * self._every_s:  # this rank was suspended: what it last saw says nothing
+        if now - self._looked_at > 3 * self._every_s:  # this rank was suspended: earlier observations are invalid
             self._seen.clear()
         self._looked_at = now
         store.add(f"beat/{self._own}", 1)

@@ -1,4 +1,4 @@
-"""What of the watch for failures is in this process: the hooks of the interpreter, the monitor, and `guard`."""
+"""Per-process hooks of the failure monitor: interpreter hooks, the monitor thread and `guard`."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ from booster.failure.failure_report import Failure, is_about_communication
 from booster.failure.monitor import FailureMonitor, exit_now, say
 from booster.failure.operation_log import Operations
 
-# Raised alike on every rank, and a caller may well handle them: they are news only when nobody did.
+# Raised on every rank, and a caller may handle them: they are published only if they stay uncaught.
 _RAISED_ALIKE = (ConfigurationError, StopIteration)
-# The operations after which all members of a process group have issued the same number of collectives on it.
+# Operations after which all members of a process group have issued the same number of collectives on it.
 _COUNTED = ("optimizer.step",)
 _SECOND_LOOK_S = 0.5
 
 
 class _Process:
-    """What `install` set up in this process."""
+    """State that `install` and `report_uncaught` set up in this process."""
 
     monitor: FailureMonitor | None = None
     operations: Operations | None = None
     previous_hook: Callable | None = None
     previous_exit: Callable | None = None
-    exit_code = 0  # what the script gave to sys.exit, unless it went on with other operations
+    exit_code = 0  # argument of sys.exit; reset if the script starts another operation
     failed_with: int | None = None
 
 
 class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`, as contextlib's own are)
-    """Around work that other ranks wait for: an exception in it is made known to them at once, and passes on.
+    """Context manager and decorator for work that other ranks wait for; publishes an exception in it at once.
 
-    It is also what messages about this rank name: the operation that it was in. Costs some microseconds.
+    The exception propagates. Messages about this rank name the operation it was in. The overhead is a few microseconds.
+
+    Args:
+        operation: name of the operation.
     """
 
     def __init__(self, operation: str) -> None:
@@ -63,7 +66,7 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
 
 
 def publish(error: BaseException, operation: str = "") -> Failure | None:
-    """Tell the other ranks that this one failed; they end within 2 s. Returns the job's first failure."""
+    """Tell the other ranks that this one failed; they end within 2 s. Return the job's first failure."""
     monitor = _Process.monitor
     if monitor is None:
         return None
@@ -72,19 +75,20 @@ def publish(error: BaseException, operation: str = "") -> Failure | None:
 
 
 def report_uncaught() -> None:
-    """From now on an uncaught exception of this process is reported once a job, and ends all ranks."""
+    """Install hooks by which an uncaught exception is reported once per job, and ends all ranks."""
     if _Process.previous_hook is None:
         _Process.previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
-        _Process.previous_exit, sys.exit = sys.exit, _exit  # of which no other hook is told
+        _Process.previous_exit, sys.exit = sys.exit, _exit  # sys.exit does not call the exception hook
         atexit.register(_at_exit)
 
 
 @contextlib.contextmanager
 def staying_outermost() -> Iterator[None]:
-    """Around code that wraps `sys.excepthook`, as `init_process_group` does to put the rank before each line.
+    """Keep our exception hook outermost around code that wraps `sys.excepthook`, such as `init_process_group`.
 
-    What it wraps is the hook before ours: a traceback gets its prefix, our one line stays as it is.
+    `init_process_group` installs a hook that prefixes each line with the rank. Here it wraps the hook before ours: a
+    traceback gets its prefix, our one line stays unchanged.
     """
     if sys.excepthook is not _on_uncaught:
         yield
@@ -107,14 +111,14 @@ def install(
     heartbeat_s: float = 60.0,
     timeout_s: float = 1800.0,
 ) -> None:
-    """Wait until all ranks are here, then watch for their failures; `report_uncaught` is included.
+    """Wait for all ranks to join, then start the failure monitor; includes `report_uncaught`.
 
     Args:
-        store: shared by all ranks of this attempt of the job, and used by nobody else.
-        rank, world_size: of this process.
+        store: store shared by all ranks, used only for this attempt of the job and by no other code.
+        rank, world_size: rank of this process and number of ranks.
         store_name, holds_store, heartbeat_s, timeout_s: see `FailureMonitor`.
     Raises:
-        TimeoutError: some rank did not come.
+        TimeoutError: a rank did not join in time.
     """
     report_uncaught()
     if _Process.monitor is not None:
@@ -128,13 +132,13 @@ def install(
 
 
 def _catch_termination(monitor: FailureMonitor) -> None:
-    """SIGTERM reaches the monitor, also while the main thread is blocked in C++. A script's own handler has its way."""
+    """Route SIGTERM to the monitor, even if the main thread is blocked in C++; keep a script's own handler."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
     before = signal.set_wakeup_fd(monitor.wake_descriptor, warn_on_full_buffer=False)
-    if before >= 0:  # an event loop's
+    if before >= 0:  # an event loop has set it
         signal.set_wakeup_fd(before)
         return
     signal.signal(signal.SIGTERM, _on_terminate)
@@ -142,7 +146,7 @@ def _catch_termination(monitor: FailureMonitor) -> None:
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:
-    """Nothing: the monitor has been woken up, and ends the process."""
+    """Do nothing: the wake-up descriptor has woken the monitor, which ends the process."""
 
 
 def _release_termination() -> None:
@@ -152,13 +156,13 @@ def _release_termination() -> None:
 
 
 def _forget() -> None:
-    """A forked process (a worker of a dataloader) is no rank: its signals are none of the monitor's business."""
+    """Restore the default signal handlers in a forked process, such as a DataLoader worker; drop the monitor there."""
     _release_termination()
     _Process.monitor = _Process.operations = None
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """The process's `sys.excepthook`: the job's first error is shown, those that follow from it are not."""
+    """Handle an uncaught exception as `sys.excepthook`: show only the job's first error, not its consequences."""
     monitor = _Process.monitor
     own = Failure.of(error, "", monitor.rank if monitor else 0)
     first = publish(error) or own
@@ -168,20 +172,20 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
         say(first.line())
     _Process.failed_with = first.exit_code
     if monitor is not None:
-        # A launcher ends all ranks as soon as one has, and the store may be this process's: the others get the time
-        # to say what they have to say, and to look into the store once more.
+        # A launcher ends all ranks as soon as one has ended, and this process may host the store: give the others time
+        # to print their messages, and to check the store once more.
         time.sleep(_SECOND_LOOK_S)
         monitor.leave_soon(first.exit_code)
 
 
 def _exit(status: object = None) -> None:
-    """The process's `sys.exit`, which remembers the code."""
+    """Replace `sys.exit`: record the exit code, then call the original."""
     _Process.exit_code = status if isinstance(status, int) else int(status is not None)
     _Process.previous_exit(status)
 
 
 def _at_exit() -> None:
-    """Leave the process group after a success; after a failure leave at once: destroying it may wait for lost ranks."""
+    """Destroy the process group after a success; exit at once after a failure: destroying may wait for lost ranks."""
     if _Process.failed_with is not None:
         exit_now(_Process.failed_with)
     monitor = _Process.monitor

@@ -1,4 +1,4 @@
-"""The thread on every rank that finds out that a rank is dead, stopped or does not take part, and ends the job."""
+"""The thread on every rank that detects dead, stopped or desynchronized ranks, and ends the job."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from booster.logging import get_logger
 _logger = get_logger(__name__)
 _POLL_S = 0.2
 _LOOK_S = 0.5
-# What a rank gets to end by itself, with its own message and clean-up, before it is ended.
+# Time that a rank has to end by itself, with its own message and clean-up, before it is forced to end.
 _GRACE_S = 0.5
 _CLEANUP_S = 1.0
 _STOPPED_S = 3.0
 _STORE_LOST_S = 2.0
-# What a rank that was told to end by its launcher waits for the reason to become known.
+# Time that a rank waits for the reason to become known after its launcher told it to end.
 _REASON_S = 1.0
 _CAUSE_S = 1.5
 _ANSWER_S = 4.0
-_INQUIRY_S = 3.5  # for another rank that is finding out; a launcher kills ranks 5 s after it told them to end
+_INQUIRY_S = 3.5  # for another rank's diagnosis; a launcher kills ranks 5 s after SIGTERM
 _JOIN_POLL_S = 0.05
 _TERMINATED = 128 + signal.SIGTERM
 
 
 class FailureMonitor(threading.Thread):
-    """This rank's view of the job's failure.
+    """Failure monitor thread of this rank.
 
     Args:
-        store: one that all ranks share, for this attempt of the job alone.
-        rank, world_size: of this process.
-        operations: what its main thread does.
+        store: store shared by all ranks, used only for this attempt of the job.
+        rank, world_size: rank of this process and number of ranks.
+        operations: log of the main thread's operations.
         store_name: host and port of the store, for messages.
-        holds_store: whether the store lives in this process.
-        heartbeat_s: after how many seconds without a sign another machine counts as lost; 0 for never.
-        timeout_s: what a collective waits for at most; so do ranks for one another here.
+        holds_store: whether this process hosts the store.
+        heartbeat_s: seconds without a heartbeat after which another machine counts as lost; 0 for never.
+        timeout_s: timeout of a collective; also the longest wait here for all ranks to join.
     Raises:
-        TimeoutError: some rank did not join.
+        TimeoutError: a rank did not join in time.
     """
 
     def __init__(
@@ -94,15 +94,19 @@ class FailureMonitor(threading.Thread):
 
     @property
     def wake_descriptor(self) -> int:
-        """Numbers of signals are written there, one byte each."""
+        """File descriptor to which signal numbers are written, one byte each."""
         return self._wake
 
     def publish(self, failure: Failure) -> Failure:
-        """Make it known unless another was; returns the job's first."""
+        """Publish a failure unless one was published before; return the job's first failure."""
         return self.link.publish(self._with_exit_code(failure))
 
     def cause_of(self, error: BaseException, failure: Failure) -> Failure:
-        """An error of communication mostly follows from what happened to another rank: look for that first."""
+        """Find the cause of a communication error, which mostly follows from the failure of another rank.
+
+        Returns:
+            The failure of the other rank, or `failure` if there is none.
+        """
         self.main.failed_wait = wait_of_error(error)
         known = self._wait_for_failure(_CAUSE_S)
         if known is not None:
@@ -111,10 +115,10 @@ class FailureMonitor(threading.Thread):
         well = next((peer for peer in dead if peer.ended_well or self._statuses.get(peer.rank) == 0), None)
         if well is not None:
             return self._found(well.rank, "has ended", well.phrase())
-        if dead:  # the thread that has seen it finds out why
+        if dead:  # the monitor thread that saw it determines the cause
             return self._wait_for_failure(_ANSWER_S + _INQUIRY_S) or failure
         found = self.link.ask(self.inquiries.look_into, DesyncReport(), _ANSWER_S)
-        # Where nothing was found another rank is asking around.
+        # An empty report mostly means that another rank leads an inquiry.
         known = self.link.failure or found.mismatch or self._wait_for_failure(0.0 if found.where else _INQUIRY_S)
         if known is not None:
             return known
@@ -123,7 +127,7 @@ class FailureMonitor(threading.Thread):
         return self._silence(found) if found.silent else failure
 
     def _silence(self, found: DesyncReport) -> Failure:
-        """Ranks of other machines, whose processes nobody here can look at."""
+        """Return the failure for ranks that do not answer and whose processes run on other machines."""
         first, *rest = found.silent
         more = f" and neither does {ranks_text(rest)}" if rest else ""
         return Failure.found(
@@ -142,28 +146,28 @@ class FailureMonitor(threading.Thread):
         return Failure.found(self.rank, message, self.operations.phrase)
 
     def may_speak(self) -> bool:
-        """True on one rank of the job, or of this machine where the store is gone: the one that prints the line."""
+        """Return True on the one rank of the job (of this machine if the store is gone) that prints the message."""
         pages = {peer.rank: peer.page for peer in self.peers} | {self.rank: self.operations.page}
         page = pages[min(pages)]
         return (page is None or page.take_word()) and self.link.may_speak()
 
     def leave_soon(self, exit_code: int) -> None:
-        """Let the process end by itself; if it does not, end it: an exit handler may wait for a rank that is gone."""
+        """End the process if it does not end by itself soon: an exit handler may wait for a lost rank."""
         self._exit_code = exit_code
         self._leave_at = time.monotonic() + _CLEANUP_S
 
     def say_ended(self, exit_code: int = 0) -> None:
-        """The script is over: from now on the end of this process is none that others should worry about.
+        """Record that the script has ended, so that other ranks do not take the end of this process for a failure.
 
         Args:
-            exit_code: what the script gave to `sys.exit`; that of the job, if somebody waits for this rank.
+            exit_code: argument of the script's `sys.exit`; the job's exit code if another rank waits for this one.
         """
         if self.operations.page is not None:
             self.operations.page.set_ended(exit_code)
         self.link.ask(self.inquiries.say_ended, None)
 
     def stop(self) -> None:
-        """End the threads, and let the others know if they are about to lose the store."""
+        """Stop the threads; tell the other ranks first if this process hosts the store."""
         if self.holds_store:
             self.link.announce_end(self.world_size - 1, patience_s=2.0)
         self._stopped.set()
@@ -186,11 +190,11 @@ class FailureMonitor(threading.Thread):
                 self._end_as_told()
             try:
                 self._look()
-            except Exception as error:  # the watch must not end because one look went wrong
+            except Exception as error:  # one failed check must not end the monitor
                 _logger.debug("%s: %s", type(error).__name__, error)
 
     def _sleep(self) -> bool:
-        """Until something happens, for 0.2 s at most; whether the launcher told this process to end."""
+        """Sleep until an event, for 0.2 s at most; return whether the launcher told this process to end."""
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
         for peer in self.peers:
@@ -213,7 +217,7 @@ class FailureMonitor(threading.Thread):
         if self.link.failure is None and lost is not None and now - lost > _STORE_LOST_S and not self._store_may_go():
             self._conclude(self._loss_of_store())
         failure = self.link.failure
-        # A rank that raised ends by itself, after what clean-up it has; one of which others found out does not.
+        # A rank that raised ends by itself after its clean-up; a rank whose failure others detected does not.
         if failure is not None and (failure.rank != self.rank or not failure.kind):
             self._follow(failure)
 
@@ -229,20 +233,20 @@ class FailureMonitor(threading.Thread):
             stopped.kill()
 
     def _has_spoken(self) -> bool:
-        """Whether a failure is known, now that a process has ended: it may have said why itself."""
+        """Return whether a failure is known; a process that has ended may have published the reason itself."""
         if self.link.failure is None:
             self.link.refresh()
         return self.link.failure is not None
 
     def _mismatch_behind(self, status: int | None) -> Failure | None:
-        """Gloo aborts a process that receives more than it asked for: who called something else is at fault."""
+        """Return the collective mismatch behind a SIGABRT, if any: gloo aborts a process that receives too much."""
         if status is None or status & 0x7F != signal.SIGABRT:
             return None
         found = self.link.ask(self.inquiries.look_into, DesyncReport(), _ANSWER_S)
         return found.mismatch or self._wait_for_failure(0.0 if found.where else _INQUIRY_S)
 
     def _wait_for_failure(self, limit_s: float) -> Failure | None:
-        """Another rank may be finding out."""
+        """Wait up to `limit_s` for another rank to publish a failure."""
         until = time.monotonic() + limit_s
         while self.link.failure is None and time.monotonic() < until:
             self.link.refresh()
@@ -256,7 +260,7 @@ class FailureMonitor(threading.Thread):
         return replace(found, message=found.message + why)
 
     def _found(self, rank: int, what: str, phrase: str) -> Failure:
-        """The line about a rank, with what the ranks of this machine were doing."""
+        """Return the failure of a rank; its message says what the ranks of this machine were doing."""
         others = {peer.rank: peer.phrase() for peer in self.peers if peer.rank != rank and not peer.ended_well}
         others[self.rank] = self._doing()
         together: dict[str, list[int]] = {}
@@ -269,7 +273,7 @@ class FailureMonitor(threading.Thread):
         return Failure.found(rank, f"{what} {phrase}".rstrip() + f"; {rest}", phrase)
 
     def _doing(self) -> str:
-        """What this rank does, in words."""
+        """Describe what this rank is doing."""
         wait = self.main.failed_wait or current_wait()
         return f"{self.operations.phrase}, {wait.text()}" if wait else self.operations.phrase
 
@@ -286,7 +290,7 @@ class FailureMonitor(threading.Thread):
         )
 
     def _conclude(self, failure: Failure) -> None:
-        """A failure was found; the first of the job is what counts."""
+        """Publish a failure that was detected; only the first failure of the job counts."""
         failure = self._with_exit_code(failure)
         if threading.current_thread() is self.link:
             self.link.publish_here(failure)
@@ -294,7 +298,7 @@ class FailureMonitor(threading.Thread):
             self.link.publish(failure)
 
     def _with_exit_code(self, failure: Failure) -> Failure:
-        """What was found out about a rank of this machine that ended by `sys.exit`, with what it gave to that."""
+        """Add the exit code to the failure of a rank of this machine that ended by `sys.exit`."""
         pages = (peer.page for peer in self.peers if peer.rank == failure.rank and peer.ended_well)
         code = next((page.exit_code for page in pages), 0)
         if not code or failure.kind:
@@ -302,7 +306,7 @@ class FailureMonitor(threading.Thread):
         return replace(failure, message=f"called sys.exit({code}): it {failure.message}", exit_code=code)
 
     def _end_as_told(self) -> None:
-        """SIGTERM: the launcher knows that a rank has ended, but not why. Say it, if anything is known by now."""
+        """End after SIGTERM: the launcher knows that a rank has ended, but not why. Print the reason if it is known."""
         until = time.monotonic() + _REASON_S
         while self.link.failure is None and time.monotonic() < until:
             self.link.refresh()
@@ -315,7 +319,7 @@ class FailureMonitor(threading.Thread):
         self._follow(self.link.failure)
 
     def _follow(self, failure: Failure) -> None:
-        """End this rank because another failed, unless the main thread is ending already."""
+        """End this rank because another one failed, unless the main thread is ending already."""
         if self._stopped.wait(_GRACE_S) or self._leave_at is not None:
             return
         if self.may_speak():
@@ -324,7 +328,7 @@ class FailureMonitor(threading.Thread):
 
 
 def _exchange(store: dist.Store, rank: int, world_size: int, own: Address, timeout_s: float) -> list[Address]:
-    """Every rank's address; waits for all of them."""
+    """Publish this rank's address; wait for the addresses of all ranks and return them."""
     keys = [f"address/{other}" for other in range(world_size)]
     store.set(keys[rank], json.dumps(asdict(own)))
     until = time.monotonic() + timeout_s
@@ -340,7 +344,7 @@ def _exchange(store: dist.Store, rank: int, world_size: int, own: Address, timeo
 
 
 def say(line: str) -> None:
-    """One write, so that lines of two ranks cannot mix."""
+    """Print a line to stderr, and to the report file if there is one; in one write, so that lines cannot mix."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""What this rank's main thread is doing, as its other threads and the other processes of this machine can read it.
+"""Log of the main thread's operations, readable by other threads and by the other ranks of this machine.
 
-Costs a microsecond a call: a few bytes are written to a page of memory that the other ranks of the machine have mapped,
-and that they can still read when this process is gone.
+A call costs a microsecond: it writes a few bytes to a memory page that the other ranks of the machine have mapped, and
+can still read after this process has ended.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-_ENDED, _SPOKEN, _CODE = 0, 1, 2  # bytes of the page: two flags, and what the script gave to sys.exit
+_ENDED, _SPOKEN, _CODE = 0, 1, 2  # bytes of the page: two flags, and the exit code
 _PHRASE, _PLACE = slice(64, 512), slice(512, 1024)
 _SIZE = mmap.PAGESIZE
 _KEPT_POINTS = 4096
 
 
 class SharedStatus:
-    """The memory that a rank shares with the others of its machine. It has no name and goes with the last process.
+    """Memory page that a rank shares with the others of its machine; freed when the last process ends.
 
     Args:
-        path: of another rank's page, under /proc; None to make one's own.
+        path: path of another rank's page under /proc; None to create this rank's own page.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -33,12 +33,12 @@ class SharedStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether the rank's script came to its end."""
+        """Whether the rank's script has ended."""
         return self._map[_ENDED] == 1
 
     @property
     def exit_code(self) -> int:
-        """What the rank's script gave to `sys.exit` at its end, else 0."""
+        """Exit code that the rank's script passed to `sys.exit` at its end, else 0."""
         return self._map[_CODE]
 
     def set_ended(self, exit_code: int = 0) -> None:
@@ -46,7 +46,7 @@ class SharedStatus:
         self._map[_ENDED] = 1
 
     def take_word(self) -> bool:
-        """True for the first process that asks."""
+        """Return True to the first process that calls this: only that process prints the failure."""
         try:
             os.lockf(self.descriptor, os.F_LOCK, 0)
             first = self._map[_SPOKEN] == 0
@@ -58,7 +58,7 @@ class SharedStatus:
 
     @property
     def phrase(self) -> str:
-        """`in booster.execute_pipeline (call 3)`."""
+        """Current operation, such as `in booster.execute_pipeline (call 3)`."""
         return self._read(_PHRASE)
 
     @phrase.setter
@@ -67,7 +67,7 @@ class SharedStatus:
 
     @property
     def place(self) -> str:
-        """Where it has been waiting for long, empty where it has not."""
+        """Where the main thread has been blocked; empty if it is not."""
         return self._read(_PLACE)
 
     @place.setter
@@ -83,11 +83,11 @@ class SharedStatus:
 
 
 class Operations:
-    """The calls that the main thread has made and is in.
+    """Log of the operations that the main thread has called and is in.
 
     Attributes:
-        calls, completed: how often each operation was begun, and ended well.
-        points: (call number, what was counted there) of the latest `optimizer.step`s.
+        calls, completed: how often each operation was started, and completed without an error.
+        points: (call number, counts at its end) of the latest `optimizer.step` calls.
     """
 
     def __init__(self) -> None:
@@ -100,17 +100,17 @@ class Operations:
 
     @property
     def current(self) -> tuple[str, int]:
-        """The innermost operation and which call of it this is; ("", 0) outside of all."""
+        """Innermost operation and its call number; ("", 0) outside of any operation."""
         inside = self._inside[-1:]
         return (inside[0], self.calls[inside[0]]) if inside else ("", 0)
 
     @property
     def phrase(self) -> str:
-        """What to say of it."""
+        """Description of the current operation, for messages."""
         return self._phrase
 
     def enter(self, operation: str) -> None:
-        """The main thread begins an operation."""
+        """Record that the main thread starts an operation; ignored in other threads."""
         if threading.current_thread() is not threading.main_thread():
             return
         number = self.calls[operation] = self.calls.get(operation, 0) + 1
@@ -118,7 +118,13 @@ class Operations:
         self._say(f"in {operation} (call {number})")
 
     def leave(self, operation: str, well: bool, count: Callable[[], dict[str, int]] | None = None) -> None:
-        """The main thread ends the operation; `count` is noted as a point that all ranks reach alike."""
+        """Record that the main thread ends an operation; ignored in other threads.
+
+        Args:
+            operation: operation that ends.
+            well: whether it completed without an error.
+            count: returns the counts to record in `points`, for an operation after which they agree on all ranks.
+        """
         if threading.current_thread() is not threading.main_thread() or not self._inside:
             return
         self._inside.pop()

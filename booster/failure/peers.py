@@ -1,4 +1,4 @@
-"""The ranks of this machine as processes: which have ended, and which are stopped."""
+"""Process state of the other ranks of this machine: ended, stopped or running."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from booster.failure.operation_log import SharedStatus
 
-_STOPPED = "T"  # by a signal; a debugger's is "t"
+_STOPPED = "T"  # stopped by a signal; "t" is stopped by a debugger
 _DEAD = ("Z", "X")
 _STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the command's name
 
 
 def machine() -> str:
-    """The same for processes that see each other under /proc."""
+    """Return an identifier of this machine, equal for processes that see each other under /proc."""
     boot = _read("/proc/sys/kernel/random/boot_id")
     try:
         namespace = os.readlink("/proc/self/ns/pid")
@@ -30,7 +30,7 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank is. The start time tells a process from a later one with the same number."""
+    """Machine and process of a rank. The start time distinguishes a process from a later one with the same pid."""
 
     machine: str
     pid: int
@@ -39,7 +39,7 @@ class Address:
 
     @classmethod
     def own(cls, page: SharedStatus | None) -> Address:
-        """Of this process."""
+        """Return the address of this process."""
         fields = _stat(os.getpid())
         return cls(machine(), os.getpid(), fields[_START_TIME] if fields else "", page.descriptor if page else -1)
 
@@ -48,8 +48,8 @@ class Peer:
     """Another rank on this machine.
 
     Args:
-        rank: its number.
-        address: where it is.
+        rank: the other rank.
+        address: its machine and process.
     """
 
     def __init__(self, rank: int, address: Address) -> None:
@@ -64,11 +64,11 @@ class Peer:
 
     @property
     def ended_well(self) -> bool:
-        """Whether its script came to its end."""
+        """Whether the rank's script has ended."""
         return self.page is not None and self.page.ended
 
     def is_dead(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         if self.handle is not None:
             poll = select.poll()
             poll.register(self.handle, select.POLLIN)
@@ -77,23 +77,23 @@ class Peer:
         return fields is None or fields[_STATE] in _DEAD
 
     def status(self) -> int | None:
-        """How it ended, as `wait` would say; None once its parent has asked."""
+        """Return the wait status of an ended process; None if it runs or its parent has reaped it."""
         fields = self._fields()
         return int(fields[-1]) if fields is not None and fields[_STATE] in _DEAD else None
 
     def is_stopped(self) -> bool:
-        """Whether a signal stopped it."""
+        """Return whether a signal has stopped the process."""
         fields = self._fields()
         return fields is not None and fields[_STATE] == _STOPPED
 
     def kill(self) -> None:
-        """End it; no other signal reaches a stopped process."""
+        """Send SIGKILL: a stopped process reacts to no other signal."""
         if self._fields() is not None:
             with contextlib.suppress(OSError):
                 os.kill(self.address.pid, signal.SIGKILL)
 
     def phrase(self) -> str:
-        """What it was doing."""
+        """Describe what the rank was doing."""
         if self.page is None:
             return ""
         return f"{self.page.phrase}, {self.page.place}" if self.page.place else self.page.phrase
@@ -104,13 +104,13 @@ class Peer:
 
 
 class StoppedPeers:
-    """Finds ranks that are stopped while this one runs.
+    """Detector of ranks that are stopped while this one runs.
 
-    Where the whole job is suspended and resumed, looks are interrupted, and all counting starts anew.
+    If the whole job is suspended and resumed, the gap between two looks is too long, and all timers restart.
 
     Args:
-        after_s: how long a rank has to be stopped.
-        longest_gap_s: between two looks, else this rank was not running itself.
+        after_s: seconds that a rank must be stopped.
+        longest_gap_s: longest gap between two looks; after a longer one, this rank was not running itself.
     """
 
     def __init__(self, after_s: float, longest_gap_s: float = 1.0) -> None:
@@ -118,7 +118,7 @@ class StoppedPeers:
         self._looked_at = time.monotonic()
 
     def look(self, peers: list[Peer]) -> Peer | None:
-        """The first rank that has been stopped for long enough."""
+        """Return the first rank that has been stopped for at least `after_s` seconds."""
         now = time.monotonic()
         interrupted = now - self._looked_at > self.longest_gap_s
         self._looked_at = now

@@ -1,4 +1,4 @@
-"""Whether the main thread waits for other ranks, and in which line: read off its stack, without instrumentation."""
+"""Probe of the main thread's stack: whether it waits for other ranks, and at which line. No instrumentation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _WRAPPERS = ("wrapper", "_fn", "inner")
 _WAITING_WORDS = (".wait(", "wait_tensor(")
 _ENGINE = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _SHOWN_PARTS = 3
-# A waiting rank's network threads, one a process group, wake up a hundred times a second, each at up to half a percent
-# of a core.
+# The network threads of a waiting rank, one per process group, wake up a hundred times a second; each uses up to half a
+# percent of a core.
 _IDLE_SHARE = 0.02
 _IDLE_SHARE_OF_A_GROUP = 0.005
 _LEAST_CPU_S = 0.02
-_LONGEST_GAP_S = 2.0  # between two looks, else this process was suspended
+_LONGEST_GAP_S = 2.0  # between two looks; after a longer gap this process was suspended
 _GLOO_WORKERS, _GLOO_NETWORK = "pt_gloo_runloop", "gloo_tcp_loop"
 _WAITING_CODE: set[CodeType] = set()
 Function = TypeVar("Function", bound=Callable)
 
 
 def waits_for_ranks(function: Function) -> Function:
-    """Decorates functions that block until another rank does something, by other means than torch's."""
+    """Mark a function that blocks until another rank acts, by other means than torch's collectives."""
     _WAITING_CODE.add(function.__code__)
     return function
 
@@ -51,17 +51,17 @@ class Wait:
 
 
 def wait_of(frame: FrameType | None) -> Wait | None:
-    """The wait that a stack is in, None where it is in anything else.
+    """Return the wait that a stack is in; None if it does not wait for ranks.
 
     Args:
-        frame: the innermost.
+        frame: innermost frame of the stack.
     """
     if frame is None:
         return None
     inside = frame.f_code.co_filename
     if inside.startswith(_STANDARD_LIBRARY) and not inside.startswith(
         _SITE_PACKAGES
-    ):  # a lock, a queue, another process: not for other ranks
+    ):  # it waits for a lock, a queue or another process, not for ranks
         return None
     if not (_DISTRIBUTED in inside or _is_marked(frame) or any(word in _line(frame) for word in _WAITING_WORDS)):
         return None
@@ -74,7 +74,7 @@ def wait_of(frame: FrameType | None) -> Wait | None:
 
 
 def current_wait() -> Wait | None:
-    """What the main thread waits in; where it runs a backward pass on a device, what the device's thread waits in."""
+    """Return the main thread's wait; during a backward pass on a device, the wait of the device's thread."""
     frames = sys._current_frames()
     main = frames.get(threading.main_thread().ident)
     found = wait_of(main)
@@ -85,7 +85,7 @@ def current_wait() -> Wait | None:
 
 
 def wait_of_error(error: BaseException) -> Wait | None:
-    """The wait that an exception came out of."""
+    """Return the wait from which an exception was raised; None if it was raised elsewhere."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -93,12 +93,12 @@ def wait_of_error(error: BaseException) -> Wait | None:
 
 
 class MainThreadProbe:
-    """Follows how long the main thread has been in one wait without anything happening in this process.
+    """Measures how long the main thread has been in one wait while this process is idle.
 
     Attributes:
-        wait: the wait that nothing has come out of since the look before; None where the main thread goes on.
-        failed_wait: the wait that ended in an error, as a rank that is gone or does not come lets it.
-        own_threads: threads of the watch itself, which do not count.
+        wait: the wait that has been idle since the previous look; None if the main thread makes progress.
+        failed_wait: the wait that ended in an error, for example because a rank is lost or late.
+        own_threads: threads of the failure monitor, which are not counted.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class MainThreadProbe:
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
-        """To be called twice a second."""
+        """Update the state; called twice a second."""
         now = time.monotonic()
         suspended = now - self._looked_at > _LONGEST_GAP_S
         self._looked_at = now
@@ -127,20 +127,20 @@ class MainThreadProbe:
 
     @property
     def blocked_s(self) -> float:
-        """For how long nothing has happened; 0 where the main thread does not wait for other ranks."""
+        """Seconds for which this process has been idle; 0 if the main thread does not wait for other ranks."""
         began = self._activity
         return 0.0 if self.wait is None or began is None else time.monotonic() - began.at
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What the threads of this process have done up to a moment.
+    """Activity of this process's threads up to a point in time.
 
     Attributes:
-        at: the moment.
-        slices: how often the main thread and gloo's workers have run.
-        cpu: seconds that all threads have used, those of the watch left out.
-        groups: threads that look for data from other ranks.
+        at: the point in time.
+        slices: number of time slices of the main thread and of each gloo worker.
+        cpu: CPU seconds of all threads except the failure monitor's.
+        groups: number of gloo network threads, which receive data from other ranks.
     """
 
     at: float
@@ -150,7 +150,7 @@ class Activity:
 
     @classmethod
     def now(cls, own_threads: set[int]) -> Activity | None:
-        """None where the system does not tell, so that nothing can be proved."""
+        """Measure the activity so far; None if the system does not report it, so that nothing can be proved."""
         slices, cpu, groups = [], 0.0, 0
         for task in _tasks():
             if int(task.name) in own_threads:
@@ -167,7 +167,7 @@ class Activity:
         return cls(time.monotonic(), tuple(slices), cpu, groups) if slices else None
 
     def is_idle_since(self, before: Activity) -> bool:
-        """Whether no data came or went and nothing was computed."""
+        """Return whether no data was sent or received and nothing was computed since `before`."""
         share = _IDLE_SHARE + _IDLE_SHARE_OF_A_GROUP * self.groups
         allowed = max(share * (self.at - before.at), _LEAST_CPU_S)
         return self.slices == before.slices and self.cpu - before.cpu <= allowed
@@ -181,7 +181,7 @@ def _tasks() -> list[Path]:
 
 
 def _instruction() -> tuple[int, int] | None:
-    """Of the main thread: changes as soon as it goes on."""
+    """Return an identifier of the main thread's current instruction; it changes as soon as the thread proceeds."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     return None if frame is None else (id(frame), frame.f_lasti)
 

@@ -1,6 +1,6 @@
-"""This rank's line to the others, over the job's store. All calls to the store are made by one thread of its own.
+"""Client of the job's store, by which ranks exchange failures. A separate thread makes all calls to the store.
 
-A store that hangs (its process is stopped) must keep nobody from looking at the processes of this machine.
+A store that hangs (its process is stopped) must not block the monitoring of the processes of this machine.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _SPEAKER, _SEEN_CLOSING = "speaker", "seen-closing"
 
 
 class StoreClient(threading.Thread):
-    """The thread that talks to the store.
+    """Thread that makes all calls to the store.
 
     Args:
-        store: of this attempt of the job.
+        store: store of this attempt of the job.
         rank: this rank.
 
     Attributes:
-        failure: the job's, once it is known.
-        closing: whether the rank that holds the store is about to end well.
-        lost_since: when the store stopped answering because its process is gone; None while it is there.
+        failure: the job's failure, once it is known.
+        closing: whether the rank that hosts the store is about to end normally.
+        lost_since: time at which the store was lost because its process has ended; None while it is available.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -52,12 +52,12 @@ class StoreClient(threading.Thread):
         self.failure: Failure | None = None
         self.closing = False
         self.lost_since: float | None = None
-        self.periodic_tasks: list[Callable[[dist.Store], None]] = []  # run at each look
+        self.periodic_tasks: list[Callable[[dist.Store], None]] = []  # run at each poll
 
     # ----- for other threads -----
 
     def ask(self, call: Callable[[dist.Store], Value], default: Value, timeout_s: float = 1.0) -> Value:
-        """Have `call` made on the store; `default` if that fails or takes longer."""
+        """Run `call` on the store in the client's thread; return `default` if it fails or takes too long."""
         future: Future[Value] = Future()
         self._requests.put((call, future))
         try:
@@ -66,26 +66,26 @@ class StoreClient(threading.Thread):
             return default
 
     def publish(self, failure: Failure) -> Failure:
-        """Make it known unless another was; returns the job's first."""
+        """Publish a failure unless one was published before; return the job's first failure."""
         if self.failure is None:
             self.failure = self.ask(lambda store: _publish(store, failure), failure)
         return self.failure
 
     def publish_here(self, failure: Failure) -> None:
-        """The same, for duties, which run in this thread."""
+        """Publish a failure from a periodic task, which runs in this thread."""
         if self.failure is None:
             self.failure = _publish(self._store, failure)
 
     def refresh(self) -> None:
-        """Look for a failure now."""
+        """Check the store for a failure now."""
         self.ask(lambda store: self._read_news() if store.check([_NEWS]) else None, None)
 
     def may_speak(self) -> bool:
-        """True on one rank of the job, and wherever the store does not answer."""
+        """Return True on one rank of the job, and on every rank if the store does not answer."""
         return self.lost_since is not None or self.ask(lambda store: store.add(_SPEAKER, 1) == 1, True)
 
     def announce_end(self, num_others: int, patience_s: float) -> None:
-        """To be called by the rank that holds the store: the others are told that losing it means nothing."""
+        """Tell the other ranks that losing the store is no failure; called by the rank that hosts the store."""
 
         def announce(store: dist.Store) -> int:
             store.set(_CLOSING, "1")
@@ -99,7 +99,7 @@ class StoreClient(threading.Thread):
             seen = self.ask(lambda store: store.add(_SEEN_CLOSING, 0), num_others)
 
     def stop(self) -> None:
-        """End the thread: one that is inside the store's C++ code when the interpreter goes would abort it."""
+        """End the thread: the process would abort if it were in the store's C++ code at interpreter shutdown."""
         self.ask(lambda store: store.add(_SEEN_CLOSING, 1), 0)
         self._requests.put(None)
         self.join(2.0)
@@ -114,7 +114,7 @@ class StoreClient(threading.Thread):
                 if request is None:
                     return
                 self._answer(*request)
-            # However many requests there are: other ranks wait for what the duties answer.
+            # Also while requests keep coming: other ranks wait for the answers of the periodic tasks.
             if time.monotonic() >= next_look:
                 self._look()
                 next_look = time.monotonic() + _POLL_S
@@ -138,7 +138,7 @@ class StoreClient(threading.Thread):
         for duty in self.periodic_tasks:
             try:
                 duty(self._store)
-            except Exception as error:  # the store goes away, or a process group is being taken down
+            except Exception as error:  # the store is lost, or a process group is being destroyed
                 _logger.debug("%s: %s", type(error).__name__, error)
 
     def _read_news(self) -> None:

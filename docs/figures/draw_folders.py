@@ -1,6 +1,6 @@
-"""The order of the library's folders, found from its imports: `python docs/figures/draw_folders.py`.
+"""Layering of the library's folders, derived from its imports: `python docs/figures/draw_folders.py`.
 
-Writes the blocks of docs/architecture.md: each line imports from lines below it alone.
+The script writes the blocks of docs/architecture.md: each line imports only from lines below it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACKAGES = ("plugins/hybrid_parallel", "booster", "shardformer")
 
 
 def folder_of(module: str, package: str) -> str | None:
-    """The file or folder of `package` in which a module lies: `zero/`, `plugin.py`; None for one of elsewhere."""
+    """Return the file or folder of `package` that contains a module: `zero/`, `plugin.py`; None if it is elsewhere."""
     inside = module.removeprefix(package.replace("/", ".") + ".")
     if inside == module:
         return None
@@ -25,7 +25,7 @@ def folder_of(module: str, package: str) -> str | None:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports, wherever in it."""
+    """Yield the dotted names that a file imports, at any level of nesting."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -34,7 +34,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def graph_of(package: str) -> dict[str, set[str]]:
-    """File or folder at the top of a package -> those that it imports from."""
+    """Return file or folder at the top of a package -> the files and folders that it imports from."""
     graph: dict[str, set[str]] = {}
     for path in sorted((REPOSITORY / package).rglob("*.py")):
         parts = path.relative_to(REPOSITORY / package).parts
@@ -48,10 +48,10 @@ def graph_of(package: str) -> dict[str, set[str]]:
 
 
 def levels_of(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Lowest first: each level imports from lower ones alone.
+    """Sort the graph into levels, lowest first: each level imports only from lower ones.
 
     Raises:
-        ValueError: the imports go in a circle.
+        ValueError: the imports form a cycle.
     """
     levels: list[list[str]] = []
     placed: set[str] = set()
@@ -65,13 +65,13 @@ def levels_of(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def picture_of(package: str) -> str:
-    """The levels as text, the highest first."""
+    """Format the levels as text, highest first."""
     levels = [" ".join(level) for level in reversed(levels_of(graph_of(package)))]
     return "\n".join(f"{len(levels) - number:2}  {level}" for number, level in enumerate(levels))
 
 
 def with_pictures(page: str) -> str:
-    """The page with its blocks written anew."""
+    """Return the page with updated blocks."""
     for package in PACKAGES:
         mark = f"<!-- folders of {package} -->"
         block = f"{mark}\n```text\n{picture_of(package)}\n```"

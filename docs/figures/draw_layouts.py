@@ -1,9 +1,9 @@
-"""Draws `layouts.svg`: what each of four ranks holds under a few layouts.
+"""Drawing of `layouts.svg`: the parts of the model that each of four ranks holds under several layouts.
 
     python docs/figures/draw_layouts.py [FILE]
 
-One rectangle of blocks is one copy of the model. Layers run upwards and are cut into pipeline stages; weights run from
-left to right and are cut over the tensor-parallel ranks; copies side by side are data-parallel replicas.
+One rectangle of blocks is one copy of the model. Layers run upwards and are split into pipeline stages; weights run
+from left to right and are sharded over the tensor-parallel ranks; copies side by side are data-parallel replicas.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Layout:
         return " · ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
 
     def rank(self, stage: int, replica: int, column: int) -> int:
-        """The global rank of a place in the mesh, whose last axis (tp) varies fastest."""
+        """Return the global rank at a mesh coordinate; the last axis (tp) varies fastest."""
         return (stage * self.dp_size + replica) * self.tp_size + column
 
     def stage_of(self, row: int) -> int:
-        """The stage of a row: layers are split evenly, the embedding is with the first, the head with the last."""
+        """Return the stage of a row: layers are split evenly; the first stage has the embedding, the last the head."""
         num_layers = len(ROWS) - 2
         layer = min(max(row - 1, 0), num_layers - 1)
         return layer * self.pp_size // num_layers
@@ -62,9 +62,9 @@ LAYOUTS = (
 
 
 def main() -> None:
-    """Draw into the file that was named, or beside this script."""
+    """Write the figure to the given file, or next to this script."""
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("layouts.svg")
-    # Text stays text, and two runs write the same file.
+    # Keep text as text, and make the output reproducible.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "layouts", "font.family": "sans-serif"})
     figure, panels = pyplot.subplots(2, 3, figsize=(11, 6.2), layout="constrained")
     for panel, layout in zip(panels.flat, LAYOUTS, strict=True):
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def draw(panel: Axes, layout: Layout) -> None:
-    """One panel: all copies of the model under one layout."""
+    """Draw one panel: all copies of the model under one layout."""
     for replica in range(layout.dp_size):
         left = replica * (COPY_WIDTH + GAP)
         for row in range(len(ROWS)):
@@ -90,13 +90,13 @@ def draw(panel: Axes, layout: Layout) -> None:
 
 
 def draw_block(panel: Axes, left: float, row: int, width: float, rank: int) -> None:
-    """The part of one row's weights that a rank holds."""
+    """Draw the part of one row's weights that a rank holds."""
     panel.add_patch(Rectangle((left, row), width, 1, facecolor=COLOURS[rank], edgecolor="white", linewidth=1.5))
     panel.text(left + width / 2, row + 0.5, f"rank {rank}", ha="center", va="center", color="white", fontsize=6.5)
 
 
 def samples_of(replica: int, dp_size: int) -> str:
-    """Which samples of a global batch of 16 a replica gets."""
+    """Return a label with the samples of a global batch of 16 that a replica gets."""
     share = 16 // dp_size
     return f"samples {replica * share}-{(replica + 1) * share - 1}"
 

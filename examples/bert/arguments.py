@@ -1,4 +1,4 @@
-"""Command lines of scripts that run on many ranks: a message is printed once, not once a rank."""
+"""Command lines of multi-rank scripts: a message is printed once, not once per rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import IO, Any, NoReturn
 
 
 class RankParser(argparse.ArgumentParser):
-    """An argument parser that speaks on rank 0 only, and in one sentence."""
+    """Argument parser that prints on rank 0 only, and reports an error as one sentence."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options)
@@ -22,12 +22,12 @@ class RankParser(argparse.ArgumentParser):
 
 
 def positive_int(text: str) -> int:
-    """An integer of at least 1, for `type=`."""
+    """Parse an integer of at least 1, for `type=`."""
     return _checked(text, int, "an integer of at least 1", lambda value: value >= 1)
 
 
 def positive_float(text: str) -> float:
-    """A finite number above 0, for `type=`."""
+    """Parse a finite number above 0, for `type=`."""
     return _checked(text, float, "a number above 0", lambda value: 0 < value < float("inf"))
 
 

@@ -1,9 +1,10 @@
-"""Convergence benchmark: the same fine-tuning unsharded and under four layouts, as a table and a plot.
+"""Convergence benchmark: the same fine-tuning run unsharded and under four layouts, as a table and a plot.
 
     python examples/bert/convergence.py --data-dir DIR --output runs/convergence
 
-Every run sees the same global batches of 16 pairs in the same order from the same weights, without dropout. In exact
-arithmetic all loss curves were one; the table says how far each is from the unsharded one over the first 100 steps.
+Every run starts from the same weights and sees the same global batches of 16 pairs in the same order, without dropout.
+In exact arithmetic all loss curves would be equal; the table shows how far each one is from the unsharded one over the
+first 100 steps.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _RUN_SCRIPT = Path(__file__).with_name("convergence_run.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is asked for, compare, report; the exit code."""
+    """Run the requested layouts, compare and report them; return the exit code."""
     options = parse_arguments(arguments)
     try:
         prepare_directory(options.output, "--output")
-        load_pairs(options.task, options.data_dir, options.seed)  # refuses bad data before anything runs
+        load_pairs(options.task, options.data_dir, options.seed)  # rejects bad data before anything runs
         results = {name: result_of(LAYOUTS[name], options) for name in options.layouts}
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a run, and which runs."""
+    """Parse the options of a run and the layouts to run."""
     parser = RankParser(description="Compare the loss curves and results of layouts on MRPC.", parents=[run_parser()])
     parser.add_argument(
         "--layouts",
@@ -74,7 +75,7 @@ def _layout_names(text: str) -> list[str]:
 
 
 def result_of(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
-    """Losses and metrics of one layout, from an earlier run if `--reuse` finds one."""
+    """Return losses and metrics of one layout, from an earlier run if `--reuse` finds one."""
     path = options.output / f"{layout.name}.json"
     if options.reuse and path.is_file():
         result = json.loads(path.read_text())
@@ -85,7 +86,7 @@ def result_of(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(layout: Layout, options: argparse.Namespace) -> list[str]:
-    """How to start one run: plain Python for the reference, `booster run` for a layout."""
+    """Return the command of one run: plain Python for the reference, `booster run` for a layout."""
     launcher = ["-m", "booster", "run", "--nproc-per-node", str(layout.num_ranks)]
     given = {**settings_of(options), "layout": layout.name, "data_dir": options.data_dir, "output": options.output}
     flags = [
@@ -98,12 +99,12 @@ def command(layout: Layout, options: argparse.Namespace) -> list[str]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Ranks share the cores: one thread each, unless the caller says otherwise."""
+    """Return the environment of a run: one thread per rank, as ranks share the cores, unless the caller sets it."""
     return {**({"OMP_NUM_THREADS": "1"} if layout.is_sharded else {}), **os.environ}
 
 
 def report(results: dict[str, dict[str, Any]], output: Path) -> None:
-    """The table on the terminal and in `table.md`, the curves in `curves.png`."""
+    """Print the table, and write it to `table.md` and the curves to `curves.png`."""
     rows = [_row(LAYOUTS[name], result, results.get(REFERENCE)) for name, result in results.items()]
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *rows]
     (output / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
@@ -120,7 +121,7 @@ def _row(layout: Layout, result: dict[str, Any], reference: dict[str, Any] | Non
 
 
 def largest_relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Over the first 100 steps that both have."""
+    """Return the largest relative difference over the first 100 steps that both runs have."""
     compared = list(zip(losses, reference, strict=False))[:_COMPARED_STEPS]
     return max(abs(loss - expected) / abs(expected) for loss, expected in compared)
 

@@ -1,6 +1,6 @@
-"""One run of the convergence benchmark: `convergence.py` starts it, on as many ranks as the layout has.
+"""One run of the convergence benchmark; `convergence.py` starts it on the ranks of the layout.
 
-The reference run uses transformers and torch alone, so that an error of this project cannot hide in it.
+The reference run uses only transformers and torch, so that a bug of this project cannot affect it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train under one layout; write `<name>.json` into the output directory."""
+    """Train under one layout, and write `<name>.json` to the output directory."""
     options = parser().parse_args(arguments)
     layout = LAYOUTS[options.layout]
     result = run_sharded(options, layout) if layout.is_sharded else run_reference(options)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parser() -> RankParser:
-    """The options that decide the numbers; the driver has them too."""
+    """Create the parser of the options that determine the results; `convergence.py` shares it."""
     parsed = RankParser(add_help=False)
     add = parsed.add_argument
     add("--layout", choices=tuple(LAYOUTS), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -57,13 +57,13 @@ def parser() -> RankParser:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a run's numbers depend on, for JSON."""
+    """Return the options that determine the results of a run, for JSON."""
     names = ("task", "model", "precision", "epochs", "lr", "steps", "max_length", "limit", "eval_limit", "seed")
     return {name: getattr(options, name) for name in names}
 
 
 def run_reference(options: argparse.Namespace) -> dict[str, Any]:
-    """The plain loop on one process in fp32 (fp64 if asked for): what every layout has to reproduce."""
+    """Run the plain loop on one process in fp32 (fp64 on request); every layout must reproduce its losses."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, optimizer, schedule, training, evaluation = _prepare(options, GLOBAL_BATCH_SIZE, 1)
     model.to(device).train()
@@ -91,7 +91,7 @@ def run_reference(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_sharded(options: argparse.Namespace, layout: Layout) -> dict[str, Any] | None:
-    """The same through the booster; the result on rank 0, None on the others."""
+    """Run the same training with the booster; return the result on rank 0, None on the other ranks."""
     from booster import Booster, launch_from_torch
     from plugins.hybrid_parallel import HybridParallelPlugin
 
@@ -129,11 +129,11 @@ def run_sharded(options: argparse.Namespace, layout: Layout) -> dict[str, Any] |
 
 
 def _prepare(options: argparse.Namespace, batch_size: int, dp_size: int) -> tuple[Any, ...]:
-    """(model, optimizer, schedule, training, evaluation), alike for every layout but for the batch of a replica."""
+    """Create (model, optimizer, schedule, training, evaluation); only the batch per replica depends on the layout."""
     from transformers import get_linear_schedule_with_warmup
 
     train_pairs, eval_pairs = load_pairs(options.task, options.data_dir, options.seed)
-    # Dropout draws other masks in every layout; without it the curves have to coincide.
+    # Dropout masks differ between layouts; without dropout the curves must coincide.
     model, tokenizer = load_model(options.model, options.seed, dropout=False)
     if options.precision == "fp64":
         model.double()
@@ -149,7 +149,7 @@ def _prepare(options: argparse.Namespace, batch_size: int, dp_size: int) -> tupl
 def _batches(
     loader: DataLoader, set_epoch: Callable[[int], None], options: argparse.Namespace
 ) -> Iterator[dict[str, Tensor]]:
-    """The training batches of all epochs, or the first `--steps` of them, with a progress bar on rank 0."""
+    """Yield the training batches of all epochs, or the first `--steps`, with a progress bar on rank 0."""
     total = options.steps or options.epochs * len(loader)
     silent = dist.is_initialized() and dist.get_rank() != 0
     done = 0
@@ -166,7 +166,7 @@ def _batches(
 
 @torch.no_grad()
 def _evaluate(loader: DataLoader, predict: Callable[[dict[str, Tensor]], Any], device: torch.device) -> Counts:
-    """Counts over the pairs that `loader` yields on this rank."""
+    """Return the counts over the pairs that `loader` yields on this rank."""
     counts = Counts(device)
     for batch in loader:
         outputs = predict(batch)

@@ -1,4 +1,4 @@
-"""Sentence pairs as tensors: examples, their order in each epoch, and batches padded to the longest."""
+"""Sentence pairs as tensors: examples, their order in each epoch, and padded batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 @dataclass(frozen=True)
 class SentencePair:
-    """One example: two sentences, and 1 if the relation asked for holds between them, else 0."""
+    """One example: two sentences, and label 1 if the task's relation holds between them, else 0."""
 
     first: str
     second: str
@@ -22,7 +22,7 @@ class SentencePair:
 
 
 class PairDataset(Dataset[dict[str, Any]]):
-    """Tokenised pairs; an item holds `input_ids`, `token_type_ids`, `attention_mask` (lists) and `labels` (0 or 1)."""
+    """Tokenized pairs; an item has `input_ids`, `token_type_ids`, `attention_mask` (lists) and `labels` (0 or 1)."""
 
     def __init__(self, pairs: list[SentencePair], tokenizer: Any, max_length: int) -> None:
         self._labels = [pair.label for pair in pairs]
@@ -44,7 +44,7 @@ class PairDataset(Dataset[dict[str, Any]]):
 class EpochOrder(Sampler[int]):
     """A permutation of the samples that depends on the seed and `epoch` only.
 
-    Thus every rank, every layout and a resumed run see the same samples in the same order.
+    Every rank, every layout and a resumed run therefore see the same samples in the same order.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class EpochOrder(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of the next pass."""
+        """Select the permutation of the next pass."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -65,18 +65,18 @@ class EpochOrder(Sampler[int]):
 
 
 def train_loader(dataset: PairDataset, tokenizer: Any, batch_size: int, seed: int) -> DataLoader:
-    """Batches in the order of `EpochOrder`, the last short one included."""
+    """Create a loader of batches in `EpochOrder`, including a last short batch."""
     order = EpochOrder(len(dataset), seed)
     return DataLoader(dataset, batch_size=batch_size, sampler=order, collate_fn=padding_collate(tokenizer))
 
 
 def eval_loader(dataset: PairDataset, tokenizer: Any, batch_size: int) -> DataLoader:
-    """Every sample once, in the order of the file."""
+    """Create a loader that yields every sample once, in file order."""
     return DataLoader(dataset, batch_size=batch_size, collate_fn=padding_collate(tokenizer))
 
 
 def padding_collate(tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
-    """A collate function: [B, L] tensors, L the longest of the batch, and `labels` [B]."""
+    """Return a collate function that makes [B, L] tensors, where L is the longest sample, and `labels` [B]."""
 
     def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = tokenizer.pad(items, padding="longest", return_tensors="pt")
@@ -86,5 +86,5 @@ def padding_collate(tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
-    """Optimizer steps in one pass; a last short batch is a step too."""
+    """Return the number of optimizer steps in one pass, including one for a last short batch."""
     return math.ceil(num_samples / global_batch_size)

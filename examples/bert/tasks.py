@@ -1,4 +1,4 @@
-"""Which pairs to train on and which to evaluate on, by the name of the task."""
+"""Training and evaluation pairs of each task, by name."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ TASKS = ("topics", "mrpc")
 
 
 def load_pairs(task: str, data_dir: Path | None, seed: int) -> tuple[list[SentencePair], list[SentencePair]]:
-    """(train, eval) pairs of a task.
+    """Load the (train, eval) pairs of a task.
 
     Args:
         task: "topics" (CPython's reference text) or "mrpc" (Microsoft Research Paraphrase Corpus).
-        data_dir: where the files of "mrpc" lie; None to load them from the Hugging Face hub.
-        seed: of the false continuations and the held-out documents of "topics".
+        data_dir: directory of the "mrpc" files; None to load them from the Hugging Face hub.
+        seed: seed of the false continuations and the held-out documents of "topics".
 
     Raises:
-        ConfigurationError: the data is missing, malformed or out of reach.
+        ConfigurationError: the data is missing or malformed, or cannot be reached.
     """
     if task == "topics":
         if data_dir is not None:
@@ -32,5 +32,5 @@ def load_pairs(task: str, data_dir: Path | None, seed: int) -> tuple[list[Senten
 
 
 def shorten(pairs: list[SentencePair], limit: int | None) -> list[SentencePair]:
-    """The first `limit` pairs; all of them for None."""
+    """Return the first `limit` pairs; all pairs for None."""
     return pairs if limit is None else pairs[:limit]

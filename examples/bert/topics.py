@@ -1,7 +1,7 @@
-"""The default task: does sentence B follow sentence A in CPython's own reference text?
+"""The default task: does sentence B follow sentence A in CPython's reference text?
 
-`pydoc_data.topics` ships with every CPython, so this needs no download. It is no benchmark of language understanding,
-but real English prose, cut so that a model which learns nothing scores 0.5 on documents it has never seen.
+`pydoc_data.topics` ships with every CPython, so this needs no download. It does not measure language understanding, but
+it is real English prose, split and balanced so that a model that learns nothing scores 0.5 on unseen documents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVAL_SHARE = 0.2
 
 
 def topic_pairs(seed: int) -> tuple[list[SentencePair], list[SentencePair]]:
-    """Balanced pairs of training documents and of held-out documents, the same for the same seed and CPython.
+    """Create balanced pairs from training documents and held-out documents, determined by the seed and CPython version.
 
     Returns (train, eval). A document is one topic of `pydoc_data.topics`; no sentence of a held-out document occurs in
     a training pair, although topics quote one another.
@@ -34,7 +34,7 @@ def topic_pairs(seed: int) -> tuple[list[SentencePair], list[SentencePair]]:
 
 
 def distinct_documents() -> list[list[list[str]]]:
-    """Documents as paragraphs of sentences; a sentence that several topics share is kept in the longest one only."""
+    """Return documents as paragraphs of sentences; a sentence of several topics is kept in the longest topic only."""
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
@@ -47,7 +47,7 @@ def distinct_documents() -> list[list[list[str]]]:
 
 
 def _paragraphs(text: str) -> list[list[str]]:
-    """The prose of a topic, paragraph by paragraph; grammar, code and headings are left out."""
+    """Return the prose of a topic by paragraphs, without grammar, code and headings."""
     paragraphs = []
     for block in re.split(r"\n\s*\n", text):
         joined = _LIST_MARK.sub("", " ".join(block.split()))
@@ -58,7 +58,7 @@ def _paragraphs(text: str) -> list[list[str]]:
 
 
 def _is_prose(sentence: str) -> bool:
-    """Enough plain words, and an end: code and grammar have neither."""
+    """Return whether a sentence has enough plain words and a final mark: code and grammar have neither."""
     words = _WORD.findall(sentence)
     return len(words) >= _MIN_WORDS and sentence[-1] in ".!?:" and "::=" not in sentence and ">>>" not in sentence
 
@@ -80,7 +80,7 @@ def _split(documents: list[list[list[str]]]) -> tuple[list[list[list[str]]], lis
 
 
 def _pairs_of(documents: list[list[list[str]]], rng: random.Random) -> list[SentencePair]:
-    """One true and one false continuation of every sentence that has a successor, shuffled."""
+    """Create one true and one false continuation of every sentence that has a successor, shuffled."""
     texts = [[s for paragraph in document for s in paragraph] for document in documents]
     pairs = []
     for text in texts:
@@ -92,6 +92,6 @@ def _pairs_of(documents: list[list[list[str]]], rng: random.Random) -> list[Sent
 
 
 def _other(texts: list[list[str]], text: list[str], rng: random.Random) -> list[str]:
-    """A document other than `text`, drawn by its number of sentences so that no sentence is favoured."""
+    """Draw a document other than `text`, weighted by its number of sentences so that none of them is favoured."""
     others = [candidate for candidate in texts if candidate is not text]
     return rng.choices(others, weights=[len(candidate) for candidate in others])[0]

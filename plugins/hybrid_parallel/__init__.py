@@ -26,7 +26,7 @@ __all__ = [
     "vocab_parallel_logit_helper",
 ]
 
-# The planner and pydantic take longer to import than the plugin, which needs neither.
+# Imported on demand: the planner and pydantic take longer to import than the plugin, which needs neither.
 _ON_DEMAND = {
     "AccelerateResult": "compat.atorch.auto_accelerate",
     "auto_accelerate": "compat.atorch.auto_accelerate",

@@ -1,6 +1,6 @@
-"""What other code may do to a boosted model or optimizer; what would train or save other numbers is refused.
+"""Guards for boosted models and optimizers: uses that would train or save wrong numbers are refused.
 
-Other engines ask an object by name whether it is theirs, before they wrap it: that is where they are told.
+Other engines probe an object for attributes of their own before they wrap it. The guards raise on these attributes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from shardformer.shard_spec import spec_of
 
-# The name that an engine asks for first -> the engine.
+# Attribute that an engine reads first -> the engine.
 _ASKED_OF_MODELS = {
     "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel",
     "_is_accelerate_prepared": "Accelerator.prepare",
     "accepts_loss_kwargs": "Trainer",
 }
-# Methods of transformers' models that give them other modules or weights.
+# Methods of transformers' models that replace modules or weights.
 _BEFORE_BOOST = frozenset(
     {
         "add_adapter",
@@ -37,7 +37,7 @@ _BEFORE_BOOST = frozenset(
         "tie_weights",
     }
 )
-# Methods of transformers' models that write what a rank has -> what writes the whole.
+# Methods of transformers' models that write only this rank's weights -> the call that writes the whole model.
 _SAVED_BY = {
     "save_pretrained": "booster.save_model(model, directory)",
     "push_to_hub": "booster.save_model(model, directory), and upload the directory,",
@@ -45,10 +45,10 @@ _SAVED_BY = {
 
 
 class GuardedModel(ModelWrapper):
-    """A boosted model as other code meets it.
+    """Wrapper of a sharded model that refuses unsupported use by other code.
 
-    Where each rank has the whole model (data and context parallelism) it is saved like any other. Its parameters have
-    the names of the model inside.
+    If each rank has the whole model (data and context parallelism), it is saved like any other. Its parameters have
+    the names of the wrapped model.
 
     Args:
         module: the sharded model.
@@ -60,7 +60,7 @@ class GuardedModel(ModelWrapper):
         self.mesh = mesh
         self.optimizers: list[Any] = []
         if not self.is_whole:
-            # Of the model inside: scripts for DistributedDataParallel call model.module.save_pretrained.
+            # Set on the wrapped model: scripts for DistributedDataParallel call model.module.save_pretrained.
             for method in _SAVED_BY:
                 if hasattr(module, method):
                     setattr(module, method, partial(_refuse_saving, method, self._cut_by()))
@@ -97,10 +97,10 @@ class GuardedModel(ModelWrapper):
 
     @staticmethod
     def refuse_outer_engine() -> None:
-        """Refuse to run inside of another module that is wrapped.
+        """Refuse to run inside a module that another engine has wrapped.
 
         Raises:
-            ConfigurationError: DistributedDataParallel runs this model.
+            ConfigurationError: if DistributedDataParallel runs this model.
         """
         if DistributedDataParallel._get_active_ddp_module() is not None:
             _refuse_engine("DistributedDataParallel")
@@ -109,7 +109,7 @@ class GuardedModel(ModelWrapper):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of the model's weights, each as a whole."""
+        """Whether this rank holds every weight of the model, unsharded."""
         cut = (spec_of(param).full_shape != tuple(param.shape) for param in self.module.parameters())
         return self.mesh.size("pp") == 1 and not any(cut)
 
@@ -125,16 +125,16 @@ class GuardedModel(ModelWrapper):
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state dict of the model inside; where this rank has a part of it only, one that goes into no file."""
+        """Return the wrapped model's state dict; if this rank holds only a part, as one that cannot be saved."""
         self._wait_for_parameters()
         state = self.module.state_dict(*args, **kwargs)
         return state if self.is_whole else LocalState(state)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the model inside; optimizers take over what has changed in their next step.
+        """Load a state dict of the wrapped model; optimizers take over changed weights in their next step.
 
         Raises:
-            ConfigurationError: this rank has a part of the model only, and the state is not that of this part.
+            ConfigurationError: if this rank holds only a part of the model and the state dict does not match that part.
         """
         self._wait_for_parameters()
         try:
@@ -148,19 +148,19 @@ class GuardedModel(ModelWrapper):
             ) from error
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """`save_pretrained` of the model inside.
+        """Call `save_pretrained` of the wrapped model.
 
         Raises:
-            ConfigurationError: this rank has a part of it only.
+            ConfigurationError: if this rank holds only a part of the model.
         """
         self._wait_for_parameters()
         return self.module.save_pretrained(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """`push_to_hub` of the model inside.
+        """Call `push_to_hub` of the wrapped model.
 
         Raises:
-            ConfigurationError: this rank has a part of it only.
+            ConfigurationError: if this rank holds only a part of the model.
         """
         self._wait_for_parameters()
         return self.module.push_to_hub(*args, **kwargs)
@@ -173,7 +173,7 @@ class GuardedModel(ModelWrapper):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GuardedModel:
-        """What `to`, `half`, `cuda` do; optimizers go on with the weights that they know."""
+        """Refuse `to`, `half`, `cuda` if they replace weights, since optimizers keep the weights that they know."""
         weights = self.module.parameters() if self.optimizers else ()
         if any(fn(weight.data).data_ptr() != weight.data_ptr() for weight in weights):
             raise ConfigurationError(
@@ -192,7 +192,7 @@ class GuardedModel(ModelWrapper):
 
 
 class LocalState(OrderedDict[str, Any]):
-    """A state dict of one rank's pieces: it goes back into this model, and into no file."""
+    """State dict of one rank's shards: it can be loaded into this model again, but not saved to a file."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalState:
         return LocalState((name, copy.deepcopy(value, memo)) for name, value in self.items())
@@ -205,7 +205,7 @@ class LocalState(OrderedDict[str, Any]):
 
 
 class GuardedOptimizer(OptimizerWrapper):
-    """A boosted optimizer as other code meets it."""
+    """Wrapper of an optimizer that refuses unsupported use by other code."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_step_supports_amp_scaling":

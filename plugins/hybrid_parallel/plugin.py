@@ -50,11 +50,11 @@ class HybridParallelPlugin(Plugin):
         plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, precision="bf16")
 
     Args:
-        options: the fields of `HybridParallelConfig`, by keyword.
+        options: fields of `HybridParallelConfig`, as keyword arguments.
 
     Raises:
-        ConfigurationError: options that do not exist, do not fit each other or do not fit the world, all in one
-            sentence each.
+        ConfigurationError: if options do not exist, do not fit each other or do not fit the world size; the message
+            has one sentence for each problem.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -67,15 +67,16 @@ class HybridParallelPlugin(Plugin):
 
     @classmethod
     def from_config(cls, path_or_dict: str | Path | dict[str, Any], **overrides: Any) -> HybridParallelPlugin:
-        """Make a plugin from a JSON file, or a dict: options, or a description with `mode`, `sharding_size`, ...
+        """Create a plugin from a JSON file or a dict.
 
         Args:
-            overrides: options that count more.
+            path_or_dict: plugin options, or a description with `mode`, `sharding_size`, ...
+            overrides: options that take precedence.
 
         Raises:
-            ConfigurationError: the file does not exist or is not a JSON object, or what it holds is refused.
+            ConfigurationError: if the file does not exist or is not a JSON object, or if its contents are refused.
         """
-        # Here, because pydantic takes as long to import as this plugin.
+        # Imported here, because pydantic takes as long to import as this plugin.
         from plugins.hybrid_parallel.config.json_layout import is_description, options_of
 
         options = path_or_dict
@@ -97,18 +98,18 @@ class HybridParallelPlugin(Plugin):
         parallel_config: tuple[Sequence[tuple[str, int]], Sequence[int] | None],
         **overrides: Any,
     ) -> HybridParallelPlugin:
-        """Make a plugin from ATorch's configuration of 3D parallelism.
+        """Create a plugin from ATorch's configuration of 3D parallelism.
 
         Args:
-            config: a `DeepSpeed3DParallelConfig`: seed, rules of sharding, patches, head, batches, and DeepSpeed's
-                own configuration.
-            parallel_config: `([("tensor", t), ("data", d), ("pipeline", p)], None)`, as of `create_parallel_group`.
-            overrides: options of the plugin that count more.
+            config: a `DeepSpeed3DParallelConfig`: seed, sharding rules, patches, head, batches, and DeepSpeed's own
+                configuration.
+            parallel_config: `([("tensor", t), ("data", d), ("pipeline", p)], None)`, as for `create_parallel_group`.
+            overrides: plugin options that take precedence.
 
         Raises:
-            ConfigurationError: these do not fit each other or the world.
+            ConfigurationError: if these do not fit each other or the world size.
         """
-        # Above this module: it derives from this class.
+        # Loaded as an extension, because it derives from this class.
         return load_extension(_EXTENSIONS, "from_3d_config")(config, parallel_config, **overrides)
 
     # ----- where this rank is -----
@@ -125,13 +126,13 @@ class HybridParallelPlugin(Plugin):
         return build_mesh(*sizes, config.debug, self._placement(), config.ep_size)
 
     def _placement(self) -> list[list[list[int]]] | None:
-        """The ranks, [dp][pp][tp]; None where they stand in order."""
+        """Return the ranks as [dp][pp][tp]; None if they are in default order."""
         mapping = self.config.device_mapping
         return None if mapping is None else in_blocks(ranks_of(mapping), dist.get_world_size())
 
     @property
     def mesh(self) -> DeviceMesh:
-        """torch's mesh with the axes `pp`, `dp`, `cp`, `tp`."""
+        """torch's device mesh with the axes `pp`, `dp`, `cp`, `tp`."""
         return self.grid.device_mesh
 
     @property
@@ -161,10 +162,10 @@ class HybridParallelPlugin(Plugin):
     # ----- the interface of Plugin -----
 
     def configure(self, objects: TrainingObjects) -> TrainingObjects:
-        """Shard the model, re-point the optimizers at its shards and share out the loaders."""
+        """Shard the model, re-point the optimizers at its shards and shard the data loaders."""
         for dataloader in objects.dataloaders:
             self._check_batch_size(dataloader)
-        # First, because building a model may draw, and what is wrong with a loader is found out at once.
+        # Before the model: building it may draw random numbers, and errors in a loader are reported early.
         dataloaders = [self._loading.shard(dataloader) for dataloader in objects.dataloaders]
         model, optimizers = self._configure_model(objects)
         return TrainingObjects(
@@ -177,10 +178,10 @@ class HybridParallelPlugin(Plugin):
 
     @failure.guard("booster.backward")
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute and, outside `no_sync`, reduce the gradients of `loss`, which is a mean over this rank's samples.
+        """Compute the gradients of `loss`, a mean over this rank's samples; outside `no_sync`, also reduce them.
 
-        All optimizers of the model get theirs, whichever of them is given, and so do those of other models of this
-        plugin that the loss has passed through.
+        All optimizers of the model receive their gradients, whichever one is given. So do the optimizers of other
+        models of this plugin that contributed to the loss.
         """
         if self.pp_size > 1:
             raise RuntimeError(
@@ -201,7 +202,7 @@ class HybridParallelPlugin(Plugin):
             others = self._optimizers_besides(optimizer)
             stack.enter_context(accepting_gradients(others, optimizer.loss_scale.value))
             optimizer.trace.add_loss(loss.detach())
-            # Gradient hooks run once a pass, as in plain torch: then each pass is reduced by itself.
+            # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
             synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
             for reducer in reducers if synchronises else ():
                 reducer.begin_final_backward()
@@ -213,7 +214,7 @@ class HybridParallelPlugin(Plugin):
             self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
 
     def _optimizers_besides(self, optimizer: HybridParallelOptimizer) -> list[HybridParallelOptimizer]:
-        """The optimizers of the other models that this plugin has boosted."""
+        """Return the optimizers of the other models that this plugin has boosted."""
         models = [model for reference in self._models if (model := reference()) is not None]
         return [each for model in models if optimizer not in model.optimizers for each in model.optimizers]
 
@@ -249,12 +250,12 @@ class HybridParallelPlugin(Plugin):
     def _adapt(
         self, batch: Any, model: nn.Module, criterion: Callable[[Any, Any], Any] | None, needs_loss: bool
     ) -> tuple[Any, Callable[[Any, Any], Any] | None]:
-        """The batch as a mapping, and the criterion that takes it so; here they are that already."""
+        """Return the batch as a mapping and the criterion that takes it; subclasses may convert them."""
         return batch, criterion
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """`backward` only accumulates in here; the first one outside reduces everything."""
+        """Accumulate gradients without reducing them; the first `backward` after this context reduces everything."""
         check_boosted_model(model)
         if optimizer is not None:
             check_boosted_optimizer(optimizer)
@@ -265,28 +266,28 @@ class HybridParallelPlugin(Plugin):
             self._synchronises = True
 
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Compare what ranks have to share; without `optimizer` also all of the model's optimizers."""
+        """Compare the state that ranks must share; without `optimizer`, for all optimizers of the model."""
         check_boosted_model(model)
         if optimizer is not None:
             check_boosted_optimizer(optimizer)
         model.synchrony.run(model.optimizers if optimizer is None else [optimizer])
 
     def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
-        """See `booster.verify`."""
-        # Above this module: it trains by this class.
+        """Run `booster.verify` with the options of this plugin."""
+        # Loaded as an extension, because it trains with this class.
         return load_extension(_EXTENSIONS, "verify")(model_fn, batch, self.config, **options)
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int, shuffle: bool = False, drop_last: bool = False, **kwargs: Any
     ) -> DataLoader:
-        """A loader of this rank's share of `dataset`; `batch_size` is that of one data-parallel replica."""
+        """Create a loader over this rank's shard of `dataset`; `batch_size` is per data-parallel replica."""
         loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, **kwargs)
         self._check_batch_size(loader)
         return self._loading.shard(loader)
 
     @cached_property
     def checkpoint_io(self) -> CheckpointIO:
-        # Here, because torch's checkpoints take as long to import as half of torch.
+        # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
         from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
 
         return HybridParallelCheckpointIO(self.grid)
@@ -295,7 +296,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def seed(self) -> int:
-        """Of all random streams: the option, or what `launch` seeded torch with."""
+        """Seed of all random streams: the option, or the seed that `launch` gave torch."""
         return self.config.seed if self.config.seed is not None else torch.initial_seed() % 2**31
 
     def _configure_model(

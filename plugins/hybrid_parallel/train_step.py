@@ -1,4 +1,4 @@
-"""One step of `execute_pipeline`: cut the batch, run the schedule, finish gradients, loss and outputs."""
+"""One step of `execute_pipeline`: split the batch, run the schedule, finish gradients, loss and outputs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MANY = 2**62  # more samples than any batch has
 
 
 class PipelineStep:
-    """One step.
+    """One training or evaluation step of `execute_pipeline`.
 
     Args:
         model: the boosted model.
         mesh: the grid of ranks.
         config: the plugin's options.
         criterion: the user's loss, or None for the model's own.
-        trains: whether to run backward.
+        trains: whether to run the backward pass.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class PipelineStep:
         trains: bool,
     ) -> None:
         self.model, self.mesh, self.config, self.criterion, self.trains = model, mesh, config, criterion, trains
-        self._unfinished = set(model.runtime.stages)  # whose gradients are still to grow
+        self._unfinished = set(model.runtime.stages)  # stages whose gradients are not complete yet
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
-        uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts in 16 bit would be rounded
+        uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts would be rounded in 16 bits
         batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype, uncast)
         if self.trains and self.model.checks_this_batch():
             check_batch(batch, self.mesh)
         if self.trains and self.config.debug:
-            # What came apart between two steps is found before a pass has spread it.
+            # Before the pass: it would spread a divergence that arose between two steps.
             self.model.synchrony.run_at(self.config.synchrony_interval, self.model.optimizers)
         if self.trains:
             check_tied(self.model.tied, self.model.unwrap())
         count = self._num_microbatches(batch)
         own = split_batch(batch, count) if num_rows(batch) else []
-        # Others wait for the experts here also where there is nothing of its own to do.
+        # Other ranks wait for this one at the experts, even if its own share of the batch is empty.
         microbatches = own or [stand_in(batch)] * count
         loss = self.model.step_loss(own, self.criterion, batch)
         if self.trains and isinstance(loss, NoLoss):
@@ -96,9 +96,9 @@ class PipelineStep:
         return self.config.microbatches_of(rows) if rows else 0
 
     def _agreed_microbatches(self, rows: int) -> int:
-        """The same number on all ranks, which wait for one another at the experts of every layer.
+        """Agree on one number of micro-batches, since ranks wait for one another at the experts of every layer.
 
-        None but an empty share has fewer samples than that.
+        Every share of the batch that is not empty has at least that many samples.
         """
         extremes = torch.tensor([rows or _MANY, -rows], device=self.mesh.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(DP_CP))
@@ -106,9 +106,9 @@ class PipelineStep:
         return min(self.config.microbatches_of(most), fewest) if most else 0
 
     def _refuse_short_start(self, rows: int) -> None:
-        """A short batch may end an epoch, but one that starts it will never fill the pipeline.
+        """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
 
-        The replicas agree, since one that raised alone would leave the others waiting for it.
+        The replicas agree, because a rank that raised alone would leave the others waiting.
         """
         least = self.config.least_batch_size
         fewest = torch.tensor(rows, device=self.mesh.device)
@@ -124,7 +124,7 @@ class PipelineStep:
     def _run_schedule(
         self, microbatches: list[dict[str, Any]], loss: StepLoss, counts: bool, keep: list[Any] | None
     ) -> None:
-        """Run the passes; those that do not count add nothing to the loss, and no outputs to `keep`."""
+        """Run the passes; unless `counts`, add nothing to the loss and no outputs to `keep`."""
         runtime = self.model.runtime
         actions = runtime.actions(len(microbatches), self.trains)
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
@@ -149,7 +149,7 @@ class PipelineStep:
             runtime.run(actions, inputs, finish_forward, scale, self._before_last, self._after_last)
 
     def _before_last(self, action: Action) -> None:
-        """A whole backward pass of the only stage left tells by itself which gradients are complete, and when."""
+        """Mark the last backward pass as final if it is not split: hooks then tell when each gradient is complete."""
         if action.kind is Kind.BACKWARD and self._unfinished == {action.stage}:
             for optimizer in self.model.optimizers:
                 optimizer.reducer.begin_final_backward()
@@ -162,7 +162,7 @@ class PipelineStep:
                 optimizer.reducer.complete(complete)
 
     def _share_outputs(self, outputs: list[Any], ran: bool) -> Any:
-        """The merged outputs, on every stage; None where this replica's share of the batch was empty."""
+        """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty."""
         if not ran:
             return None
         runtime = self.model.runtime

@@ -1,9 +1,9 @@
-"""Attention backends behind one switch: which kernel a model gets, and a log line wherever it is a slow one.
+"""Attention backends: choose the kernel for a model, and log a warning when a slow kernel runs.
 
-flash-attn runs where it is installed, the model is transformers' and supports it, tensors are on a GPU in 16 bit.
-Otherwise torch's SDPA runs, which chooses among flash, cuDNN, memory-efficient and its own plain kernel by itself;
-the plain one is what is logged. Padding, causal, windowed and cross-attention masks, ALiBi and relative biases reach
-SDPA as transformers builds them, and grouped heads are repeated only where a mask keeps its kernels from taking them.
+flash-attn runs if it is installed, the model is a transformers model that supports it, and tensors are on a GPU in
+16 bit. Otherwise torch's SDPA runs, which chooses among its flash, cuDNN, memory-efficient and plain kernels; only the
+plain one is logged. SDPA gets padding, causal, windowed and cross-attention masks, ALiBi and relative biases as
+transformers builds them. Grouped heads are repeated only if a mask keeps SDPA's kernels from taking them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 _log = logging.getLogger(__name__)
 
-SDPA = "sdpa_fast"  # transformers' sdpa with a look at which kernel it gets
+SDPA = "sdpa_fast"  # transformers' SDPA, plus a check of which kernel it gets
 _PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn", "xformers": "xformers"}
 NAMES = (*_PACKAGES, "sdpa")
 _logged: set[tuple[str, str]] = set()
@@ -27,11 +27,11 @@ _logged: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class Backend:
-    """What a model runs.
+    """Attention backend of a model.
 
     Attributes:
-        implementation: name in the attention registry; None to leave the model's own.
-        reason: why it is not a faster one, for the log; empty where there is none.
+        implementation: name in the attention registry; None to keep the model's own.
+        reason: why no faster backend was chosen, for the log; empty if there is no reason to log.
     """
 
     implementation: str | None
@@ -39,7 +39,7 @@ class Backend:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the package of a backend is there; SDPA always is."""
+    """Return whether the package of a backend is installed; SDPA always is."""
     return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
 
 
@@ -53,16 +53,16 @@ def choose_backend(
     dtype: torch.dtype,
     installed: Callable[[str], bool] = is_installed,
 ) -> Backend:
-    """Which backend a model gets.
+    """Choose the attention backend of a model.
 
     Args:
-        request: True for the fastest that fits, or the name of one.
-        supports_flash, supports_sdpa: what the model's class says of itself (a bias on scores excludes flash-attn).
-        soft_caps: whether scores are capped (Gemma 2), which SDPA ignores without a word.
-        device, dtype: where and in what the model will run.
+        request: True for the fastest backend that fits, or the name of one.
+        supports_flash, supports_sdpa: what the model's class declares (a bias on scores excludes flash-attn).
+        soft_caps: whether scores are soft-capped (Gemma 2), which SDPA silently ignores.
+        device, dtype: device type and dtype that the model will run in.
 
     Raises:
-        ValueError: the backend named is unknown, not installed, or cannot do what the model needs.
+        ValueError: the named backend is unknown, not installed, or cannot do what the model needs.
     """
     if isinstance(request, str):
         _check_named(request, supports_flash, soft_caps, device, dtype, installed)
@@ -100,7 +100,7 @@ def _check_named(
 
 
 def log_once(name: str, what: str) -> None:
-    """A warning that does not repeat."""
+    """Log a warning, once per process."""
     if (name, what) not in _logged:
         _logged.add((name, what))
         _log.warning("%s %s", name, what)
@@ -109,7 +109,7 @@ def log_once(name: str, what: str) -> None:
 def slow_reason(
     device: str, dtype: torch.dtype, head_dim: int, has_mask: bool, mask_needs_grad: bool, dropout: float = 0.0
 ) -> str:
-    """Why SDPA will run its plain kernel on such inputs; empty where a fused one takes them."""
+    """Return why SDPA will run its plain kernel on such inputs; empty if a fused kernel takes them."""
     if mask_needs_grad:
         return "the bias on attention scores needs a gradient, which torch's fused kernels do not compute"
     if device == "cpu" and dropout:
@@ -128,7 +128,7 @@ def slow_reason(
 def sdpa_without_slow_kernels(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' SDPA, which logs once a module class when no fused kernel takes its inputs."""
+    """Call transformers' SDPA; log once per module class if no fused kernel takes its inputs."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if reason := _slow_inputs(query, attention_mask, **kwargs):
@@ -137,7 +137,7 @@ def sdpa_without_slow_kernels(
 
 
 def keeps_scores(implementation: str, query: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> bool:
-    """Whether the kernel of that name keeps [batch, heads, seq, seq] for its backward pass on such inputs."""
+    """Return whether the named kernel keeps scores [batch, heads, seq, seq] for its backward pass on such inputs."""
     if implementation.startswith("context_"):
         return False
     if implementation in ("sdpa", SDPA):
@@ -168,7 +168,7 @@ def xformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """xformers' memory-efficient attention; query, key, value [batch, heads, seq, head_dim]."""
+    """Run xformers' memory-efficient attention; query, key, value: [batch, heads, seq, head_dim]."""
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
     groups = query.shape[1] // key.shape[1]
@@ -183,7 +183,7 @@ def xformers_attention(
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask or bias as [batch, heads, seq, seq] of the query's dtype."""
+    """Convert a mask or bias to an additive one, [batch, heads, seq, seq], in the query's dtype."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     return mask.to(query.dtype).expand(query.shape[0], query.shape[1], -1, -1)

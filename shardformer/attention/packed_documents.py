@@ -1,7 +1,7 @@
-"""Documents that are packed one behind the other in a row, told by `position_ids` that start again.
+"""Packed documents: several documents in one row, marked by `position_ids` that restart.
 
-transformers keeps them apart where it is given no mask and fills no cache; with `use_cache=True`, which is the default
-of most configurations, they see each other. What the plain model does with a batch is what the sharded one does.
+transformers keeps them apart only if it gets no mask and fills no cache. With `use_cache=True`, the default of most
+configurations, they see each other. The sharded model does the same as the plain model on every batch.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from shardformer.attention import log_once
 
 
 def may_be_packed(inputs: Mapping[str, Any]) -> bool:
-    """Whether transformers would look for documents in the inputs of a model."""
+    """Return whether transformers would look for packed documents in the inputs of a model."""
     return inputs.get("position_ids") is not None and inputs.get("attention_mask") is None
 
 
 def _fills_cache(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether the base model fills a cache, by its inputs or else by its configuration."""
+    """Return whether the base model fills a cache: the inputs decide, then the configuration."""
     asked = inputs.get("use_cache")
     asked = getattr(getattr(model, "config", None), "use_cache", False) if asked is None else asked
     return bool(asked) and not (getattr(model, "gradient_checkpointing", False) and model.training)
 
 
 def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs for a pass that fills no cache and lets tokens see what they would see in one that may fill it."""
+    """Return inputs for a pass without a cache in which tokens see what they see in a pass that may fill one."""
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
     base = getattr(model, "base_model", model)
     if tokens is None or not may_be_packed(inputs) or not _fills_cache(base, inputs):
         return {**inputs, "use_cache": False}
-    # Beside a mask transformers does not look for documents, either.
+    # Given a mask, transformers does not look for packed documents either.
     mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     return {**inputs, "use_cache": False, "attention_mask": mask}
 
 
 def start_again(positions: Tensor) -> bool:
-    """Whether positions, [batch or 1, seq], start again within a row."""
+    """Return whether positions, [batch or 1, seq], restart within a row."""
     return positions.dim() == 2 and bool((positions.diff(dim=-1) != 1).any())
 
 

@@ -1,8 +1,8 @@
-"""Our entries in transformers' attention and mask registries.
+"""Sharded entries in transformers' attention and mask registries.
 
-Every attention of a sharded model that goes through the registry is called by one function: the sequence exchange of
-`all_to_all` around it, a random stream of this rank's own for its dropout, then the kernel. The mask function of the
-same name is registered with it, because transformers silently drops the padding mask of a name that has none.
+One function wraps every attention of a sharded model that goes through the registry: it does the sequence exchange of
+`all_to_all`, gives dropout a random stream per rank, and calls the kernel. The mask function is registered under the
+same name, because transformers silently drops the padding mask for a name that has no mask function.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ _PREFIX = "sharded_"
 def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: UlyssesAllToAll | None = None) -> None:
     """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
 
-    The kernel stays the one the model was built with (SDPA by default). Models without the registry are left as
-    they are: their policies say how their attention dropout is made parallel.
+    The kernel stays the one the model was built with (SDPA by default). Models that do not use the registry stay
+    unchanged: their policies say how their attention dropout is made parallel.
     """
     for module in routed_modules(model, _PREFIX, _register):
         module.sharded_attention_rank, module.sequence_exchange = tp_rank, exchange
 
 
 def recompute_attention(model: nn.Module) -> None:
-    """Selective recomputation (arXiv 2205.05198, section 5): what grows with the square of the sequence is not kept.
+    """Recompute attention selectively: do not keep what grows with the square of the sequence length.
 
-    Attention kernels that would keep their scores for the backward pass run again there; fused ones keep none.
+    Attention kernels that would keep their scores for the backward pass run again there; fused kernels keep none. See
+    arXiv 2205.05198, section 5.
     """
     for module in routed_modules(model, _PREFIX, _register):
         module.recomputes_attention = True
 
 
 def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str], None]) -> Iterator[nn.Module]:
-    """The modules that choose a kernel by name, once the name is one of ours.
+    """Yield the modules that choose a kernel by name, after replacing the name by one with `prefix`.
 
     Args:
-        prefix: what makes a name ours.
-        register: (our name, the name that the model had) -> enters ours in the registries.
+        prefix: marks the names that this package registers.
+        register: (new name, the model's name) -> None; enters the new name in the registries.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -68,12 +69,12 @@ def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str],
 
 
 def uses_registry(module: nn.Module) -> bool:
-    """Families that choose a kernel themselves compare the name in the configuration: it has to stay what it is."""
+    """Return whether the module uses the registry; others compare the configured name, which must not change."""
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def use_backend(model: nn.Module, request: bool | str, device: str, dtype: torch.dtype) -> None:
-    """Let every attention of `model` that goes through transformers' registry use the backend; log what stays slow.
+    """Set the backend of every attention of `model` that goes through transformers' registry; log slow ones.
 
     Raises:
         ValueError: see `choose_backend`.
@@ -109,7 +110,7 @@ def _register(name: str, implementation: str) -> None:
 
 
 def masks_of(implementation: str) -> Callable[..., Any]:
-    """What makes the masks that a kernel takes."""
+    """Return the function that builds masks for a kernel."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if implementation in (SDPA, "xformers") else implementation]
@@ -141,12 +142,12 @@ def call_kernel(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the kernel of that name; its dropout draws from this rank's stream where ranks have heads of their own."""
+    """Run the named kernel; dropout draws from a per-rank stream if ranks hold different heads."""
     kernel = kernel_named(implementation, module)
     recomputes = getattr(module, "recomputes_attention", False) and torch.is_grad_enabled()
     if recomputes and keeps_scores(implementation, query, attention_mask, **kwargs):
         kernel = partial(checkpoint, kernel, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")))
-    # Where all ranks run all heads they have to drop alike; a single rank goes on with its own stream.
+    # If all ranks run all heads, their dropout masks must be equal; a single rank keeps using its own stream.
     is_alike = getattr(module, "attention_is_replicated", False) or not hasattr(module, "sharded_attention_rank")
     if not kwargs.get("dropout") or is_alike:
         return kernel(module, query, key, value, attention_mask, **kwargs)
@@ -155,7 +156,7 @@ def call_kernel(
 
 
 def kernel_named(implementation: str, module: nn.Module) -> Any:
-    """The kernel behind the name; `eager` is not in the registry but beside the module's class."""
+    """Return the kernel for a name; `eager` is not in the registry but in the module of the model's class."""
     if implementation == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     if implementation == SDPA:

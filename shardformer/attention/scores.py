@@ -1,4 +1,4 @@
-"""Attention scores that a model returns: those of all heads, where ranks attend with heads of their own."""
+"""Attention scores returned by a model: gathered over heads if ranks hold different heads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FIELDS = "attentions"  # attentions, cross_attentions, encoder_attentions, ...
 
 
 def return_whole_scores(model: nn.Module, head_counts: Collection[int], group: ProcessGroup) -> None:
-    """Let `model` return the scores of all heads where it is asked for them.
+    """Let `model` return the scores of all heads when it is asked for scores.
 
     Args:
-        head_counts: how many heads an attention of the whole model has.
-        group: the ranks that share them.
+        head_counts: possible numbers of heads of an attention in the whole model.
+        group: the ranks that share the heads.
     """
     counts = frozenset(head_counts)
 
@@ -33,7 +33,7 @@ def return_whole_scores(model: nn.Module, head_counts: Collection[int], group: P
 
 
 def _returning(model: nn.Module) -> list[nn.Module]:
-    """The modules that return scores: of an encoder-decoder its two halves, since `generate` calls one by itself."""
+    """Return the modules that return scores: both halves of an encoder-decoder, since `generate` calls one alone."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return [model]
     halves = [getattr(model, f"get_{half}", lambda: None)() for half in ("encoder", "decoder")]
@@ -42,23 +42,23 @@ def _returning(model: nn.Module) -> list[nn.Module]:
 
 
 def whole_scores(outputs: Any, head_counts: Collection[int], group: ProcessGroup) -> Any:
-    """`outputs` of transformers with the scores of all heads, in place; anything else as it is.
+    """Gather the scores of all heads in `outputs` of transformers, in place; return anything else unchanged.
 
     Raises:
-        ValueError: ranks have neither all heads nor parts that make them up.
+        ValueError: ranks have neither all heads nor shards that add up to all heads.
     """
     if not isinstance(outputs, Mapping):
         return outputs
     for name, value in outputs.items():
         if name.endswith(_FIELDS):
             outputs[name] = _Gather(name, head_counts, group).of(value)
-        elif isinstance(value, Mapping):  # those of a tower
+        elif isinstance(value, Mapping):  # outputs of a tower
             whole_scores(value, head_counts, group)
     return outputs
 
 
 class _Gather:
-    """Puts the scores of one field together: tensors [batch, heads, queries, keys] in tuples."""
+    """Gathers the scores of one field: tensors [batch, heads, queries, keys] in tuples."""
 
     def __init__(self, name: str, head_counts: Collection[int], group: ProcessGroup) -> None:
         self.name, self.head_counts, self.group = name, head_counts, group

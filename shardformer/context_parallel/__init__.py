@@ -1,1 +1,1 @@
-"""Context parallelism: every rank holds a part of each sequence through the whole model."""
+"""Context parallelism: every rank holds a shard of each sequence throughout the model."""

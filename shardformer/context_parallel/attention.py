@@ -1,8 +1,8 @@
-"""Attention over sequences that are cut over the ranks of the context-parallel axis.
+"""Attention over sequences that are sharded over the context-parallel axis.
 
-Like `shardformer.attention.registry` these are entries in transformers' registries of attention and of masks. The mask
-that the model builds once a pass is not a tensor [batch, 1, seq, seq] but a `ContextMask`, which knows the pass and
-says block by block who sees whom; it travels to the layers in the place of the tensor.
+Like `shardformer.attention.registry`, this module adds entries to transformers' attention and mask registries. The
+mask that the model builds once per pass is not a tensor [batch, 1, seq, seq] but a `ContextMask`. It knows the pass
+and computes masks block by block; it is passed to the layers instead of the tensor.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ RING, ALL_TO_ALL = "ring_attn", "all_to_all"
 
 
 class ContextMask:
-    """Who sees whom in one pass.
+    """Attention mask of one pass over sharded sequences.
 
     Args:
         of: the pass.
-        function: (batch, head, query, key) -> bool on numbers of the whole sequence, as transformers' mask functions.
-        rows: samples.
-        device: of the masks.
+        function: (batch, head, query, key) -> bool on global token indices, like transformers' mask functions.
+        rows: number of samples.
+        device: device of the masks.
 
     Attributes:
-        whole: for `all_to_all`, the mask of whole sequences as the kernel takes it.
+        whole: for `all_to_all`, the mask of whole sequences in the form that the kernel takes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ContextMask:
         self.whole: Tensor | None = None
 
     def blocks(self, source: int) -> Sequence[Block]:
-        """How this rank's queries meet the keys of rank `source`."""
+        """Return the blocks in which this rank's queries attend to the keys of rank `source`."""
         if source not in self._known:
             self._known[source] = self._find(source)
         return self._known[source]
@@ -66,14 +66,14 @@ class ContextMask:
             return self._look(source)
         if source == self.axis.rank:
             return [Block(everything, everything, is_causal=True)]
-        # Of a rank before this one all queries see the first chunk and none the last; of one behind it the last
-        # queries see both chunks and the first none.
+        # If `source` is an earlier rank, all queries see its first chunk and none sees its last. If it is a later rank,
+        # the queries of the last chunk see both of its chunks and those of the first chunk see none.
         if source < self.axis.rank:
             return [Block(everything, slice(0, chunk))]
         return [Block(slice(chunk, None), everything)]
 
     def _look(self, source: int) -> list[Block]:
-        """Ask the mask function, once a pass for all layers."""
+        """Evaluate the mask function, once per pass for all layers."""
         allowed = self.allowed(self._places(self.axis.rank), self._places(source))
         if not bool(allowed.any()):
             return []
@@ -84,7 +84,7 @@ class ContextMask:
         return self.axis.places(self.of.length, rank, self.device)
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[batch or 1, 1, queries, keys] bool for places in the sequence."""
+        """Return the mask [batch or 1, 1, queries, keys], bool, for global token indices."""
         of, rows = self.of, torch.arange(self.rows, device=self.device)[:, None, None, None]
         q, k = queries[None, None, :, None], keys[None, None, None, :]
         found = k < of.length
@@ -97,14 +97,14 @@ class ContextMask:
         return found if of.real is None else found & self._at(of.real)(k)
 
     def _at(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        """Values of [batch or 1, length] at places; 0 behind the end."""
+        """Return a lookup of `x`, [batch or 1, length], by global token index; 0 past the end."""
         padded = F.pad(x, (0, 2 * self.axis.size * self.axis.chunk(self.of.length) - self.of.length))
         rows = torch.arange(len(x), device=x.device)[:, None, None, None]
         return lambda places: padded[rows, places]
 
 
 def use_context_attention(model: nn.Module, mode: str) -> None:
-    """Route the attention of `model` that goes through the registry to the kernels of this file.
+    """Route the attention of `model` that goes through the registry to the kernels of this module.
 
     Args:
         mode: "ring_attn" or "all_to_all".
@@ -125,14 +125,14 @@ def _register(name: str, implementation: str, mode: str) -> None:
 
 
 def _mask(batch_size: int, mask_function: Callable[..., Tensor], device: Any = "cpu", **_: Any) -> ContextMask:
-    """What a model gets for its mask."""
+    """Build the mask of the current pass, as an entry of transformers' mask registry."""
     return ContextMask(current_pass(), mask_function, batch_size, torch.device(device))
 
 
 def _whole_mask(
     masks: Callable[..., Any], batch_size: int, mask_function: Callable[..., Tensor], **kwargs: Any
 ) -> ContextMask:
-    """The same with what `masks`, those of the kernel, makes of whole sequences."""
+    """Build the same mask, plus the whole-sequence mask that the kernel's function `masks` makes."""
     of, mask = current_pass(), _mask(batch_size, mask_function, **kwargs)
     options = {**kwargs, "q_length": of.length, "kv_length": of.length, "attention_mask": of.real}
     if of.positions is not None:
@@ -153,7 +153,7 @@ def _ring(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim]."""
+    """Run ring attention; query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim]."""
     _check_mask(module, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
@@ -173,13 +173,13 @@ def _exchanged(
     attention_mask: ContextMask,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """All of the sequence for a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509), and back."""
+    """Exchange to whole sequences of a subset of heads (DeepSpeed-Ulysses, arXiv 2309.14509), attend, and back."""
     _check_mask(module, attention_mask)
     axis, length = attention_mask.axis, attention_mask.of.length
     order = axis.order(length, query.device)
 
     def to_heads(x: Tensor) -> Tensor:
-        """[batch, heads, part, head_dim] -> [batch, heads/cp, seq, head_dim], in order."""
+        """[batch, heads, part, head_dim] -> [batch, heads/cp, seq, head_dim], in sequence order."""
         return exchange_dims(repeated_for(x, axis.size), 1, 2, axis.group).index_select(2, order)
 
     query, key, value = to_heads(query), to_heads(key), to_heads(value)

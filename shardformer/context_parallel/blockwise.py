@@ -1,8 +1,8 @@
-"""Attention between a block of queries and a block of keys, as one part of a softmax over more keys than these.
+"""Attention between a block of queries and a block of keys, as one part of a softmax over more keys.
 
-Each kernel returns what the block's keys alone would give, and the logarithm of the sum of their exponentials, with
-which blocks are put together (`merge`). The backward pass of a block takes the output and the logarithm of the *whole*
-softmax and gives the block's exact share of the gradients (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+Each kernel returns the output for the block's keys alone, and the logarithm of the sum of their exponentials, which
+`merge` uses to combine blocks. The backward pass of a block takes the output and the log-sum-exp of the *whole*
+softmax and returns the block's exact share of the gradients (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys that meet.
+    """A block of queries and the block of keys that they attend to.
 
     Attributes:
-        queries, keys: ranges of the queries and the keys at hand.
+        queries, keys: ranges within the local queries and keys.
         is_causal: query i sees the keys up to number i of the block.
-        allowed: [batch or 1, heads or 1, queries, keys] bool, True where they meet; None for everywhere.
+        allowed: [batch or 1, heads or 1, queries, keys] bool, True where a query sees a key; None for everywhere.
     """
 
     queries: slice
@@ -35,12 +35,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Softmax:
-    """How scores become weights.
+    """Parameters that turn scores into weights.
 
     Attributes:
-        scale: of the scores.
+        scale: factor of the scores.
         dropout: probability that a weight is dropped.
-        seed: of the random numbers for that, another one for each block.
+        seed: seed of the dropout mask, different for each block.
     """
 
     scale: float
@@ -49,7 +49,7 @@ class Softmax:
 
 
 class Gradients(NamedTuple):
-    """Of a block's queries, keys and values."""
+    """Gradients of a block's queries, keys and values."""
 
     query: Tensor
     key: Tensor
@@ -57,22 +57,22 @@ class Gradients(NamedTuple):
 
 
 def with_dense_heads(x: Tensor) -> Tensor:
-    """`x`, [..., head_dim], with the features of a head side by side in memory.
+    """Return `x`, [..., head_dim], with the features of a head contiguous in memory.
 
-    torch's fused kernels take that for granted: of other strides (projections that were gathered over ranks) they read
-    what lies beside the tensor.
+    torch's fused kernels assume this. With other strides (projections gathered over ranks) they read memory outside of
+    the tensor.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """[batch, heads, queries, head_dim] found among the block's keys, and [batch, heads, queries] logarithms.
+    """Attend to the block's keys: return [batch, heads, queries, head_dim] and log-sum-exps [batch, heads, queries].
 
     Args:
-        query: [batch, heads, queries, head_dim], those of the block.
-        key, value: [batch, key/value heads, keys, head_dim]; the heads are a divisor of the query's.
+        query: [batch, heads, queries, head_dim], of the block.
+        key, value: [batch, key/value heads, keys, head_dim]; the number of heads divides that of the query.
 
-    All are `with_dense_heads`. A query that sees none of the keys finds zero, at the logarithm of zero.
+    All must be `with_dense_heads`. A query that sees no key gets zero, and log-sum-exp minus infinity.
     """
     if _has_cpu_kernel(query, value, softmax):
         found, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -103,12 +103,12 @@ def attend_backward(
     block: Block,
     softmax: Softmax,
 ) -> Gradients:
-    """The block's share of the gradients.
+    """Return the block's share of the gradients.
 
     Args:
-        grad, found: [batch, heads, queries, head_dim], gradient and value of what all keys together give. They are
-            `with_dense_heads`, as the query, key and value.
-        logs: [batch, heads, queries], of all keys together; finite.
+        grad, found: [batch, heads, queries, head_dim], gradient and value of the output over all keys. Like query, key
+            and value, they must be `with_dense_heads`.
+        logs: [batch, heads, queries], log-sum-exps over all keys; finite.
     """
     if _has_cpu_kernel(query, value, softmax):
         return Gradients(
@@ -140,7 +140,7 @@ def attend_backward(
 
 
 def merge(found: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
-    """Add what further keys gave to what is known, in place.
+    """Merge the output over further keys into the output so far, in place.
 
     Args:
         found, more: [batch, heads, queries, head_dim].
@@ -153,7 +153,7 @@ def merge(found: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """The logarithm of zero keys is minus infinity, from which nothing can be subtracted."""
+    """Replace minus infinity (the logarithm of zero keys) by 0: a difference of two infinities is NaN."""
     return logs.masked_fill(logs == -math.inf, 0.0)
 
 
@@ -209,7 +209,7 @@ def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, softmax: Softmax) -> Tensor:
-    """[batch, heads, queries, keys] in at least fp32, minus infinity where they do not meet."""
+    """Return scores [batch, heads, queries, keys] in at least fp32, minus infinity where masked."""
     precise = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(precise) @ _repeated(key, query).to(precise).transpose(-1, -2)) * softmax.scale
     if block.is_causal:
@@ -219,7 +219,7 @@ def _scores(query: Tensor, key: Tensor, block: Block, softmax: Softmax) -> Tenso
 
 
 def _dropped(weights: Tensor, softmax: Softmax) -> Tensor:
-    """The weights that dropout leaves, the same ones for the same seed."""
+    """Apply dropout to the weights; the same seed gives the same mask."""
     if not softmax.dropout:
         return weights
     generator = torch.Generator(weights.device).manual_seed(softmax.seed)
@@ -228,12 +228,12 @@ def _dropped(weights: Tensor, softmax: Softmax) -> Tensor:
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:
-    """Key/value heads, one for each head of the query."""
+    """Repeat key/value heads so that there is one for each head of the query."""
     groups = query.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _summed(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of repeated heads -> of the heads."""
+    """Sum the gradient of repeated heads to the gradient of the original heads."""
     groups = grad.shape[1] // x.shape[1]
     return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)

@@ -1,7 +1,7 @@
-"""Ring attention (Liu et al., arXiv 2310.01889): keys and values travel around, queries stay.
+"""Ring attention (Liu et al., arXiv 2310.01889): keys and values move around the ring, queries stay.
 
-Every rank sends the keys and values it has to the next one while it attends to them; after as many steps as there are
-ranks its queries have met all keys. In the backward pass they travel again, and their gradients one step behind them.
+Each rank sends its current keys and values to the next rank while it attends to them. After as many steps as there are
+ranks, its queries have attended to all keys. The backward pass sends them again, and their gradients one step behind.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.distributed import ProcessGroup
 
 from shardformer.context_parallel.blockwise import Block, Softmax, attend, attend_backward, merge, with_dense_heads
 
-# Rank that the keys come from -> the blocks in which they meet this rank's queries.
+# Source rank of the keys -> the blocks in which this rank's queries attend to them.
 Blocks = Callable[[int], Sequence[Block]]
 
 
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, softmax: Softmax, group: ProcessGroup
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks.
+    """Attend with this rank's queries to the keys of all ranks.
 
     Args:
         query: [batch, heads, part, head_dim].
-        key, value: [batch, key/value heads, part, head_dim], this rank's.
-        blocks: which of them meet.
+        key, value: [batch, key/value heads, part, head_dim], of this rank.
+        blocks: source rank -> the blocks in which queries attend to its keys.
 
     Returns:
         [batch, heads, part, head_dim]; zero for a query that sees no key.
@@ -46,7 +46,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         precise = torch.promote_types(query.dtype, torch.float32)
         rows, heads, length, _ = query.shape
-        # In memory as [batch, part, heads, head_dim], which the projection behind it reads: one copy serves both.
+        # Memory layout [batch, part, heads, head_dim], which the output projection reads: saves a copy.
         found = query.new_zeros((rows, length, heads, value.shape[-1]), dtype=precise).transpose(1, 2)
         logs = found.new_full(query.shape[:-1], -torch.inf)
         held, ring = torch.cat([key, value], -1), _Ring(group)
@@ -72,7 +72,7 @@ class _RingAttention(torch.autograd.Function):
         sizes = [key.shape[-1], value.shape[-1]]
         grad_query = torch.zeros_like(query, dtype=logs.dtype)
         held, ring = torch.cat([key, value], -1), _Ring(ctx.group)
-        travelling: Any = None  # the gradients of `held` that ranks before this one found
+        travelling: Any = None  # gradients of `held` from the previous ranks
         for step in range(ring.size):
             coming = ring.pass_on(held) if step < ring.size - 1 else None
             grad_held = torch.zeros_like(held, dtype=logs.dtype)
@@ -90,22 +90,22 @@ class _RingAttention(torch.autograd.Function):
             if travelling is not None:
                 grad_held += ring.received(travelling)
             travelling = ring.pass_on(grad_held)
-        grad_key, grad_value = ring.received(travelling).split(sizes, -1)  # home again
+        grad_key, grad_value = ring.received(travelling).split(sizes, -1)  # back at the rank that holds the keys
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
 class _Ring:
-    """The ranks of a group, each beside the next."""
+    """The ranks of a group, connected in a ring."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def source(self, step: int) -> int:
-        """The rank whose keys are here after so many steps."""
+        """Return the rank whose keys are held here after `step` steps."""
         return (self.rank - step) % self.size
 
     def pass_on(self, x: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
-        """Begin to send `x` to the next rank and to receive from the one before; `x` must not change until received."""
+        """Start to send `x` to the next rank and receive from the previous one; do not change `x` until received."""
         x = x.contiguous()
         if self.size == 1:
             return x, x, []

@@ -1,9 +1,9 @@
-"""Context parallelism: every rank of an axis has a part of each sequence, all through the model.
+"""Context parallelism: each rank of an axis holds a shard of every sequence throughout the model.
 
-The base model's inputs are cut before its first layer, so that embeddings, layers, head and loss see 1/cp of the
-tokens; attention alone meets the tokens of other ranks (`attention.py`). Sequences are cut zig-zag
-(Llama 3, arXiv 2407.21783, section 3.3.2; Brandon et al., arXiv 2311.09431): of 2 * cp chunks rank r has number r and
-number 2 * cp - 1 - r, which under a causal mask gives every rank as many scores to compute.
+The inputs of the base model are sharded before its first layer, so embeddings, layers, head and loss see 1/cp of the
+tokens; only attention accesses tokens of other ranks (`attention.py`). Sequences are sharded in zigzag order
+(Llama 3, arXiv 2407.21783, section 3.3.2; Brandon et al., arXiv 2311.09431): of 2 * cp chunks, rank r holds chunks r
+and 2 * cp - 1 - r, which balances the number of scores per rank under a causal mask.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from shardformer.attention.packed_documents import may_be_packed, start_again
 from shardformer.distributed.collectives import all_gather_dim, reduce_scatter_dim
 from shardformer.sequence_parallel.split_gather import first_output
 
-# What the base model gets whole: masks are about the tokens of all ranks.
+# Inputs that are not sharded: masks cover the tokens of all ranks.
 _WHOLE = ("attention_mask",)
 Positions = Callable[[Mapping[str, Any]], Tensor | None]
-_current: list[ContextParallelPass] = []  # functions that make masks are told nothing of the model that asks
+_current: list[ContextParallelPass] = []  # global, because mask functions do not receive the model
 
 
 @dataclass
 class ContextParallelPass:
-    """One pass of a model over sequences that are cut.
+    """One forward pass over sharded sequences.
 
     Attributes:
-        axis: over which ranks.
-        length: tokens of a sequence, padding to equal parts not counted.
-        real: [batch, length] bool, tokens that are not padding; None where all are.
-        positions: [batch or 1, length], where documents are packed one behind the other; None where none are.
+        axis: the ranks that share the sequences.
+        length: tokens of a sequence, without the padding to equal shards.
+        real: [batch, length] bool, True for tokens that are not padding; None if all are.
+        positions: [batch or 1, length], if documents are packed in a row; None otherwise.
     """
 
     axis: ZigzagSharding
@@ -47,21 +47,21 @@ class ContextParallelPass:
 
     @property
     def documents(self) -> Tensor:
-        """[batch or 1, length], the number of the document that each token belongs to."""
+        """[batch or 1, length], the index of the document that each token belongs to."""
         starts = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1) != 1
         return starts.cumsum(-1)
 
 
 def current_pass() -> ContextParallelPass:
-    """The pass in progress."""
+    """Return the pass in progress."""
     return _current[0]
 
 
 class ZigzagSharding:
-    """The ranks that share sequences.
+    """Zigzag sharding of sequences over the ranks of a group.
 
     Args:
-        group: their process group.
+        group: process group of the ranks that share sequences.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -69,22 +69,22 @@ class ZigzagSharding:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def chunk(self, length: int) -> int:
-        """Tokens of one of the 2 * cp chunks of a sequence."""
+        """Return the number of tokens in one of the 2 * cp chunks of a sequence."""
         return -(-length // (2 * self.size))
 
     def places(self, length: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """[2 * chunk], where the tokens of a rank stand in the sequence; those from `length` on are padding."""
+        """Return [2 * chunk], global indices of a rank's tokens; indices from `length` on are padding."""
         chunk = self.chunk(length)
         first = torch.arange(chunk, device=device)
         return torch.cat([first + rank * chunk, first + (2 * self.size - 1 - rank) * chunk])
 
     def order(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        """[length], where the tokens of the sequence stand once the parts of all ranks lie one behind the other."""
+        """Return [length], the index of each token of the sequence in the concatenated shards of all ranks."""
         held = torch.cat([self.places(length, rank, device) for rank in range(self.size)])
         return held.argsort()[:length]
 
     def take(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
-        """This rank's part of `dim`; what is behind the end of the sequence is `fill`."""
+        """Return this rank's shard of `dim`; padding past the end of the sequence is `fill`."""
         dim = dim % x.dim()
         chunk = self.chunk(x.shape[dim])
         missing = 2 * self.size * chunk - x.shape[dim]
@@ -94,14 +94,14 @@ class ZigzagSharding:
         return torch.cat([x.narrow(dim, start, chunk) for start in starts], dim)
 
     def gather(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
-        """The parts of all ranks, in order and without padding.
+        """All-gather the shards of all ranks, in sequence order and without padding.
 
-        Every rank goes on with the whole, and its gradient there is a share of the gradient: they are summed.
+        Every rank computes on the whole sequence and has a partial gradient of it: the backward pass reduce-scatters.
         """
         return _Gather.apply(x, self, length, dim)
 
     def leave(self, x: Tensor) -> Tensor:
-        """[batch, part, hidden] -> [batch, seq, hidden] behind the last layer of the pass in progress."""
+        """Gather [batch, part, hidden] -> [batch, seq, hidden] after the last layer of the pass in progress."""
         return self.gather(x, current_pass().length)
 
 
@@ -114,7 +114,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         axis, dim = ctx.axis, ctx.dim
-        # A layer that is recomputed after this has to see its own pass, not that of another micro-batch.
+        # Layers recomputed after this point must see their own pass, not that of another micro-batch.
         _current[:] = ctx.current
         held = 2 * axis.chunk(ctx.length) * axis.size
         parts = grad.new_zeros(*grad.shape[:dim], held, *grad.shape[dim + 1 :])
@@ -123,10 +123,10 @@ class _Gather(torch.autograd.Function):
 
 
 def cut_inputs(base: nn.Module, axis: ZigzagSharding, positions: Positions) -> None:
-    """Let `base`, a transformers model without head, read this rank's part of its inputs.
+    """Let `base`, a transformers model without a head, read this rank's shard of its inputs.
 
     Args:
-        positions: the inputs -> [batch or 1, seq], where the family counts positions in its own way; None for 0, 1, ...
+        positions: inputs -> [batch or 1, seq] if the family numbers positions in its own way; None for 0, 1, ...
     """
     signature = inspect.signature(base.forward)
 
@@ -139,10 +139,10 @@ def cut_inputs(base: nn.Module, axis: ZigzagSharding, positions: Positions) -> N
 
 
 def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positions) -> dict[str, Any]:
-    """This rank's part of the inputs of a base model; begins a pass.
+    """Return this rank's shard of the inputs of a base model, and begin a pass.
 
     Raises:
-        ValueError: an attention mask that is not [batch, seq], or no tokens.
+        ValueError: the attention mask is not [batch, seq], or there are no tokens.
     """
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
     if tokens is None:
@@ -160,7 +160,7 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
     packed = whole if may_be_packed(inputs) and start_again(whole) else None
     _current[:] = [ContextParallelPass(axis, length, _real(mask), packed)]
     parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
-    # A mask that is always there keeps transformers from taking a jump between two chunks for a new document.
+    # With a mask always present, transformers does not take a jump between two chunks for a new document.
     ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask
     return {**parts, "attention_mask": ones, "position_ids": axis.take(whole, dim=-1)}
 
@@ -178,5 +178,5 @@ def _part(value: Any, name: str, length: int, axis: ZigzagSharding) -> Any:
 
 
 def gather_behind(layer: nn.Module, axis: ZigzagSharding) -> None:
-    """What follows the last layer sees whole sequences, on every rank."""
+    """Gather whole sequences on every rank after `layer`, the last layer."""
     layer.register_forward_hook(lambda _, __, output: first_output(output, axis.leave))

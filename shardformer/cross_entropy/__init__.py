@@ -1,1 +1,1 @@
-"""Cross-entropy over logits that are sharded along the vocabulary, or never made at once."""
+"""Cross-entropy over logits that are sharded along the vocabulary, or computed in chunks."""

@@ -1,4 +1,4 @@
-"""How large the chunks are in which the loss of a language-model head is computed, and what a plan asks of them."""
+"""Chunk sizes of the language-model head's loss, and the state by which a plan controls chunking."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import torch
 
-# Of logits in fp32. Every chunk reads the weight and its gradient once, so that it needs the more rows the faster
-# products are beside memory. The number for CPUs is measured; the other is worked out from data sheets.
+# Bytes of fp32 logits per chunk. Each chunk reads the weight and its gradient once, so the faster matrix products are
+# relative to memory, the more rows a chunk needs. The CPU number is measured; the other follows from data sheets.
 CPU_CHUNK_BYTES = 128 * 2**20
 ACCELERATOR_CHUNK_BYTES = 512 * 2**20
 FEWEST_ROWS = 128
 
 
 class _State:
-    """Of this process, as passes run one at a time."""
+    """State of this process; global, as passes run one at a time."""
 
     planned_for: str | None = None
     decisions: dict[tuple[int, ...], bool] | None = None
@@ -23,19 +23,21 @@ class _State:
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """How much memory the logits of one chunk may take on `device`, counted in fp32."""
+    """Return how many bytes the logits of one chunk may take on `device`, counted in fp32."""
     return CPU_CHUNK_BYTES if (_State.planned_for or device.type) == "cpu" else ACCELERATOR_CHUNK_BYTES
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
-    """How many tokens are in a chunk of logits with so many columns."""
+    """Return the number of tokens in a chunk of logits with `columns` columns."""
     return max(FEWEST_ROWS, chunk_bytes(device) // max(4 * columns, 1) // FEWEST_ROWS * FEWEST_ROWS)
 
 
 @contextmanager
 def planned_for(device_type: str) -> Iterator[None]:
-    """Passes on fake tensors, as on a device of `device_type`. Heads of one shape do all the same as the first of them:
-    the costs of micro-batches of several sizes are to lie on one line."""
+    """Run passes on fake tensors as if on a device of `device_type`.
+
+    All heads of one shape follow the decision of the first, so that cost stays linear in the micro-batch size.
+    """
     _State.planned_for, _State.decisions = device_type, {}
     try:
         yield
@@ -44,13 +46,13 @@ def planned_for(device_type: str) -> Iterator[None]:
 
 
 def decided(shape: tuple[int, ...], decision: bool) -> bool:
-    """What a head whose weight has this shape does; outside of a plan, what it has decided."""
+    """Return the decision for a head whose weight has this shape; within a plan, the first decision for that shape."""
     return decision if _State.decisions is None else _State.decisions.setdefault(shape, decision)
 
 
 @contextmanager
 def finding_gradients() -> Iterator[None]:
-    """What runs inside of a forward pass belongs to the backward pass by its nature."""
+    """Mark work that runs inside a forward pass but belongs to the backward pass."""
     _State.finds_gradients = True
     try:
         yield
@@ -59,5 +61,5 @@ def finding_gradients() -> Iterator[None]:
 
 
 def finds_gradients() -> bool:
-    """Whether a forward pass is at `finding_gradients`."""
+    """Return whether a forward pass is inside `finding_gradients`."""
     return _State.finds_gradients

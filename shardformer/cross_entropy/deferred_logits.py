@@ -1,8 +1,8 @@
-"""DeferredLogits: what a language-model head returns in the place of logits that only a loss may read.
+"""DeferredLogits: placeholder that a language-model head returns instead of logits, for a loss to consume.
 
-It has their shape and dtype. A loss that knows it takes the hidden states and the weight instead, see
-`fused_linear_cross_entropy.py`; anything else that touches it - a cap, a scale, a bias, a slice, a hook - gets
-the logits, as if the head had computed them at once.
+It has the shape and dtype of the logits. A loss that knows it uses the hidden states and the weight instead, see
+`fused_linear.py`. Any other access - a cap, a scale, a bias, a slice, a hook - gets the logits, as if the head
+had computed them at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shardformer.cross_entropy.fused_linear import fused_linear_cross_entropy_su
 
 @dataclass(frozen=True)
 class LMHeadCall:
-    """One call of a head.
+    """One call of a language-model head.
 
     Attributes:
-        hidden: its input, [..., hidden].
-        weight: [vocabulary, hidden], or this rank's part of it.
-        bias: [vocabulary], or this rank's part of it, or None.
+        hidden: input of the head, [..., hidden].
+        weight: [vocabulary, hidden], or this rank's shard of it.
+        bias: [vocabulary], or this rank's shard of it, or None.
         compute: the head's own forward, `hidden` -> logits.
-        vocab_range, group: which rows of the vocabulary are here, and the axis over which it is cut; None for all.
+        vocab_range, group: local rows of the vocabulary, and the axis over which it is sharded; None for all rows.
     """
 
     hidden: Tensor
@@ -41,13 +41,13 @@ class LMHeadCall:
 
 
 class DeferredLogits(torch.Tensor):
-    """Logits [..., vocabulary] that are not computed before something reads them; see `logits_of` and `loss_of`."""
+    """Logits [..., vocabulary] that are computed only when something reads them; see `logits_of` and `loss_of`."""
 
     __slots__ = (
         "call",
         "logits",
         "trains",
-    )  # no attributes in __dict__, by which debug tools tell tensors on their way
+    )  # not in __dict__, by which debug tools recognize pending tensors
 
     @staticmethod
     def __new__(cls, call: LMHeadCall) -> DeferredLogits:
@@ -74,7 +74,7 @@ class DeferredLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # What comes from C++ only, such as a collective; no gradient goes this way.
+        # Only calls from C++ arrive here, such as a collective; no gradient flows through them.
         args, kwargs = tree_map_only(cls, logits_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -90,21 +90,24 @@ _LOOKS = frozenset(
 
 
 def defer_logits(call: LMHeadCall) -> Tensor:
-    """The logits of a call of a head, deferred where that saves memory, or computed at once."""
+    """Return the logits of a head call: deferred if that saves memory, else computed at once."""
     is_plain = call.hidden.dtype == call.weight.dtype and not torch.is_autocast_enabled(call.hidden.device.type)
     return DeferredLogits(call) if is_plain and saves_memory(call) else call.compute(call.hidden)
 
 
 def saves_memory(call: LMHeadCall) -> bool:
-    """The rule: in fp32 the logits would take more than one chunk of the loss does, and more than the gradient of the
-    weight, which the loss keeps in their place."""
+    """Return whether deferring the logits of a call saves memory.
+
+    It does if the fp32 logits are larger than one chunk of the loss, and larger than the weight gradient, which the
+    loss keeps instead of them.
+    """
     tokens, columns = call.hidden.shape[:-1].numel(), len(call.weight)
     kept = call.weight.numel() if torch.is_grad_enabled() and call.weight.requires_grad else 0
     return decided(call.weight.shape, 4 * tokens * columns > max(chunk_bytes(call.hidden.device), 4 * kept))
 
 
 def logits_of(deferred: DeferredLogits) -> Tensor:
-    """The logits, with the graph that the head would have given them."""
+    """Compute the logits, with the autograd graph that the head would have given them."""
     if deferred.logits is None:
         with torch.set_grad_enabled(deferred.trains):
             deferred.logits = deferred.call.compute(deferred.call.hidden)
@@ -112,7 +115,7 @@ def logits_of(deferred: DeferredLogits) -> Tensor:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor | None:
-    """The sum of the cross-entropy (0-d) by deferred logits that nothing has read; None for any others.
+    """Return the sum of the cross-entropy (0-d) of deferred logits that nothing has read; None for other logits.
 
     Args:
         labels: [...], -100 where ignored.

@@ -1,7 +1,7 @@
-"""Cross-entropy of a language-model head from its hidden states, with the logits of a few tokens at a time.
+"""Cross-entropy of a language-model head computed from hidden states, with logits of one chunk of tokens at a time.
 
 After Cut Cross-Entropy (arXiv 2411.09009, section 4) and Liger-Kernel (arXiv 2410.10989, section 3.2), in plain torch,
-for whole heads and for heads that are cut over the vocabulary (arXiv 1909.08053, section 3).
+for whole heads and for vocabulary-parallel heads (arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def fused_linear_cross_entropy_sum(
     ignore_index: int = -100,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Sum of the cross-entropy of `hidden weight^T + bias` over the labels that are not `ignore_index` (0-d).
+    """Sum the cross-entropy of `hidden weight^T + bias` over the labels that are not `ignore_index` (0-d).
 
-    Gradients are computed in the forward pass, chunk by chunk, and are scaled in the backward pass, which can run once.
-    Kept for it are those of `hidden`, and of `weight` and `bias` in at least fp32.
+    The forward pass computes the gradients chunk by chunk; the backward pass scales them, and can run only once.
+    Saved for it are the gradient of `hidden`, and those of `weight` and `bias` in at least fp32.
 
     Args:
         hidden: [..., hidden], the same on every rank of `group`; its gradient is summed over them.
         weight: [vocabulary, hidden], or this rank's [padded vocabulary / ranks, hidden] with `vocab_range`.
-        bias: [vocabulary] or this rank's part of it, or None.
+        bias: [vocabulary] or this rank's shard of it, or None.
         labels: [...], the same on every rank of `group`.
-        vocab_range: first and end row of the vocabulary that `weight` has here; None for all.
-        group: the axis over which the vocabulary is cut.
+        vocab_range: first and end row of the vocabulary that the local `weight` covers; None for all.
+        group: the axis over which the vocabulary is sharded.
         chunk_rows: tokens in a chunk; None for as many as `chunking` allows.
 
     The result is at least fp32, whatever the precision of the head.
@@ -54,7 +54,7 @@ def fused_linear_cross_entropy_sum(
 
 @dataclass(frozen=True)
 class _VocabShard:
-    """How the work is cut: over ranks `start:stop` of the vocabulary, over time `rows` of the tokens."""
+    """Partition of the work: vocabulary rows `start:stop` on this rank, and chunks of `rows` tokens."""
 
     start: int
     stop: int
@@ -65,23 +65,23 @@ class _VocabShard:
 
 
 class _ChunkedLoss:
-    """What is computed of all chunks.
+    """Accumulates losses and gradients over chunks.
 
     Attributes:
         losses: [tokens], 0 where the label is ignored.
-        grad_hidden, grad_weight, grad_bias: of the sum of the losses; None where none is needed.
+        grad_hidden, grad_weight, grad_bias: gradients of the summed losses; None if not needed.
     """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, cut: _VocabShard, needs: tuple[bool, bool, bool]
     ) -> None:
         self.cut, self.needs = cut, needs
-        # Columns of padding take no part.
+        # Padding columns are excluded.
         self.weight = weight[: cut.stop - cut.start]
         self.bias = None if bias is None else bias[: cut.stop - cut.start]
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         rows = min(cut.rows, len(hidden))
-        # One buffer for all chunks: memory that is asked for again and again costs more than what is computed in it.
+        # One buffer for all chunks: repeated allocation costs more than the computation.
         self._logits = hidden.new_empty(rows, len(self.weight))
         same = hidden.dtype == self.dtype
         self._numbers = self._logits if same else torch.empty_like(self._logits, dtype=self.dtype)
@@ -91,7 +91,7 @@ class _ChunkedLoss:
         self.grad_bias = bias.new_zeros(bias.shape, dtype=self.dtype) if needs[2] else None
 
     def add(self, hidden: Tensor, labels: Tensor, first: int) -> None:
-        """One chunk: `hidden` [chunk, hidden] and `labels` [chunk], of which the first is token number `first`."""
+        """Process one chunk: `hidden` [chunk, hidden] and `labels` [chunk], starting at token number `first`."""
         logits = self._logits[: len(hidden)]
         numbers = logits if self._numbers is self._logits else self._numbers[: len(hidden)]
         if self.bias is None:
@@ -99,18 +99,18 @@ class _ChunkedLoss:
         else:
             torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
         here = (labels >= self.cut.start) & (labels < self.cut.stop)
-        if self.cut.group is None:  # an index that is no label is refused, not taken for one of another rank
+        if self.cut.group is None:  # refuse an invalid label instead of taking it for another rank's
             here = labels != self.cut.ignore_index
         local = (labels - self.cut.start).masked_fill(~here, 0).unsqueeze(-1)
         counted = labels != self.cut.ignore_index
         peak, picked = self._peak(logits, local, here)
-        if numbers is not logits:  # operators of two dtypes make copies of their own on CPUs
+        if numbers is not logits:  # operators on mixed dtypes make temporary copies on CPUs
             numbers.copy_(logits)
         exponentials = numbers.sub_(peak.unsqueeze(-1)).exp_()
         log_sum, label_logit = self._over_ranks(peak, exponentials.sum(dim=-1), picked)
         self.losses[first : first + len(hidden)] = (log_sum - label_logit).masked_fill(~counted, 0.0)
         if any(self.needs):
-            # The gradient of the logits: softmax - one at the label. `logits` are no longer read.
+            # Gradient of the logits: softmax minus one at the label. Reuses `logits`, which are not read again.
             share = (peak - log_sum).exp_().masked_fill_(~counted, 0.0).unsqueeze(-1)
             if len(self.weight):
                 at_label = exponentials.gather(1, local) * share - (here & counted).unsqueeze(-1).to(self.dtype)
@@ -121,17 +121,17 @@ class _ChunkedLoss:
                 self._add_gradients(hidden, logits, first)
 
     def _peak(self, logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-        """[chunk] each: the maximum of the logits here, and the logit of the label, 0 where it is elsewhere."""
-        if not len(self.weight):  # all columns are padding; this rank must still take part in what follows
+        """Return [chunk] each: the maximum of the local logits, and the label's logit, 0 if on another rank."""
+        if not len(self.weight):  # all columns are padding; this rank must still join the collective
             nothing = logits.new_zeros(len(logits), dtype=self.dtype)
             return nothing - torch.inf, nothing
         picked = logits.gather(1, local).squeeze(-1).to(self.dtype)
         return logits.amax(dim=-1).to(self.dtype), picked.masked_fill(~here, 0.0)
 
     def _over_ranks(self, peak: Tensor, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """[chunk] each, of the whole vocabulary: logarithm of the sum of the exponentials, and logit of the label.
+        """Reduce to the whole vocabulary, [chunk] each: log-sum-exp, and logit of the label.
 
-        One all-gather of three numbers a token, in the place of two all-reduces that wait for each other.
+        One all-gather of three numbers per token, instead of two all-reduces that wait for each other.
         """
         if self.cut.group is None:
             return peak + total.log(), picked
@@ -152,7 +152,7 @@ class _ChunkedLoss:
         if grad_logits.dtype == self.dtype:
             self.grad_weight[: len(self.weight)].addmm_(grad_logits.t(), hidden)
             return
-        # Products in 16 bit are added up in fp32, a few rows at a time: one product of all is as large as the weight.
+        # Accumulate 16-bit products in fp32, a few rows at a time: one product of all rows is as large as the weight.
         step = max(1, self._logits.numel() // hidden.shape[1])
         for row in range(0, len(self.weight), step):
             rows = slice(row, min(row + step, len(self.weight)))
@@ -176,11 +176,11 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a second pass through the same graph finds that they have changed, which torch refuses.
+        # In place, so torch refuses a second backward pass through the same graph: its saved tensors have changed.
         scaled = [None if each is None else each.mul_(grad) for each in ctx.saved_tensors]
         work = None
         if scaled[0] is not None and ctx.group is not None:
-            # Each rank has found what its part of the vocabulary says.
+            # Each rank has the contribution of its shard of the vocabulary.
             work = dist.all_reduce(scaled[0], group=ctx.group, async_op=True)
         results = [None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
         if work is not None:

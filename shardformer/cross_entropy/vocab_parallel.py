@@ -1,4 +1,4 @@
-"""Cross-entropy over logits that lie cut along the vocabulary, which are never gathered."""
+"""Cross-entropy over logits that are sharded along the vocabulary, without gathering them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def cross_entropy_sum(
     group: ProcessGroup | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Sum of the cross-entropy over the labels that are not `ignore_index`; 0 when there are none.
+    """Sum the cross-entropy over the labels that are not `ignore_index`; 0 if there are none.
 
     Args:
         logits: [tokens, classes], or [tokens, padded vocabulary / ranks] with `vocab_range`.
         labels: [tokens], the same on every rank.
-        vocab_range: first and end row of the vocabulary that `logits` covers here; None for whole logits.
-        group: the axis over which the vocabulary is cut.
+        vocab_range: first and end row of the vocabulary that the local `logits` cover; None for whole logits.
+        group: the axis over which the vocabulary is sharded.
 
     The result is at least fp32, whatever the precision of the logits.
     """
@@ -41,7 +41,7 @@ def cross_entropy_of_tokens(
     group: ProcessGroup | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """[tokens], 0 where the label is `ignore_index`; arguments and precision are those of `cross_entropy_sum`."""
+    """Return losses [tokens], 0 where the label is `ignore_index`; arguments and precision: see `cross_entropy_sum`."""
     logits = _at_least_fp32(logits)
     if vocab_range is None:
         return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
@@ -60,15 +60,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, vocab_range: tuple[int, int], group: ProcessGroup, ignore_index: int
     ) -> Tensor:
         start, stop = vocab_range
-        valid = logits[:, : stop - start]  # [tokens, local vocabulary]: padding columns take no part
-        # A rank whose rows are all padding has nothing to offer but must still take part in the maximum.
+        valid = logits[:, : stop - start]  # [tokens, local vocabulary], without padding columns
+        # A rank whose rows are all padding has no logits but must still join the all-reduce of the maximum.
         peak = valid.amax(dim=-1) if stop > start else logits.new_full(labels.shape, -torch.inf)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
 
         probabilities = (valid - peak.unsqueeze(-1)).exp_()
         here = (labels >= start) & (labels < stop)
         local_labels = (labels - start).masked_fill(~here, 0)
-        sums = logits.new_zeros(2, labels.numel())  # total of the exponentials, logit of the label
+        sums = logits.new_zeros(2, labels.numel())  # sum of exponentials, logit of the label
         if stop > start:
             sums[0] = probabilities.sum(dim=-1)
             picked = valid.gather(1, local_labels.unsqueeze(-1)).squeeze(-1) - peak

@@ -1,1 +1,1 @@
-"""Differentiable collectives, and random streams of ranks."""
+"""Differentiable collectives, and random streams per rank."""

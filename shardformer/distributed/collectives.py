@@ -1,8 +1,8 @@
-"""The collectives of tensor and sequence parallelism, as pairs of autograd functions.
+"""Collectives of tensor and sequence parallelism as autograd functions.
 
 Names follow Megatron-LM (arXiv 1909.08053, section 3) and its sequence-parallel sequel (arXiv 2205.05198, section 4):
 `f` copies forward and all-reduces backward, `g` all-reduces forward and copies backward; `g-bar` all-gathers the
-sequence forward and reduce-scatters it backward, `g-bar*` the other way round. Groups are passed, never global.
+sequence forward and reduce-scatters it backward, `g-bar*` does the reverse. Groups are passed, never global.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 def world_timeout() -> timedelta | None:
-    """How long the job's collectives wait, which `new_group` would otherwise replace by torch's 30 minutes."""
+    """Return the timeout of the job's collectives; without it, `new_group` would use torch's default of 30 minutes."""
     backends = (dist.group.WORLD._get_backend(device) for device in dist.group.WORLD._device_types)
     options = (getattr(backend, "options", None) for backend in backends)
     return next((each._timeout for each in options if each is not None), None)
@@ -50,12 +50,12 @@ def reduce_scatter_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def local_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's equal slice of `dim`, no communication."""
+    """Return this rank's equal slice of `dim`, without communication."""
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
 class _Copy(torch.autograd.Function):
-    """`f`: every rank reads the same input, so the input's gradient is the sum of what the ranks find."""
+    """`f`: every rank reads the same input, so the input's gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -70,7 +70,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Shards of `dim` become the whole on every rank; what follows is the same on every rank."""
+    """All-gather shards of `dim` to the whole tensor on every rank; later computation is replicated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -83,7 +83,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """Each rank reads its own features of an input that all have; the gradient of the whole is put together again."""
+    """Read this rank's features of a replicated input; the backward pass assembles the gradient of the whole input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: int, stop: int, group: ProcessGroup) -> Tensor:
@@ -92,7 +92,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # A sum and not a gather: pieces may differ in size.
+        # All-reduce instead of all-gather: shards may differ in size.
         whole = grad.new_zeros(ctx.shape)
         whole[..., ctx.start : ctx.stop] = grad
         dist.all_reduce(whole, group=ctx.group)
@@ -100,7 +100,7 @@ class _Split(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows of all ranks, of which each may have another number; every rank answers for its part of what follows."""
+    """Gather rows of all ranks, whose numbers may differ; each rank keeps the gradient of its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -120,7 +120,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _CutFeatures(torch.autograd.Function):
-    """Each rank reads its own features of what all have, as a `ShardSpec` of the last dim says."""
+    """Read this rank's features of a replicated input, as defined by a `ShardSpec` of the last dim."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
@@ -129,12 +129,12 @@ class _CutFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Summed: pieces may differ in size, and several ranks may have read the same one.
+        # Summed: shards may differ in size, and several ranks may have read the same one.
         return _put_together(grad, ctx.spec, ctx.group), None, None
 
 
 class _JoinFeatures(torch.autograd.Function):
-    """The pieces that `_CutFeatures` leaves become the whole on every rank; what follows is the same on every rank."""
+    """Assemble the shards of `_CutFeatures` to the whole tensor on every rank; later computation is replicated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
@@ -158,40 +158,40 @@ def _put_together(piece: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor
 
 
 def copy_to_axis(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`f`: identity forward, all-reduce backward."""
+    """Apply `f`: identity forward, all-reduce backward."""
     return _Copy.apply(x, group)
 
 
 def reduce_from_axis(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`g`: all-reduce forward, identity backward: every rank uses the same sum, whose gradient each already has.
+    """Apply `g`: all-reduce forward, identity backward, because every rank has the full gradient of the sum.
 
-    In place: `x` must be a fresh result, of which nobody needs the value, as a matrix product's.
+    In place: autograd must not need the value of `x` (true for a matmul's output).
     """
-    # Without a node of autograd, which would pass the gradient on and cost as much as the collective.
+    # No autograd node: passing the gradient through one would cost as much as the collective.
     dist.all_reduce(x.detach(), group=group)
     return x
 
 
 def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """All-gather along `dim` forward, own slice backward."""
+    """All-gather along `dim` forward, take this rank's slice backward."""
     return _Gather.apply(x, dim, group)
 
 
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The rows of all ranks, [sum of rows, ...]. Each rank computes the same of them and counts it by 1 / ranks."""
+    """Gather the rows of all ranks, [sum of rows, ...]; each rank must weight what it computes by 1 / ranks."""
     return _GatherRows.apply(x, group)
 
 
 def split_to_axis(x: Tensor, start: int, stop: int, group: ProcessGroup) -> Tensor:
-    """Features `start:stop` of the last dim forward; all ranks' pieces of the gradient together backward."""
+    """Take features `start:stop` of the last dim forward; all-reduce the assembled gradient backward."""
     return _Split.apply(x, start, stop, group)
 
 
 def cut_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-    """[..., features] -> this rank's piece of the last dim, which `spec`, of one dim, cuts."""
+    """Return this rank's shard of the last dim of [..., features]; `spec`, of one dim, defines the sharding."""
     return _CutFeatures.apply(x, spec, group)
 
 
 def join_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-    """The pieces of the last dim, of which no two ranks have the same -> [..., features] on every rank."""
+    """Assemble distinct shards of the last dim to [..., features] on every rank."""
     return _JoinFeatures.apply(x, spec, group)

@@ -2,9 +2,9 @@
 
 Replicated regions (dropout after a row-parallel linear) must draw the same numbers on every tensor-parallel rank, or
 replicated activations drift apart; sharded regions (dropout inside attention heads) must draw different ones. The
-default generator is the shared stream during a forward pass. A sharded region seeds a generator of its own from the
-next number of the shared stream and the rank. Whatever restores the default generator (activation checkpointing, a
-checkpoint) therefore restores the sharded regions too; there is no second state to keep.
+default generator is the shared stream during a forward pass. A sharded region seeds its own generator from the next
+number of the shared stream and the rank. Restoring the default generator (activation checkpointing, a checkpoint)
+therefore restores the sharded regions too; there is no second state to save.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SEED_LIMIT = 2**62
 
 @contextmanager
 def parallel_region(rank: int) -> Iterator[None]:
-    """Draw random numbers that differ from rank to rank; afterwards the shared stream goes on as if not interrupted.
+    """Draw random numbers that differ between ranks; the shared stream then continues as if not interrupted.
 
     Args:
         rank: position on the tensor-parallel axis.
@@ -43,10 +43,10 @@ def parallel_region(rank: int) -> Iterator[None]:
 
 
 class SharedStream:
-    """The stream that replicated regions of one model draw from, kept apart from the user's own random numbers.
+    """Random stream of the replicated regions of one model, separate from the user's own random numbers.
 
     Args:
-        seed: the same on all ranks of a tensor-parallel group, different on others.
+        seed: the same on all ranks of a tensor-parallel group, different in other groups.
     """
 
     def __init__(self, seed: int) -> None:
@@ -54,7 +54,7 @@ class SharedStream:
         self._states = self._states_after_seeding(seed)
 
     def restart(self, step: int) -> None:
-        """Numbers that were not drawn before: training goes on at `step` on another layout, which had other streams."""
+        """Reseed for training that resumes at `step` on another layout, so that no numbers repeat."""
         self._states = self._states_after_seeding((self.seed + 0x9E3779B97F4A7C15 * step) % _SEED_LIMIT)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ class SharedStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the default generator; the user's states come back afterwards."""
+        """Make this the default generator inside the context; restore the user's states afterwards."""
         outer = _default_states()
         _set_default_states(self._states)
         try:
@@ -84,7 +84,7 @@ class SharedStream:
 
 
 def adopt_first_generator(group: ProcessGroup, device: torch.device) -> None:
-    """Go on with the random numbers of the first rank of `group`, on the CPU and on `device`."""
+    """Adopt the random states of the first rank of `group`, on the CPU and on `device`."""
     names = ("cpu",) if device.type == "cpu" else ("cpu", "cuda")
     states = {name: _default_states()[name].to(device) for name in names}
     for state in states.values():
@@ -112,8 +112,8 @@ def _set_default_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def draw_per_rank(module: nn.Module, rank: int) -> None:
-    """Let all that `module` draws, also inside of kernels, come from a stream of this rank's own."""
-    module.forward = partial(_in_region, rank, module.forward)  # no closure: a copy of the module calls its own
+    """Let all random draws of `module`, including those inside kernels, use a per-rank stream."""
+    module.forward = partial(_in_region, rank, module.forward)  # no closure: a copy of the module calls its own forward
 
 
 def _in_region(rank: int, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Expert parallelism: which rank holds which experts, and how tokens reach them."""
+"""Expert parallelism: sharding of experts over ranks, and dispatch of tokens to them."""

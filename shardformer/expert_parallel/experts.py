@@ -1,9 +1,9 @@
-"""Expert parallelism: which modules hold experts, and how these are dealt out.
+"""Expert parallelism: find the modules that hold experts, and shard them.
 
 transformers 5 stacks the experts of a layer in parameters [experts, ...] of one module, whose forward takes hidden
-states [tokens, hidden], experts [tokens, k] and weights [tokens, k]. Any family with such a module can be cut: a rank
-gets an equal share of the experts, and tokens travel (`token_dispatcher.py`). Tensor parallelism leaves these modules
-whole.
+states [tokens, hidden], experts [tokens, k] and weights [tokens, k]. Any family with such a module can be sharded: a
+rank holds an equal share of the experts, and tokens are sent to them (`token_dispatcher.py`). Tensor parallelism does
+not shard these modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WEIGHTS = ("top_k_weights", "routing_weights")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module holds stacked experts that are called with tokens, choices and weights."""
+    """Return whether the module holds stacked experts that are called with tokens, choices and weights."""
     count = getattr(module, "num_experts", None)
     stacked = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not isinstance(count, int) or not any(each.dim() == 3 for each in stacked):
@@ -36,12 +36,12 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of the experts of every layer."""
+    """Return path and module of the experts of every layer."""
     return ((path, module) for path, module in model.named_modules() if is_experts(module))
 
 
 def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
-    """Sentences on what keeps the experts of the whole model from being dealt out, or from having a capacity."""
+    """Return sentences on what prevents sharding the experts of the whole model, or giving them a capacity."""
     name, size, factor = type(model).__name__, config.expert_parallel_size, config.expert_capacity_factor
     found = list(expert_modules(model)) if size > 1 or factor is not None else []
     problems = []
@@ -60,7 +60,7 @@ def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
     uneven: dict[int, str] = {}
     for path, module in found:
         if module.num_experts % size:
-            uneven.setdefault(module.num_experts, path)  # the first of many layers will do
+            uneven.setdefault(module.num_experts, path)  # report only the first layer of each expert count
     return problems + [
         f"ep_size={size} does not divide the {count} experts of '{path}'; use {divisors_phrase(count)}"
         for count, path in uneven.items()
@@ -68,7 +68,7 @@ def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
 
 
 def shard_experts(model: nn.Module, config: ShardConfig) -> None:
-    """Leave this rank its share of the experts, in place, and let tokens find theirs."""
+    """Keep this rank's share of the experts, in place, and dispatch tokens to the ranks that hold their experts."""
     size, factor = config.expert_parallel_size, config.expert_capacity_factor
     if size == 1 and factor is None:
         return
@@ -84,13 +84,13 @@ def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> None:
     group, tp_size, count = config.expert_parallel_process_group, config.tensor_parallel_size, experts.num_experts
     tp_rank = dist.get_rank(config.group) if tp_size > 1 else 0
     place, ranks = dist.get_rank(group) * tp_size + tp_rank, dist.get_world_size(group) * tp_size
-    # Each tensor-parallel rank sends other tokens, so that each finds a part of the gradients.
+    # Each tensor-parallel rank sends different tokens, so each has a partial gradient.
     partial = config.group if tp_size > 1 else None
     for name, parameter in list(experts._parameters.items()):
         if parameter is not None:
             spec = ShardSpec(tuple(parameter.shape), 0, (Part(count),), place, ranks, copies=tp_size, axis=EXPERTS)
             setattr(experts, name, shard_parameter(parameter, spec, partial))
-    for child in experts.children():  # a norm behind all experts
+    for child in experts.children():  # a norm after all experts
         for parameter in child.parameters():
             annotate(parameter, ShardSpec(tuple(parameter.shape), rank=tp_rank, world_size=tp_size), partial)
     experts.num_experts = count // dist.get_world_size(group)

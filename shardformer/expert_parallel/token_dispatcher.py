@@ -1,8 +1,7 @@
-"""Tokens travel to the ranks that hold their experts, and what these find travels back.
+"""Token dispatcher: sends tokens to the ranks that hold their experts, and sends the results back.
 
-The all-to-all of GShard (arXiv 2006.16668, section 3.3) and DeepSpeed-MoE (arXiv 2201.05596, section 5.3), without its
-fixed sizes: as in Megatron-Core the ranks tell each other first how many rows come, so that nothing is padded and
-nothing has to be dropped.
+The all-to-all of GShard (arXiv 2006.16668, section 3.3) and DeepSpeed-MoE (arXiv 2201.05596, section 5.3), but without
+fixed sizes: as in Megatron-Core, ranks first exchange row counts, so that no padding is needed and no token is dropped.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TokenDispatcher:
-    """Takes the place of the forward of a module of experts, of which each rank has its own.
+    """Replacement for the forward of a module whose experts are sharded over ranks.
 
-    A choice with the number `num_experts` is that of no expert, and adds nothing.
+    A choice with the number `num_experts` selects no expert and adds nothing.
 
     Args:
-        forward: the module's own, with this rank's experts: (hidden states [tokens, hidden], experts [tokens, k],
-            weights [tokens, k]) -> [tokens, hidden].
-        num_experts: of all ranks together; the ranks have equal shares, in order.
+        forward: the module's own forward, for this rank's experts: (hidden states [tokens, hidden], experts
+            [tokens, k], weights [tokens, k]) -> [tokens, hidden].
+        num_experts: total over all ranks; the ranks hold equal shares, in order.
         group: the ranks that share the experts.
-        region: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None where each sees
-            tokens of its own.
+        region: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
+            sees different tokens.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class TokenDispatcher:
         self.num_ranks = dist.get_world_size(group)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; all ranks of the group call this alike, with any number of tokens."""
+        """[tokens, hidden] -> [tokens, hidden]; all ranks of the group must call this, with any number of tokens."""
         region = self.region
         if region is None:
             return self._dispatch(hidden_states, top_k_index, top_k_weights)
@@ -55,14 +54,14 @@ class TokenDispatcher:
         return region.leave(found.unsqueeze(0)).squeeze(0)
 
     def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        num_choices, chosen = index.shape[1], index.reshape(-1)  # pairs of a token and a choice
+        num_choices, chosen = index.shape[1], index.reshape(-1)  # (token, choice) pairs, flattened
         counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
         arriving = torch.empty_like(counts)  # [ranks * experts here]
         dist.all_to_all_single(arriving, counts, group=self.group)
         totals = torch.stack([counts, arriving]).view(2, self.num_ranks, -1).sum(-1)
-        sent, received = totals.tolist()  # rows to each rank, and from it
+        sent, received = totals.tolist()  # rows to and from each rank
 
-        order = chosen.argsort(stable=True)[: sum(sent)]  # by expert; those of no expert are last
+        order = chosen.argsort(stable=True)[: sum(sent)]  # sorted by expert; choices of no expert come last
         rows = all_to_all_uneven(hidden[order // num_choices], sent, received, self.group)
         experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
         found = self._run_own(rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
@@ -73,42 +72,42 @@ class TokenDispatcher:
         return weighted.sum(1).to(hidden.dtype)
 
     def _run_own(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """What the experts here make of [rows, hidden], each of the expert that `experts` says."""
+        """Run the local experts on [rows, hidden]; `experts` gives the expert of each row."""
         count = len(rows)
         if count == 0:
-            # One row that nobody reads: the experts are part of the backward pass all the same, which other ranks
-            # wait for, and their gradients are zeros as those of experts without tokens are.
+            # Run one dummy row and drop its output: the experts must take part in the backward pass, which other
+            # ranks wait for, and get zero gradients like any expert without tokens.
             rows, experts = F.pad(rows, (0, 0, 0, 1)), experts.new_zeros(1)
         return self.own_forward(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
 
 
 class ExpertCapacity:
-    """How many tokens an expert takes (GShard, arXiv 2006.16668, section 2.2, with a sequence as a group).
+    """Capacity limit of experts (GShard, arXiv 2006.16668, section 2.2, with a sequence as a group).
 
-    Of each sequence of a batch an expert takes ceil(factor * length * k / experts) choices: the first choices of all
-    tokens go before the second ones, and earlier tokens before later ones. What is over adds nothing. No layout changes
-    this, because sequences are whole wherever it is applied.
+    An expert takes ceil(factor * length * k / experts) choices of each sequence of a batch. The first choices of all
+    tokens go before the second ones, and earlier tokens before later ones. Choices over the limit add nothing. The
+    result does not depend on the layout, because sequences are whole wherever the limit is applied.
 
     Args:
         factor: capacity as a multiple of a fair share.
-        num_experts: of all ranks together.
-        skips: whether a choice that is over may get the number `num_experts`; else it gets a weight of zero.
+        num_experts: total over all ranks.
+        skips: whether a choice over the limit may get the number `num_experts`; else its weight becomes zero.
     """
 
     def __init__(self, factor: float, num_experts: int, skips: bool) -> None:
         self.factor, self.num_experts, self.skips = factor, num_experts, skips
-        self._length = 0  # of the sequences in the pass in progress
+        self._length = 0  # of the sequences in the current pass
 
     def attach(self, block: nn.Module, experts: nn.Module) -> None:
-        """Drop what is over before `experts` see it; `block` around them sees sequences."""
+        """Drop choices over the limit before `experts` see them; `block`, which contains `experts`, sees sequences."""
         block.register_forward_pre_hook(self._note, with_kwargs=True)
         experts.register_forward_pre_hook(self._drop)
 
     def kept(self, index: Tensor) -> Tensor:
-        """[tokens, k] experts, of whole sequences one after the other -> [tokens, k], whether there is room."""
+        """Return [tokens, k] bool: whether each choice has room; `index`: [tokens, k] experts, whole sequences."""
         num_choices = index.shape[1]
         limit = math.ceil(self.factor * self._length * num_choices / self.num_experts)
-        # [sequences, k * length]: in the order in which they are taken.
+        # [sequences, k * length], in order of priority.
         queue = index.unflatten(0, (-1, self._length)).transpose(1, 2).flatten(1)
         by_expert = queue.argsort(dim=1, stable=True)
         ordered = queue.gather(1, by_expert)
@@ -133,7 +132,7 @@ class ExpertCapacity:
 
 
 def all_to_all_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Rows to each rank in order, [sum of `sent`, features] -> [sum of `received`, features]; back again backward."""
+    """Exchange rows, [sum of `sent`, features] -> [sum of `received`, features]; backward is the reverse exchange."""
     return _ExchangeRows.apply(x, sent, received, group)
 
 
@@ -151,7 +150,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     out = x.new_empty((sum(received), x.shape[1]))
-    # Bytes travel: gloo knows fewer dtypes than models have.
+    # Send bytes: gloo supports fewer dtypes than models use.
     given, taken = x.contiguous().view(torch.uint8), out.view(torch.uint8)
     dist.all_to_all_single(taken, given, list(received), list(sent), group=group)
     return out

@@ -1,4 +1,4 @@
-"""The parallel layers."""
+"""Parallel layers."""
 
 from shardformer.layers.dropout import ParallelDropout, SharedDropout
 from shardformer.layers.embedding import HeadParallelEmbedding, VocabParallelEmbedding

@@ -1,4 +1,4 @@
-"""Dropout with a random stream that is shared over the tensor-parallel axis, or one a rank."""
+"""Dropout with a random stream shared over the tensor-parallel axis, or with one stream per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardformer.layers.parallel_module import ParallelModule
 class SharedDropout(ParallelModule):
     """Dropout on replicated activations: the same mask on every rank.
 
-    The stream of a forward pass is the shared one, so this is plain dropout under a name that says so.
+    The default stream of a forward pass is the shared one, so this is plain dropout under an explicit name.
     """
 
     can_stay_whole = True
@@ -35,7 +35,7 @@ class SharedDropout(ParallelModule):
 
 
 class ParallelDropout(ParallelModule):
-    """Dropout on sharded activations (heads, or a slice of the sequence): each rank draws a mask of its own."""
+    """Dropout on sharded activations (heads, or a slice of the sequence): each rank draws its own mask."""
 
     def __init__(self, p: float, rank: int, inplace: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Embeddings cut over the axis: by rows (a vocabulary), or by columns that belong to heads (position biases)."""
+"""Embeddings sharded over the axis: by rows (a vocabulary), or by columns that belong to heads (position biases)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple, shard_param
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """An embedding whose rows are cut over the tensor-parallel axis.
+    """Embedding whose rows are sharded over the tensor-parallel axis.
 
-    Input: token ids [batch, seq]. Output: [batch, seq, hidden], the same on every rank: each looks up the ids in its
-    own range, and the sum over ranks is the whole. A vocabulary that the axis does not divide is padded with zero
-    rows that no id reaches: one that is not of the vocabulary is refused, as by the native layer.
+    Input: token ids [batch, seq]. Output: [batch, seq, hidden], the same on every rank: each rank looks up the ids in
+    its own range, and an all-reduce sums the results. A vocabulary size that the number of ranks does not divide is
+    padded with zero rows that no id reaches: an id outside of the vocabulary is refused, as by the native layer.
 
     Args:
         native: the native embedding, for its options.
@@ -34,7 +34,7 @@ class VocabParallelEmbedding(ParallelModule):
         super().__init__()
         self.num_embeddings, self.embedding_dim = (native.num_embeddings, native.embedding_dim)
         self.padding_idx = native.padding_idx
-        # Adapters of an embedding look these up.
+        # Adapters of an embedding read these.
         self.max_norm, self.norm_type = native.max_norm, native.norm_type
         self.scale_grad_by_freq, self.sparse = native.scale_grad_by_freq, native.sparse
         self.weight, self.group = weight, group
@@ -44,10 +44,10 @@ class VocabParallelEmbedding(ParallelModule):
     def from_native_module(
         module: nn.Module, process_group: ProcessGroup, *, divisible_by: int = 1
     ) -> VocabParallelEmbedding:
-        """Share out an `nn.Embedding`; rows are padded to a multiple of `divisible_by` times the number of ranks.
+        """Shard an `nn.Embedding`; rows are padded to a multiple of `divisible_by` times the number of ranks.
 
         Raises:
-            TypeError: not an `nn.Embedding`, or one with an option that is not kept when rows are cut.
+            TypeError: not an `nn.Embedding`, or one with an option that does not survive sharding by rows.
         """
         options = ("max_norm", "scale_grad_by_freq", "sparse")
         if not isinstance(module, nn.Embedding) or any(getattr(module, name) for name in options):
@@ -70,7 +70,7 @@ class VocabParallelEmbedding(ParallelModule):
         return reduce_from_axis(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def _local_padding_idx(self) -> int | None:
-        """The padding row if it lies here; its gradient is zero, as in the native layer."""
+        """Return the local index of the padding row if it is on this rank; its gradient is zero, as natively."""
         if self.padding_idx is None or not self.first_row <= self.padding_idx < self.end_row:
             return None
         return self.padding_idx - self.first_row
@@ -80,7 +80,7 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 class HeadParallelEmbedding(ParallelModule):
-    """A table of biases, [positions, heads], of which each rank holds the columns of its heads.
+    """Table of biases, [positions, heads]; each rank holds the columns of its heads.
 
     Input: indices [...]. Output: [..., local heads].
     """
@@ -94,7 +94,7 @@ class HeadParallelEmbedding(ParallelModule):
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup) -> HeadParallelEmbedding:
-        """Share out the columns of an `nn.Embedding`."""
+        """Shard the columns of an `nn.Embedding`."""
         positions, heads = module.weight.shape
         rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
         spec = ShardSpec((positions, heads), 1, (Part(heads),), rank, world_size)
@@ -105,7 +105,7 @@ class HeadParallelEmbedding(ParallelModule):
 
 
 class _LocalLookup(nn.Embedding):
-    """The lookup that an embedding class with a forward of its own reaches by `super().forward(ids)`."""
+    """Local lookup that an embedding class with its own forward calls as `super().forward(ids)`."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return VocabParallelEmbedding.forward(self, ids)
@@ -115,7 +115,7 @@ class _LocalLookup(nn.Embedding):
 
 
 def _keep_forward(native: nn.Embedding, local: VocabParallelEmbedding) -> nn.Embedding:
-    """An embedding that scales what it looks up (Gemma) keeps its own forward around the lookup of local rows."""
+    """Keep the own forward of an embedding class that scales its output (Gemma) around the lookup of local rows."""
     kept = copy.copy(native)
     kept._parameters = {"weight": local.weight}
     kept.group, kept.first_row, kept.end_row = local.group, local.first_row, local.end_row

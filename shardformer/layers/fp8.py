@@ -1,4 +1,4 @@
-"""Which layers of a model multiply in 8 bit."""
+"""Selection of the layers that multiply in FP8."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 def multiply_in_fp8(model: nn.Module) -> None:
-    """Let the linear layers inside of the model's lists of layers multiply in 8 bit.
+    """Let the linear layers inside the model's lists of layers multiply in FP8.
 
-    Embeddings, heads and what else stands outside of the lists keep their precision, as do norms, attention, routers
-    and experts whose weights are stacked.
+    Embeddings, heads and other modules outside of these lists keep their precision, as do norms, attention, routers
+    and stacked experts.
     """
     found = [module for path, module in model.named_modules() if _is_in_a_list(path) and _is_linear(module)]
     for module in found:
@@ -29,7 +29,7 @@ def multiply_in_fp8(model: nn.Module) -> None:
 
 
 def check_fp8(device: torch.device) -> None:
-    """Refuse a device without 8-bit products.
+    """Check that a device has FP8 products.
 
     Raises:
         ValueError: it has none.

@@ -1,7 +1,7 @@
-"""Elementwise operators in one pass over memory, forward and backward, each equal to its eager form.
+"""Elementwise operators fused into one pass over memory, forward and backward, equal to their eager forms.
 
-The bodies are plain functions; `torch.compile` turns each into one kernel where a compiler works (Triton on GPUs, a C++
-compiler on CPUs), with dynamic shapes so that a new length compiles nothing. Where none works, and under
+The bodies are plain functions. `torch.compile` turns each into one kernel if a compiler is available (Triton on GPUs, a
+C++ compiler on CPUs), with dynamic shapes so that a new length does not recompile. Otherwise, and under
 TORCHDYNAMO_DISABLE=1, the same bodies run eagerly.
 """
 
@@ -28,7 +28,7 @@ _SQRT_HALF, _SQRT_2_PI, _CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.04471
 
 
 def has_compiler(device: str) -> bool:
-    """Whether `torch.compile` can make kernels for the device: with Triton for GPUs, a C++ compiler for CPUs."""
+    """Return whether `torch.compile` can build kernels for the device: Triton for GPUs, a C++ compiler for CPUs."""
     if device == "cuda":
         return importlib.util.find_spec("triton") is not None
     return any(shutil.which(name) for name in ("g++", "c++"))
@@ -36,7 +36,7 @@ def has_compiler(device: str) -> bool:
 
 @cache
 def _compiled(body: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """`body` as one kernel, or as it is."""
+    """Compile `body` to one kernel; return it unchanged if there is no compiler."""
     if not has_compiler(device):
         _log.info("no compiler for %s: %s runs eagerly", device, body.__name__)
         return body
@@ -44,7 +44,7 @@ def _compiled(body: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def _run(body: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
-    # Detached: a compiler that saw what needs a gradient would trace a backward pass of its own, also into the hooks of
+    # Detached: if inputs required a gradient, the compiler would trace its own backward pass, including the hooks of
     # activation checkpointing.
     plain = [value.detach() if isinstance(value, Tensor) else value for value in (x, *rest)]
     return _compiled(body, x.device.type)(*plain)
@@ -73,7 +73,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
-    """silu(gate) * value (arXiv 2002.05202), any equal shapes."""
+    """Compute silu(gate) * value (arXiv 2002.05202) on tensors of equal shape."""
     return _SwiGLU.apply(gate, value)
 
 
@@ -116,9 +116,9 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(x + bias) (arXiv 1606.08415): "none" is the error function, "tanh" its approximation; never swapped.
+    """Compute gelu(x + bias) (arXiv 1606.08415): "none" uses the error function, "tanh" its approximation.
 
-    x: [..., features], bias: [features].
+    The two are never swapped. x: [..., features], bias: [features].
     """
     return _BiasGelu.apply(x, bias.to(x.dtype), approximate)
 
@@ -141,27 +141,27 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Module) -> Tensor:
-    """residual + dropout(x + bias); all [..., features], bias [features].
+    """Compute residual + dropout(x + bias); all [..., features], bias [features].
 
-    What is kept is drawn by `dropout` itself, from its own random stream, as it would be without the fusion.
+    `dropout` itself draws the mask, from its own random stream, as it would without the fusion.
     """
     active = dropout.training and dropout.p > 0
     keep = dropout(torch.ones_like(x)) if active else torch.ones((), dtype=x.dtype, device=x.device)
     return _BiasDropoutAdd.apply(x, bias.to(x.dtype), keep, residual)
 
 
-# ----- where they go -----
+# ----- installing the fused operators in modules -----
 
 
 def fuse_gated_mlp(mlp: nn.Module) -> None:
-    """Llama's feed-forward; its one line is replaced because the product lies between two of its modules."""
+    """Fuse the activation of Llama's feed-forward; replaces its forward because the product is between two modules."""
     if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
         return
     mlp.forward = MethodType(_forward_of_gated_mlp, mlp)
 
 
 def fuse_bias_gelu(module: nn.Module, linear: str, activation: str) -> None:
-    """Let the activation behind a linear layer add that layer's bias."""
+    """Let the activation after a linear layer add that layer's bias."""
     kind = _gelu_kind(getattr(module, activation))
     dense = getattr(module, linear)
     if kind is None or dense.bias is None:
@@ -171,9 +171,9 @@ def fuse_bias_gelu(module: nn.Module, linear: str, activation: str) -> None:
 
 
 def fuse_output(module: nn.Module) -> None:
-    """BERT's output of a region: linear, dropout, then the norm of the sum with what went in.
+    """Fuse BERT's output block: linear, dropout, then the norm of the sum with the block's input.
 
-    Replaced as a whole, because the sum lies between two of its modules.
+    Replaces the whole forward, because the sum is between two modules.
     """
     if module.dense.bias is None:
         return
@@ -181,7 +181,7 @@ def fuse_output(module: nn.Module) -> None:
     module.forward = MethodType(_forward_of_output, module)
 
 
-# Methods, not closures: a copy of a module calls its own.
+# Bound functions, not closures: a copy of a module calls its own.
 
 
 def _forward_of_gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class _BiasActivation(nn.Module):
 
     def __init__(self, linear: nn.Module, approximate: str) -> None:
         super().__init__()
-        self.__dict__["linear"] = linear  # not a sub-module: its parameters have one name
+        self.__dict__["linear"] = linear  # not a submodule: its parameters must have one name
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class _BiasActivation(nn.Module):
 
 
 def _gelu_kind(activation: Any) -> str | None:
-    """Which GELU an activation is; None for another one."""
+    """Return the kind of GELU of an activation; None for another activation."""
     name = type(activation).__name__
     if name in ("GELUActivation", "GELU"):
         return getattr(activation, "approximate", "none")
@@ -218,7 +218,7 @@ def _gelu_kind(activation: Any) -> str | None:
 
 
 def _leave_bias_out(layer: nn.Module) -> None:
-    """Let a linear layer return its product alone; who reads it adds the bias."""
+    """Let a linear layer return its product without the bias; the consumer adds the bias."""
     if hasattr(layer, "adds_bias"):
         layer.adds_bias = False
     else:

@@ -1,4 +1,4 @@
-"""Ids and labels outside of a vocabulary that is cut over ranks: none of them holds the row, and none would miss it."""
+"""Range check of ids and labels for a sharded vocabulary: no rank holds an invalid row, so no lookup would fail."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class OutOfVocabularyError(IndexError):
-    """An index that no row of a vocabulary belongs to, where torch raises an IndexError as well.
+    """Index outside of a vocabulary; a subclass of the IndexError that torch raises in this case.
 
     Args:
         value: the index.
         size: rows of the vocabulary, without padding.
         kind: "token id" or "label".
-        entry: of the batch that holds it, and where; empty if that is not known.
+        entry: batch entry that holds the index, and position in it; empty if not known.
     """
 
     def __init__(self, value: int, size: int, kind: str, entry: str = "") -> None:
@@ -25,18 +25,18 @@ class OutOfVocabularyError(IndexError):
 
 
 def check_indices(indices: Tensor, size: int, kind: str, ignored: int | None = None) -> None:
-    """See that `indices` are rows of a vocabulary.
+    """Check that `indices` are rows of a vocabulary.
 
-    A GPU is not waited for: there it is an assertion on the device, as it is in torch's own embedding and loss.
+    On a GPU this is an assertion on the device, as in torch's own embedding and loss, so it does not synchronize.
 
     Args:
-        indices: [...], the same on all ranks of the axis over which the vocabulary is cut.
+        indices: [...], the same on all ranks of the axis over which the vocabulary is sharded.
         size: rows of the vocabulary, without padding.
-        kind: what they are, for the message.
-        ignored: an index that stands for none.
+        kind: what the indices are, for the message.
+        ignored: an index value that is always allowed, such as -100.
 
     Raises:
-        OutOfVocabularyError: one is negative or too large.
+        OutOfVocabularyError: an index is negative or too large.
     """
     if indices.is_meta or isinstance(indices, FakeTensor):
         return

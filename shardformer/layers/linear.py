@@ -1,8 +1,8 @@
 """Column- and row-parallel linear layers (Megatron-LM, arXiv 1909.08053, section 3).
 
-A column-parallel layer cuts the output features, a row-parallel layer the input features, so that a pair of them
-needs one all-reduce forward and one backward. `nn.Linear` and GPT-2's `Conv1D` (weight stored `[in, out]`) are both
-taken; parameters keep the layout that they have in the native layer, so that a checkpoint needs no conversion.
+A column-parallel layer shards the output features, a row-parallel layer the input features, so that a pair of them
+needs one all-reduce forward and one backward. Both `nn.Linear` and GPT-2's `Conv1D` (weight stored `[in, out]`) are
+accepted. Parameters keep the layout of the native layer, so that a checkpoint needs no conversion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardformer.utils.outer_call import call_through
 
 
 class ColumnParallelLinear(ParallelModule):
-    """A linear layer whose output features are cut over the tensor-parallel axis.
+    """Linear layer whose output features are sharded over the tensor-parallel axis.
 
     Input: [..., in_features], the same on every rank. Output: [..., local out_features]; with `gather_output` the
     whole [..., out_features] on every rank.
@@ -65,7 +65,7 @@ class ColumnParallelLinear(ParallelModule):
         self.weight, self.bias = weight, bias
         self.group = group
         self.transposed, self.gather_output, self.input_is_gathered = (transposed, gather_output, input_is_gathered)
-        self.adds_bias = True  # False where an activation behind it does
+        self.adds_bias = True  # False if a following activation adds it
         self.full_out_features = weight.shard_spec.full_shape[1 if transposed else 0]
         self._shared_input: SharedInput | None = None
 
@@ -80,17 +80,17 @@ class ColumnParallelLinear(ParallelModule):
         divisible_by: int | None = None,
         **kwargs: Any,
     ) -> ColumnParallelLinear:
-        """Share out a native linear layer.
+        """Shard a native linear layer.
 
         Args:
-            num_heads: attention heads in each part; a head is never cut, and heads fewer than ranks are copied.
-            part_size: features of each part of a fused projection (query, key, value), each part cut on its own.
-            parts: the parts of a fused projection, where they differ in size.
+            num_heads: attention heads in each part; a head is never split, and heads fewer than ranks are replicated.
+            part_size: features of each part of a fused projection (query, key, value); each part is sharded separately.
+            parts: the parts of a fused projection, if they differ in size.
             divisible_by: pad the output features to a multiple of this times the number of ranks (vocabularies).
 
         Raises:
             TypeError: `module` is not a linear layer.
-            ValueError: the output of a fused projection, or of heads, is to be gathered.
+            ValueError: `gather_output` is set for a fused projection or for heads.
         """
         transposed = is_transposed(module)
         weight_dim = 1 if transposed else 0
@@ -116,7 +116,7 @@ class ColumnParallelLinear(ParallelModule):
 
     @property
     def matrix(self) -> Tensor:
-        """The local weight as [local out, in]."""
+        """Return the local weight as [local out, in]."""
         return self.weight.t() if self.transposed else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class ColumnParallelLinear(ParallelModule):
         return gather_from_axis(out, out.dim() - 1, self.group)[..., : self.full_out_features]
 
     def project(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., local out]."""
+        """Compute [..., in] -> [..., local out]."""
         return _project(x, [self])[0]
 
     @property
@@ -138,10 +138,10 @@ class ColumnParallelLinear(ParallelModule):
 
 
 class RowParallelLinear(ParallelModule):
-    """A linear layer whose input features are cut over the tensor-parallel axis.
+    """Linear layer whose input features are sharded over the tensor-parallel axis.
 
     Input: [..., local in_features]. Output: the sum over ranks, [..., out_features], on every rank; in a
-    sequence-parallel region this rank's slice of the sequence of it. The bias is added once, after the sum.
+    sequence-parallel region, this rank's slice of its sequence. The bias is added once, after the sum.
 
     Args:
         weight: local weight, [out, local in], or [local in, out] when `transposed`.
@@ -149,7 +149,7 @@ class RowParallelLinear(ParallelModule):
         group: process group of the axis.
         transposed: the weight is stored as in `Conv1D`.
         sequence: the sequence-parallel region that the output enters, or None.
-        splits_input: the input is whole on every rank; each reads its features of it.
+        splits_input: the input is whole on every rank; each rank reads its own features.
     """
 
     shards_layer = True
@@ -179,7 +179,7 @@ class RowParallelLinear(ParallelModule):
         sequence: SequenceParallel | None = None,
         splits_input: bool = False,
     ) -> RowParallelLinear:
-        """Share out a native linear layer; `num_heads` attention heads along the input are never cut."""
+        """Shard a native linear layer; `num_heads` attention heads along the input are never split."""
         transposed = is_transposed(module)
         weight_dim = 0 if transposed else 1
         features = row_spec(module.weight.shape[weight_dim], process_group, num_heads)
@@ -188,7 +188,7 @@ class RowParallelLinear(ParallelModule):
         weight = shard_parameter(module.weight, spec)
         bias = module.bias
         if bias is not None:
-            # Under sequence parallelism the bias meets this rank's tokens only: its gradient is a partial sum.
+            # Under sequence parallelism the bias is added to this rank's tokens only: its gradient is a partial sum.
             bias = parameter_like(bias, bias.data)
             replicated = ShardSpec(tuple(bias.shape), rank=rank, world_size=world_size)
             annotate(bias, replicated, process_group if sequence is not None else None)
@@ -228,10 +228,10 @@ class RowParallelLinear(ParallelModule):
 
 
 class SharedInput:
-    """Column-parallel layers that read the same input (query, key, value) run as one autograd node.
+    """Runs column-parallel layers that read the same input (query, key, value) as one autograd node.
 
-    Their input gradients are summed locally first, so that one all-reduce serves them all, and it runs while the
-    weight gradients are computed. A layer called with an input of its own (cross-attention) runs by itself.
+    Their input gradients are summed locally first, so one all-reduce serves all of them and overlaps the computation
+    of the weight gradients. A layer called with a different input (cross-attention) runs alone.
     """
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
@@ -243,14 +243,14 @@ class SharedInput:
             layer._shared_input = self
 
     def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
-        # The values of a gather that is on its way are written later, which counts as a new version.
+        # A pending gather writes its values later, which counts as a new version.
         version = x._version if PendingGather.of(x) is None else -1
         key = (id(x), version, torch.is_grad_enabled())
         if self._key != key or id(layer) not in self._outputs:
             if layer is not self.layers[0]:
                 return layer.project(x)
             outputs = _project(x, self.layers)
-            # The input is kept alive while outputs wait, so that its id cannot be reused.
+            # Keep the input alive while outputs wait, so that its id cannot be reused.
             self._key, self._input = key, x
             self._outputs = {id(each): out for each, out in zip(self.layers, outputs, strict=True)}
         out = self._outputs.pop(id(layer))
@@ -260,7 +260,7 @@ class SharedInput:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the layers of this file can take the module's place."""
+    """Return whether the layers of this module can replace `module`."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
@@ -274,10 +274,10 @@ def column_spec(
     gather_output: bool = False,
     **_: Any,
 ) -> ShardSpec:
-    """How the output features of a layer, one dim, are cut; arguments as of `ColumnParallelLinear.from_native_module`.
+    """Return the sharding of a layer's output features, one dim; see `ColumnParallelLinear.from_native_module`.
 
     Raises:
-        ValueError: the output of a fused projection, or of heads, is to be gathered.
+        ValueError: `gather_output` is set for a fused projection or for heads.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     part_size = part_size or features
@@ -294,35 +294,35 @@ def column_spec(
 
 
 def row_spec(features: int, group: ProcessGroup, num_heads: int | None = None) -> ShardSpec:
-    """How the input features of a layer, one dim, are cut."""
+    """Return the sharding of a layer's input features, one dim."""
     part = Part(features, features // num_heads if num_heads else 1)
     return ShardSpec((features,), 0, (part,), dist.get_rank(group), dist.get_world_size(group))
 
 
 def out_features(module: nn.Module) -> int:
-    """Of a linear layer, however it stores its weight.
+    """Return the number of output features of a linear layer, in any weight layout.
 
     Raises:
-        TypeError: the module does not say.
+        TypeError: the module is not a linear layer and has no `out_features`.
     """
     return _features(module, "out_features", 0)
 
 
 def in_features(module: nn.Module) -> int:
-    """The same of its inputs."""
+    """Return the number of input features of a linear layer, in any weight layout; raises like `out_features`."""
     return _features(module, "in_features", 1)
 
 
 def _features(module: nn.Module, name: str, dim: int) -> int:
-    said = getattr(module, name, None)  # a weight in 4 bit has another shape
+    said = getattr(module, name, None)  # a 4-bit weight has another shape
     if isinstance(said, int):
         return said
-    transposed = is_transposed(module)  # which refuses what is no linear layer
+    transposed = is_transposed(module)  # raises TypeError for other modules
     return module.weight.shape[1 - dim if transposed else dim]
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is stored [in, out].
+    """Return whether the weight is stored [in, out].
 
     Raises:
         TypeError: the module is neither `nn.Linear` nor `Conv1D`.
@@ -333,7 +333,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
-    """The `copies` neighbouring ranks of `group` that hold the same key/value heads; None when there is one each."""
+    """Return the `copies` adjacent ranks of `group` that hold the same key/value heads; None if `copies` is 1."""
     if copies == 1:
         return None
     ranks = dist.get_process_group_ranks(group)
@@ -342,7 +342,7 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     start = dist.get_rank(group) // copies * copies
     key = tuple(ranks[start : start + copies])
     if key not in _COPIES_GROUPS:
-        # Local synchronisation: only the members take part, so no rank outside this group has to know of it.
+        # Local synchronization: only the members take part, so other ranks need not make this call.
         _COPIES_GROUPS[key] = dist.new_group(list(key), use_local_synchronization=True, timeout=world_timeout())
     return _COPIES_GROUPS[key]
 
@@ -351,17 +351,17 @@ _COPIES_GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def copies_groups() -> list[ProcessGroup]:
-    """All that `copies_group` has made."""
+    """Return all process groups that `copies_group` has created."""
     return list(_COPIES_GROUPS.values())
 
 
 def forget_copies_groups() -> None:
-    """After `destroy_process_group`."""
+    """Clear the cache of `copies_group`; call after `destroy_process_group`."""
     _COPIES_GROUPS.clear()
 
 
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
-    """[..., in] -> [..., local out] of each layer; all of them read `x`."""
+    """Compute [..., in] -> [..., local out] for each layer; all of them read `x`."""
     weights = [layer.matrix for layer in layers]
     biases = [layer.added_bias for layer in layers]
     pending = PendingGather.of(x)

@@ -1,4 +1,4 @@
-"""The products of column-parallel layers as autograd nodes that hide their communication."""
+"""Autograd nodes of column-parallel linear layers that overlap communication with matrix products."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardformer.sequence_parallel.split_gather import PendingGather
 
 
 class GatheredLinear(torch.autograd.Function):
-    """y_i = gather(x) W_i^T + b_i for several i, with the communication behind the products (sequence overlap).
+    """y_i = gather(x) W_i^T + b_i for several i, with communication overlapped by the products (sequence overlap).
 
-    Forward, the rank's own tokens are multiplied while those of the others arrive; backward, the gradient of the
-    input is reduced and scattered while the gradients of the weights are computed.
+    Forward, the rank's own tokens are multiplied while other ranks' tokens arrive. Backward, the input gradient is
+    reduce-scattered while the weight gradients are computed.
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ class GatheredLinear(torch.autograd.Function):
             outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
         ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
         ctx.save_for_backward(gathered, *weights)
-        ctx.weights = weights  # saved tensors forget whose transposes they are
+        ctx.weights = weights  # saved tensors do not record whose transposes they are
         return tuple(outputs)
 
     @staticmethod
@@ -68,7 +68,7 @@ class GatheredLinear(torch.autograd.Function):
 
 
 class ColumnLinear(torch.autograd.Function):
-    """y_i = x W_i^T + b_i for several i; `f` is part of it: the gradient of x is summed over the axis."""
+    """y_i = x W_i^T + b_i for several i; includes `f`: the gradient of x is all-reduced over the axis."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -90,7 +90,7 @@ class ColumnLinear(torch.autograd.Function):
             for grad, weight in zip(flat[1:], weights[1:], strict=True):
                 ctx.products.add_grad_input(grad_x, grad, weight)
             work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        # The weight gradients fill the time that the all-reduce takes.
+        # Compute the weight gradients while the all-reduce runs.
         needs = ctx.needs_input_grad[3:]
         flat_x = matrix(x)  # [tokens, in]
         grad_weights = _weight_gradients(ctx, flat, flat_x, needs[: ctx.count])

@@ -1,4 +1,4 @@
-"""The language-model head, cut over the vocabulary."""
+"""Language-model head sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardformer.matmul.weight_grad import is_native_linear
 
 
 class VocabParallelLMHead(ColumnParallelLinear):
-    """Logits over the vocabulary, cut over the tensor-parallel axis.
+    """Language-model head whose vocabulary is sharded over the tensor-parallel axis.
 
-    Input: [batch, seq, hidden]. Output: [batch, seq, vocabulary], gathered, or, inside `parallel_logits`, this rank's
-    [batch, seq, padded vocabulary / ranks], for a loss that reads logits where they lie.
+    Input: [batch, seq, hidden]. Output: gathered logits [batch, seq, vocabulary]; inside `parallel_logits`, this rank's
+    [batch, seq, padded vocabulary / ranks], for a loss that reads sharded logits.
     """
 
     shards_layer = False
@@ -28,7 +28,7 @@ class VocabParallelLMHead(ColumnParallelLinear):
     def from_native_module(
         module: nn.Module, process_group: ProcessGroup, *, divisible_by: int = 1, **kwargs: Any
     ) -> VocabParallelLMHead:
-        """Share out the native head; the vocabulary is padded like its embedding's."""
+        """Shard the native head; the vocabulary is padded like that of its embedding."""
         column = ColumnParallelLinear.from_native_module(
             module, process_group, divisible_by=divisible_by, gather_output=True, **kwargs
         )
@@ -42,14 +42,14 @@ class VocabParallelLMHead(ColumnParallelLinear):
 
     @property
     def vocab_range(self) -> tuple[int, int]:
-        """First and end row of the vocabulary on this rank."""
+        """Return first and end row of the vocabulary on this rank."""
         start, stop, _ = self.weight.shard_spec.pieces()[0]
         return start, stop
 
 
 @contextmanager
 def parallel_logits(model: nn.Module) -> Iterator[None]:
-    """Let the heads of `model` return their own part of the logits."""
+    """Let the heads of `model` return their own shards of the logits."""
     heads = [module for module in model.modules() if isinstance(module, VocabParallelLMHead)]
     for head in heads:
         head.gather_output = False
@@ -62,7 +62,7 @@ def parallel_logits(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def deferred_logits(model: nn.Module) -> Iterator[None]:
-    """`parallel_logits`, and heads leave logits to the loss, where nothing else reads them and that saves memory."""
+    """Enter `parallel_logits`, and defer logits to the loss if nothing else reads them and that saves memory."""
     forwards = {head: vars(head).get("forward") for head in _deferring_heads(model)}
     for head in forwards:
         head.forward = partial(_defer, head, head.forward)
@@ -78,7 +78,7 @@ def deferred_logits(model: nn.Module) -> Iterator[None]:
 
 
 def _deferring_heads(model: nn.Module) -> list[nn.Module]:
-    """The heads of `model` that compute x W^T + b and nothing else."""
+    """Return the heads of `model` that compute only x W^T + b."""
     heads = {}
     for module in model.modules():
         if isinstance(module, VocabParallelLMHead):
@@ -95,12 +95,12 @@ def _deferring_heads(model: nn.Module) -> list[nn.Module]:
 def _output_embeddings(model: nn.Module) -> nn.Module | None:
     try:
         return model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # one of transformers' base models, which has none
+    except (AttributeError, NotImplementedError):  # a transformers base model has no head
         return None
 
 
 def _defer(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     if isinstance(head, VocabParallelLMHead):
-        # This rank's logits, whenever they are read.
+        # This rank's shard of the logits, whenever they are read.
         return defer_logits(LMHeadCall(hidden, head.matrix, head.bias, head.project, head.vocab_range, head.group))
     return defer_logits(LMHeadCall(hidden, head.weight, head.bias, forward))

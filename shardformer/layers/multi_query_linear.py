@@ -1,4 +1,4 @@
-"""A fused projection whose few key/value heads every rank needs."""
+"""Fused query/key/value projection with fewer key/value heads than ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardformer.shard_spec import ShardSpec, annotate
 
 
 class MultiQueryLinear(ParallelModule):
-    """A fused projection [query heads, keys, values] with fewer key/value heads than ranks.
+    """Fused projection [query heads, keys, values] with fewer key/value heads than ranks.
 
     Input: [..., in_features], the same on every rank. Output: [..., (local query heads + 2) * head_dim]. The weight
-    stays whole on every rank, which computes with the rows of its query heads and of the key and value that they
-    share: its gradient is a partial sum.
+    stays whole on every rank. Each rank computes with the rows of its query heads and of the key and value head that
+    they share, so its gradient is a partial sum.
     """
 
     shards_layer = True
@@ -57,7 +57,7 @@ class MultiQueryLinear(ParallelModule):
         head_dim: int,
         input_is_gathered: bool = False,
     ) -> MultiQueryLinear:
-        """Take over a fused projection of `num_heads` query and `num_groups` key and value heads of `head_dim`."""
+        """Convert a fused projection of `num_heads` query and `num_groups` key and value heads of `head_dim`."""
         return MultiQueryLinear(module, process_group, (num_heads, num_groups, head_dim), input_is_gathered)
 
     def forward(self, x: Tensor) -> Tensor:

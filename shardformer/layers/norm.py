@@ -1,4 +1,4 @@
-"""Normalisation: fused kernels with equal results."""
+"""Normalization layers: fused kernels with equal results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed import ProcessGroup
 
 from shardformer.layers.parallel_module import ParallelModule
 
-# The packages whose kernels run on GPUs in the place of torch's.
+# Packages whose kernels replace torch's on GPUs.
 LAYER_NORM_PACKAGE, RMS_NORM_PACKAGE = "apex", "liger_kernel"
 
 
 class FusedLayerNorm(ParallelModule):
-    """Layer norm over the last dim: apex's kernel on a GPU where apex is installed, else torch's (fused already)."""
+    """Layer norm over the last dim: apex's kernel on a GPU if apex is installed, else torch's (already fused)."""
 
     needs_axis = False
     can_stay_whole = True
@@ -33,7 +33,7 @@ class FusedLayerNorm(ParallelModule):
         return FusedLayerNorm(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Asked here, not at construction: the model moves to its device afterwards.
+        # Checked here, not at construction: the model moves to its device later.
         kernel = _apex_layer_norm() if x.is_cuda and self.bias is not None else None
         if kernel is None:
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -50,8 +50,10 @@ def _apex_layer_norm() -> Callable[..., Tensor] | None:
 
 
 class FusedRMSNorm(ParallelModule):
-    """RMS norm over the last dim (arXiv 1910.07467) in one kernel instead of six: Liger's on a GPU where it is
-    installed, else torch's."""
+    """RMS norm over the last dim (arXiv 1910.07467) in one kernel instead of six.
+
+    Liger's kernel on a GPU if it is installed, else torch's.
+    """
 
     needs_axis = False
     can_stay_whole = True

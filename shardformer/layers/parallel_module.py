@@ -1,4 +1,4 @@
-"""ParallelModule: a layer that holds one rank's share of a native layer's weights."""
+"""ParallelModule: base class of layers that hold one rank's shard of a native layer's weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ParallelModule(nn.Module, ABC):
     """Base class of the layers that replace native ones. Parameters are local tensors that carry a `ShardSpec`.
 
     Attributes:
-        needs_axis: whether the replacement only makes sense where a tensor-parallel axis has several ranks.
-        shards_layer: whether it cuts weights of a layer, which stay whole where ranks exchange heads.
-        can_stay_whole: whether the native layer can stay, whole on every rank, in the place of the replacement.
+        needs_axis: whether the replacement only makes sense on a tensor-parallel axis of several ranks.
+        shards_layer: whether it shards weights of a layer that stay whole when ranks exchange heads instead.
+        can_stay_whole: whether the native layer, whole on every rank, can be kept instead of the replacement.
     """
 
     needs_axis = True
@@ -25,7 +25,7 @@ class ParallelModule(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> ParallelModule:
-        """Build the local share of `module` for this rank of `process_group`.
+        """Build this rank's shard of `module`.
 
         Args:
             module: the native layer, whole, on this rank.
@@ -33,18 +33,18 @@ class ParallelModule(nn.Module, ABC):
             kwargs: options of the layer class.
 
         Raises:
-            TypeError: `module` is not of a kind that this class can share out.
+            TypeError: this class cannot shard modules of this kind.
         """
 
     @staticmethod
     def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
-        """Let `module` stay where it is, and its neighbours give and get what they would of the replacement.
+        """Keep `module` whole, but give its neighbors the same inputs and outputs as the replacement would.
 
-        Nothing is to be done where inputs and outputs of the replacement are whole on every rank.
+        The default does nothing, which is right if inputs and outputs of the replacement are whole on every rank.
 
         Args:
             module, process_group, kwargs: as for `from_native_module`.
 
         Raises:
-            TypeError: it cannot be told how many features the module reads or returns.
+            TypeError: the number of features that the module reads or returns cannot be determined.
         """

@@ -1,8 +1,8 @@
-"""Sums of gradients in the backward pass itself, for a sharded model whose loop is plain torch.
+"""Sums of partial gradients in the backward pass, for a sharded model in a plain torch training loop.
 
-A parameter that is whole, or copied, on ranks that each see a part of what it is used for (norms of heads, key/value
-heads fewer than ranks) gets a partial gradient on each of them. Whoever reduces gradients by himself asks
-`grad_group_of` for the ranks and switches these sums off.
+A parameter that is whole, or replicated, on ranks that each use it on a part of the data (norms of heads, key/value
+heads fewer than ranks) gets a partial gradient on each rank. Code that reduces gradients itself gets the ranks from
+`grad_group_of` and switches these sums off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardformer.shard_spec import grad_group_of
 
 
 def sum_in_backward(model: nn.Module) -> None:
-    """Let every backward pass sum the partial gradients of `model`; those on the meta device wait for their values."""
+    """Let every backward pass sum the partial gradients of `model`; skips parameters on the meta device for now."""
     for parameter in model.parameters():
         group = grad_group_of(parameter)
         if group is not None and not parameter.is_meta and not hasattr(parameter, "partial_sum"):
@@ -27,7 +27,7 @@ def sum_in_backward(model: nn.Module) -> None:
 
 
 def leave_sums(model: nn.Module) -> None:
-    """Switch the sums off: somebody else sums the gradients."""
+    """Switch the sums off, because other code sums the gradients."""
     for parameter in model.parameters():
         handle = vars(parameter).pop("partial_sum", None)
         if handle is not None:
@@ -35,7 +35,7 @@ def leave_sums(model: nn.Module) -> None:
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """`parameter.register_hook(hook)`, also while the parameter is frozen; returns the handle."""
+    """Register `hook` on the gradient of a parameter, even if it is frozen; return the handle."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)
     handle = parameter.register_hook(hook)
@@ -44,7 +44,7 @@ def hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], Tensor | Non
 
 
 def _summed(group: ProcessGroup, gradient: Tensor) -> Tensor:
-    # A copy: the same memory may be the gradient of something else, too.
+    # Copy: the same memory may also be the gradient of another tensor.
     total = gradient.clone()
     dist.all_reduce(total, group=group)
     return total

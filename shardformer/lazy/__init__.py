@@ -1,4 +1,4 @@
-"""Lazy initialisation: a model is built without values, sharded, and only then given those of its own pieces."""
+"""Lazy initialization: build a model without values, shard it, then load only the values of this rank's shards."""
 
 from shardformer.lazy.materialize import (
     WeightReader,

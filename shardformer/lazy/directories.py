@@ -1,4 +1,4 @@
-"""The weights of a directory, opened without reading values."""
+"""Weights of a directory, opened without reading values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardformer.lazy.weight_files import WeightFileError, has_bin_files, weight
 
 @dataclass(frozen=True)
 class Opened:
-    """A directory as a model's weights.
+    """The weights of a directory, matched to a model.
 
     Attributes:
-        values: of the model's parameters and buffers, read a piece at a time.
+        values: values of the model's parameters and buffers, read piece by piece.
         missing: names that the files lack.
         unexpected: names that the model lacks.
         mismatched: (name, shape in the files, shape in the model).
@@ -33,13 +33,13 @@ class Opened:
 
 
 def open_directory(model_class: type, config: Any, directory: Path, dtype: torch.dtype, allow_bin: bool) -> Opened:
-    """The weights of a directory, as transformers' `from_pretrained` understands it for a model class.
+    """Open the weights of a directory as transformers' `from_pretrained` of a model class would.
 
     Raises:
-        WeightFileError: a file is missing or broken, or is not to be loaded.
+        WeightFileError: a file is missing, broken, or must not be loaded.
     """
     if not (allow_bin and has_bin_files(directory)):
-        weight_files(directory)  # transformers looks for a directory that does not exist on its hub
+        weight_files(directory)  # given a missing directory, transformers would search its hub
     try:
         with record_module_init(allow_bin), _without_progress_bar():
             model, info = model_class.from_pretrained(
@@ -60,7 +60,7 @@ def open_directory(model_class: type, config: Any, directory: Path, dtype: torch
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """No value is read here: a bar, on each rank, would show nothing."""
+    """Hide the progress bar: no value is read here, and every rank would show one."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""The modes under which tensors have no values: operations are logged, not done.
+"""Dispatch modes that log operations on tensors without values instead of running them.
 
-A program under them sees what it would see without: tensors say that they are on the CPU, and one whose value is asked
-for (`item()`, a comparison in an `if`, `tolist()`) gets it, by doing over the few steps that it needs.
+A program sees the same as without the modes: tensors report that they are on the CPU, and a program that asks for a
+value (`item()`, a comparison in an `if`, `tolist()`) gets it, by replaying the few steps that it depends on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNSET = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-_SEED = 0  # of values that are asked for while the model is built, when no other seed is known
+_SEED = 0  # for values read while the model is built, when no other seed is known
 
 
 class DispatchRecorder(TorchDispatchMode):
@@ -50,7 +50,7 @@ class DispatchRecorder(TorchDispatchMode):
         self.log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # here tensors are asked where they really are
+        with torch._C.DisableTorchFunction():  # here tensors report their real device
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -60,11 +60,11 @@ class DispatchRecorder(TorchDispatchMode):
         if any(map(self.log.knows, inputs)):
             return self._record_known(func, args, kwargs, inputs)
         if inputs or not _takes(func, "device") or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)  # of values alone, as a numpy table
+            return func(*args, **kwargs)  # depends on real values only, such as a numpy table
         return self._record(func, args, kwargs, inputs)
 
     def overwrite(self, function: Callable[..., Any], tensor: Tensor, *args: Any) -> None:
-        """Log a function that gives `tensor` new random values as a whole."""
+        """Log a function that overwrites all of `tensor` with random values."""
         place = Place.of(tensor)
         overwrites = place.storage if place.is_whole else None
         self.log.add(
@@ -72,18 +72,18 @@ class DispatchRecorder(TorchDispatchMode):
         )
 
     def constant(self, make: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """A tensor whose values `make` returns; `like` has its shape and dtype."""
+        """Return a tensor without values whose values `make` returns; `like` has its shape and dtype."""
         made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
         self.log.add(make, (), {}, results=[(0, Place.of(made))], writes=[made.untyped_storage()])
         return made
 
     def value_of(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor of the log; any other is returned as it is."""
+        """Return the values of a logged tensor; return any other tensor unchanged."""
         return self.log.values([Place.of(tensor)], _SEED)[0] if self.log.knows(tensor) else tensor
 
     def _constant(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
-            return tensor  # made without values by the user himself
+            return tensor  # created on the meta device by user code
         values = tensor.detach().clone()
         return self.constant(values.clone, values)
 
@@ -96,7 +96,7 @@ class DispatchRecorder(TorchDispatchMode):
         try:
             return self._record(func, args, kwargs, inputs)
         except (NotImplementedError, RuntimeError):
-            # The shape of what it returns is not known without values (nonzero), or it has no kernel without them.
+            # The output shape depends on values (nonzero), or the operator has no meta kernel.
             if written:
                 raise
             values = [tree_map_only(Tensor, self.value_of, each) for each in (args, kwargs)]
@@ -104,7 +104,7 @@ class DispatchRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         if "generator" in kwargs:
-            kwargs["generator"] = None  # its draws would depend on the order of draws
+            kwargs["generator"] = None  # a generator's draws would depend on the order of draws
         if _takes(func, "device"):
             kwargs["device"] = torch.device("meta")
             kwargs.pop("pin_memory", None)
@@ -118,7 +118,7 @@ class DispatchRecorder(TorchDispatchMode):
             if isinstance(tensor, Tensor) and all(tensor.untyped_storage() is not storage for storage in before)
         ]
         if not inputs and _takes(func, "dtype") and len(fresh) == 1:
-            kwargs["dtype"] = fresh[0][1].dtype  # the default may be another one later
+            kwargs["dtype"] = fresh[0][1].dtype  # the default dtype may differ at replay
         self._log(func, args, kwargs, places, fresh, written)
         return returned
 
@@ -143,7 +143,7 @@ class DispatchRecorder(TorchDispatchMode):
 
 
 class FunctionRecorder(TorchFunctionMode):
-    """Answers what is asked of tensors beside operations."""
+    """Answers queries of tensors that are not operations, such as `device` and `tolist`."""
 
     def __init__(self, recorder: DispatchRecorder) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def _of_values(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda recorder, tensor, *args, **kwargs: method(recorder.value_of(tensor), *args, **kwargs)
 
 
-# Property getters and methods that are no operations: function -> its answer.
+# Property getters and methods that are not operations: function -> answer.
 _QUESTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.device.__get__: lambda recorder, tensor: torch.device("cpu"),
     Tensor.is_meta.__get__: lambda recorder, tensor: False,
@@ -171,7 +171,7 @@ _QUESTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def _zeros_for(func: Any) -> Callable[..., Tensor]:
-    """Memory that nobody sets is 0 here, that it may be the same everywhere."""
+    """Return `func` followed by zeroing: uninitialized memory becomes 0, so that it is the same everywhere."""
     return lambda *args, **kwargs: func(*args, **kwargs).zero_()
 
 
@@ -198,7 +198,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation changes."""
+    """Return the arguments that an operation changes."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

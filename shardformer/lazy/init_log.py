@@ -1,12 +1,12 @@
-"""InitLog: what was done to tensors without values, and doing of it what one tensor needs.
+"""InitLog: a log of operations on tensors without values, replayed for one tensor at a time.
 
-A tensor of the log is a place in a *storage* (`Place`): views need no record of their own, as they are other places in
-the same storage. What an operation does to storages is a `Step`. The values of a place are found by doing over the
-steps that wrote its storage, and those that they read from; a step whose result was overwritten as a whole is none of
-them, so that a weight that its layer draws first and its model draws again is drawn once.
+A tensor of the log is a `Place` in a *storage*. Views need no record, as they are other places in the same storage.
+A `Step` is the effect of an operation on storages. The values of a place are computed by replaying the steps that
+wrote its storage, and recursively the steps for the storages that these read. Steps before a complete overwrite are
+skipped: a weight that its layer initializes first and its model initializes again is drawn once.
 
-Random numbers depend on the seed, the name of the tensor that a step was done for, and the number of the draw, not on
-the order of anything. The idea of a log that is replayed a tensor at a time is that of torchdistx' deferred_init.
+Random numbers depend on the seed, the name of the tensor that a step was run for, and the number of the draw, but not
+on any order of execution. The idea of a log replayed per tensor is that of torchdistx' deferred_init.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardformer.shard_spec import ShardSpec
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a tensor lies in a storage without values."""
+    """Position of a tensor in a storage without values: dtype, size, stride and offset."""
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its storage, in the usual order."""
+        """Return whether it covers all of its storage, contiguously."""
         expected = 1
         for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -56,23 +56,23 @@ class Place:
         return self.offset == 0 and expected * self.dtype.itemsize == self.storage.nbytes()
 
     def in_storage(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same place in a storage with values."""
+        """Return a tensor at the same place in a storage with values."""
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
 class Step:
-    """One operation.
+    """One logged operation.
 
     Attributes:
-        number: its position in the log.
-        function: what is done; with `piece(spec)` where it can do a part of it (a file).
-        args, kwargs: places stand for tensors.
-        results: (position among the returned tensors, place) of the storages it makes.
-        writes: the storages that it makes or changes.
-        overwrites: the storage that it gives new values as a whole, without reading it.
-        draws: whether it takes random numbers.
-        owner: what its random numbers are drawn for.
+        number: position in the log.
+        function: the operation; has a method `piece(spec)` if it can compute a part of its result (a file).
+        args, kwargs: its arguments, with places instead of tensors.
+        results: (index among the returned tensors, place) of the storages it creates.
+        writes: the storages that it creates or changes.
+        overwrites: the storage that it overwrites completely, without reading it.
+        draws: whether it draws random numbers.
+        owner: (name, ordinal) that its random numbers are drawn for.
     """
 
     number: int
@@ -91,10 +91,10 @@ class Step:
         self.reads = [place.storage for place in places if place.storage is not self.overwrites]
 
     def run(self, values: dict[torch.UntypedStorage, torch.UntypedStorage], seed: int) -> None:
-        """Do it, in the storages with values."""
+        """Run the step on the storages with values."""
 
         def real(place: Place) -> Tensor:
-            if place.storage not in values:  # nothing of what it held before is needed
+            if place.storage not in values:  # its previous contents are not needed
                 values[place.storage] = torch.UntypedStorage(place.storage.nbytes())
             return place.in_storage(values[place.storage])
 
@@ -107,7 +107,7 @@ class Step:
 
 
 class InitLog:
-    """The steps of one context; see the module."""
+    """Log of the steps of one recording context; see the module docstring."""
 
     def __init__(self) -> None:
         self._writers: dict[torch.UntypedStorage, list[Step]] = {}
@@ -117,27 +117,27 @@ class InitLog:
         return self  # a copy of a model refers to the same log
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in a storage of the log."""
+        """Return whether the tensor is in a storage of the log."""
         return tensor.untyped_storage() in self._writers
 
     def add(self, function: Callable[..., Any], args: Any, kwargs: Any, **facts: Any) -> None:
-        """Append a step; `facts` are the fields of `Step`."""
+        """Append a step; `facts` are the remaining fields of `Step`."""
         step = Step(self._count, function, args, kwargs, **facts)
         self._count += 1
         for storage in step.writes:
             self._writers.setdefault(storage, []).append(step)
 
     def own_draws(self, name: str, place: Place) -> None:
-        """Random numbers that the values of `place` need, and that no other name has claimed, are those of `name`."""
+        """Assign to `name` the random draws that the values of `place` need and that have no owner yet."""
         for ordinal, step in enumerate(step for step in self._needed([place]) if step.draws):
             step.owner = step.owner or (name, ordinal)
 
     def is_read(self, place: Place) -> bool:
-        """Whether the values come from a file."""
+        """Return whether the values come from a file."""
         return any(hasattr(step.function, "piece") for step in self._needed([place]))
 
     def values(self, places: Sequence[Place], seed: int) -> list[Tensor]:
-        """The values of places, which share storages where the places do."""
+        """Compute the values of places; places that share a storage get tensors that share one."""
         steps = self._needed(places)
         last = {storage: step.number for step in steps for storage in (*step.reads, *step.writes)}
         last |= {place.storage: self._count for place in places}
@@ -151,7 +151,7 @@ class InitLog:
             return [place.in_storage(values[place.storage]) for place in places]
 
     def piece(self, place: Place, spec: ShardSpec, seed: int) -> Tensor:
-        """A piece of the values; of a file, no more than the piece is read."""
+        """Compute a piece of the values; from a file, only the piece is read."""
         step, casts = self._read_and_cast(place)
         if step is None:
             (values,) = self.values([place], seed)
@@ -163,12 +163,12 @@ class InitLog:
         return piece
 
     def source(self, place: Place) -> Callable[..., Any] | None:
-        """The tensor of a file that the values are, cast to the dtype of the place at most; None if they are none."""
+        """Return the reader of the values, if they are a file's tensor, cast at most to the place's dtype; or None."""
         step, casts = self._read_and_cast(place)
         return None if step is None or any(dtype != place.dtype for dtype in casts) else step.function
 
     def _read_and_cast(self, place: Place) -> tuple[Step | None, list[torch.dtype]]:
-        """The step that reads the values, if they are only cast behind it, and to what, the last first."""
+        """Return the step that reads the values, and the casts after it, last first; (None, []) if others follow."""
         casts: list[torch.dtype] = []
         step = self._last_writer(place, self._count)
         while step is not None and getattr(step.function, "piece", None) is None:
@@ -180,7 +180,7 @@ class InitLog:
         return step, casts
 
     def _last_writer(self, place: Place, before: int) -> Step | None:
-        """The step before `before` that gave all of the place its values, if there is one that did."""
+        """Return the last step before `before` on this storage if it created all of the place's values; else None."""
         step = next((step for step in reversed(self._writers[place.storage]) if step.number < before), None)
         if step is None or not place.is_whole:
             return None
@@ -188,7 +188,7 @@ class InitLog:
         return step if makes else None
 
     def _needed(self, places: Sequence[Place]) -> list[Step]:
-        """The steps that the values of places need, in their order."""
+        """Return the steps that the values of places need, in log order."""
         needed: dict[int, Step] = {}
         waiting = [(place.storage, self._count) for place in places]
         while waiting:
@@ -200,7 +200,7 @@ class InitLog:
         return [needed[number] for number in sorted(needed)]
 
     def _writing(self, storage: torch.UntypedStorage, before: int) -> Iterator[Step]:
-        """Newest first, as far as the one that overwrites all of it."""
+        """Yield the steps that write `storage`, newest first, back to the one that overwrites all of it."""
         for step in reversed(self._writers.get(storage, ())):
             if step.number < before:
                 yield step
@@ -210,10 +210,10 @@ class InitLog:
 
 @contextmanager
 def undisturbed(draws: bool = False) -> Iterator[None]:
-    """Neither seen by the modes that are active nor by whoever draws random numbers next.
+    """Run outside of all active modes, without gradients, and restore the random state afterwards.
 
     Args:
-        draws: whether anything is drawn; the state of the generator is large.
+        draws: whether random numbers are drawn; otherwise the state, which is large, is not copied.
     """
     state = torch.default_generator.get_state() if draws else None
     try:
@@ -234,7 +234,7 @@ def _same_shape(source: Any, place: Place) -> bool:
 
 
 def _laid_out(tensor: Tensor, place: Place) -> torch.UntypedStorage:
-    """The storage of a tensor, laid out as the tensor without values was."""
+    """Return the storage of a tensor, laid out as the tensor without values was."""
     storage = tensor.untyped_storage()
     same = (tuple(tensor.stride()), tensor.storage_offset()) == (place.stride, place.offset)
     if same and storage.nbytes() >= place.storage.nbytes():

@@ -1,4 +1,4 @@
-"""Values for the parameters of a model that was built, and sharded, on the meta device."""
+"""Materialization: gives values to a model that was built, and sharded, on the meta device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from shardformer.layers.partial_gradients import sum_in_backward
 from shardformer.lazy.replay import RecordedValues
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, parameter_like, spec_of
 
-# (name of the parameter, which piece of it is here) -> the values of that piece.
+# (parameter name, spec of the piece on this rank) -> the values of that piece.
 WeightReader = Callable[[str, ShardSpec], Tensor]
 
 
 def set_weight_reader(model: nn.Module, reader: WeightReader) -> None:
-    """Say where the values of a model on the meta device are to come from once it is sharded."""
+    """Set the source of the values of a model on the meta device, for use after sharding."""
     model.weight_reader = reader
 
 
 def weight_reader_of(model: nn.Module) -> WeightReader | None:
-    """What `set_weight_reader` said of the model."""
+    """Return the reader that `set_weight_reader` set; None if there is none."""
     return getattr(model, "weight_reader", None)
 
 
 def waits_for_values(model: nn.Module) -> list[str]:
-    """Names of the parameters and buffers on the meta device."""
+    """Return the names of the parameters and buffers on the meta device."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, tensor in named if tensor.is_meta]
 
@@ -36,15 +36,15 @@ def materialize(model: nn.Module, reader: WeightReader | None = None, seed: int 
     """Give values to every parameter on the meta device; the reader sees each once, under its first name.
 
     Args:
-        model: as it was built in `record_module_init`, for a whole model in plain torch; or, with a reader, after
+        model: as built in `record_module_init`, for a whole model in plain torch; or, with a reader, after
             `ShardFormer.optimize`, when each parameter has the shape of this rank's piece.
-        reader: asked for one piece at a time, so that no more than one tensor is in memory beside the pieces. None
-            for the values that the model was recorded with.
-        seed: of the random numbers of a recorded model; None for what torch was seeded with.
+        reader: asked for one piece at a time, so that at most one whole tensor is in memory in addition to the
+            pieces. None for the values that the model was recorded with.
+        seed: seed of the random numbers of a recorded model; None for torch's current seed.
 
     Raises:
-        ValueError: a piece of another shape was read, nothing is known of a parameter, or a buffer is on the meta
-            device.
+        ValueError: the reader returned a piece of another shape, the values of a parameter are unknown, or a buffer is
+            on the meta device.
     """
     if reader is None:
         reader = RecordedValues(model, torch.initial_seed() % 2**31 if seed is None else seed)
@@ -56,9 +56,9 @@ def materialize(model: nn.Module, reader: WeightReader | None = None, seed: int 
             "record_module_init()"
         )
     waiting = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_meta]
-    # Largest first: the whole of a large tensor is beside few pieces then, and what it leaves fits all that follow.
+    # Largest first: a large whole tensor then coexists with few pieces, and the memory it frees fits all that follow.
     for name, parameter in sorted(waiting, key=lambda each: -math.prod(spec_of(each[1]).full_shape)):
-        # In place: others (tied names, the pipeline's list of shared parameters) hold the parameter itself.
+        # In place: other objects (tied names, the pipeline's list of shared parameters) refer to the same parameter.
         torch.utils.swap_tensors(parameter, _with_values(name, parameter, reader))
     sum_in_backward(model)
 

@@ -1,7 +1,7 @@
-"""from_pretrained in `record_module_init`: transformers does all of it, but the files are read later.
+"""from_pretrained in `record_module_init`: runs transformers' loader, but reads the files later.
 
-transformers' own loader gets, for each tensor of the files, one without values whose step in the log is the reading of
-it. It renames, converts, casts, ties, draws what is missing and reports, as it always does, and all of that is logged.
+For each tensor of the files, transformers' loader gets a tensor without values, whose step in the log reads the file.
+The loader renames, converts, casts, ties, initializes missing weights and reports as usual, and all of that is logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardformer.shard_spec import ShardSpec
 
 @contextmanager
 def files_are_read_later(recorder: DispatchRecorder, allow_bin: bool) -> Iterator[None]:
-    """Let transformers' loader see tensors whose values are still in the files."""
+    """Give transformers' loader tensors whose values are still in the files."""
     from transformers import PreTrainedModel
 
     original = PreTrainedModel._load_pretrained_model
@@ -41,7 +41,7 @@ def files_are_read_later(recorder: DispatchRecorder, allow_bin: bool) -> Iterato
             check_paths(paths, Path(load_config.pretrained_model_name_or_path), allow_bin)
             with undisturbed():
                 state_dict = {name: tensor for path in paths for name, tensor in _tensors_of(path, recorder)}
-        # Threads of transformers' would not be seen by the recorder, which is this thread's.
+        # No loader threads: the recorder sees only the operations of its own thread.
         with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
             return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
@@ -53,7 +53,7 @@ def files_are_read_later(recorder: DispatchRecorder, allow_bin: bool) -> Iterato
 
 
 def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
-    """Refuse files that an index names outside of its directory, and files that hold pickles.
+    """Refuse files that an index names outside of its directory, and pickle files unless `allow_bin`.
 
     Raises:
         WeightFileError: there is such a file.
@@ -80,13 +80,13 @@ class FileTensor:
         return self.piece(ShardSpec(self.shape))
 
     def piece(self, spec: ShardSpec) -> Tensor:
-        """What `spec` says of it; no more is read."""
+        """Read the piece that `spec` defines, and only that."""
         return read_piece(self.path, self.name, spec)
 
 
 @dataclass(frozen=True)
 class BinTensor:
-    """Reads one tensor of a file of torch.save."""
+    """Reads one tensor of a file written by torch.save."""
 
     path: Path
     name: str
@@ -95,7 +95,7 @@ class BinTensor:
         return self._mapped().clone()
 
     def piece(self, spec: ShardSpec) -> Tensor:
-        """What `spec` says of it; the file is memory-mapped."""
+        """Read the piece that `spec` defines; the file is memory-mapped."""
         return spec.shard(self._mapped())
 
     def _mapped(self) -> Tensor:
@@ -107,7 +107,7 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(path: Path, recorder: DispatchRecorder) -> Iterator[tuple[str, Tensor]]:
-    """Name -> a tensor without values, for every tensor of a file."""
+    """Yield name and a tensor without values for every tensor of a file."""
     if path.suffix != ".safetensors":
         for name, values in _load_bin(path).items():
             yield name, recorder.constant(BinTensor(path, name), values)

@@ -1,4 +1,4 @@
-"""record_module_init: inside of it models are built without values, and it is remembered how."""
+"""record_module_init: a context in which models are built without values, and their initialization is recorded."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
 
 @contextmanager
 def record_module_init(allow_bin: bool = False) -> Iterator[None]:
-    """Build models without values; `boost` gives each rank those of its own shards, `materialize` gives all of them.
+    """Build models without values; `boost` then loads the shards of each rank, `materialize` loads the whole model.
 
-    Parameters and buffers are on the meta device afterwards. Each module remembers its constructor's arguments in
-    `_init_args` and `_init_kwargs`. `from_pretrained` reads names and shapes of a directory's weights only; the values
-    are read, slice by slice, when they are needed. Everything else, initialisation included, runs as it would without.
+    Parameters and buffers are on the meta device afterwards. Each module keeps its constructor's arguments in
+    `_init_args` and `_init_kwargs`. `from_pretrained` reads only names and shapes of a directory's weights; the values
+    are read, slice by slice, when they are needed. Everything else, including initialization, runs as usual.
 
     Args:
         allow_bin: let `from_pretrained` read `.bin` files, by `torch.load(weights_only=True)`.
@@ -36,7 +36,7 @@ def record_module_init(allow_bin: bool = False) -> Iterator[None]:
         model, optimizer = booster.boost(model, optimizer)
     """
     if _is_recording.get():
-        yield  # the outer one remembers
+        yield  # the outer context records
         return
     log, modules = InitLog(), []
     recorder = DispatchRecorder(log)
@@ -49,7 +49,7 @@ def record_module_init(allow_bin: bool = False) -> Iterator[None]:
         stack.enter_context(_arguments_kept(modules))
         stack.enter_context(_truncated_normal_is_one_step(recorder))
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.default_generator.manual_seed(0)  # of draws that are not logged: the same on every rank
+        torch.default_generator.manual_seed(0)  # makes draws that are not logged equal on all ranks
         stack.enter_context(FunctionRecorder(recorder))
         stack.enter_context(recorder)
         yield
@@ -62,7 +62,7 @@ LazyInitContext = record_module_init
 
 @contextmanager
 def _arguments_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Collect the modules that are made, and give each the arguments that it was made with."""
+    """Collect the modules that are created, and store the constructor's arguments in each."""
     originals: list[tuple[type, Callable[..., None]]] = []
 
     def wrap(cls: type) -> None:
@@ -70,7 +70,7 @@ def _arguments_kept(modules: list[nn.Module]) -> Iterator[None]:
 
         @functools.wraps(original)
         def keeping(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if "_init_args" not in self.__dict__:  # not the call of a class's own base
+            if "_init_args" not in self.__dict__:  # skip calls of a base class's __init__
                 self.__dict__.update(_init_args=args, _init_kwargs=kwargs)
                 modules.append(self)
             original(self, *args, **kwargs)
@@ -102,7 +102,7 @@ def _classes(cls: type) -> set[type]:
 
 @contextmanager
 def _truncated_normal_is_one_step(recorder: DispatchRecorder) -> Iterator[None]:
-    """torch draws it again and again until no value is outside of the bounds: it looks at values that are not there."""
+    """Log truncated-normal initialization as one step: torch redraws until values fit, and there are no values here."""
     init = torch.nn.init
     original = init._no_grad_trunc_normal_
 

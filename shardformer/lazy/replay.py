@@ -1,4 +1,4 @@
-"""What a model that was built in `record_module_init` knows of its values: the places of its tensors in a log."""
+"""Replay of recorded values: maps the tensors of a model built in `record_module_init` to places in the log."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_init_args", "_init_k
 
 @dataclass(frozen=True)
 class RecordedTensors:
-    """The tensors of one module, as they were when the context was left.
+    """The tensors of one module at the end of the recording context.
 
     Attributes:
-        log: where their places are.
-        places: name of a parameter or buffer -> its place, and its version: how often it was changed.
-        attributes: name of another attribute that is, or holds, tensors -> the same with places for tensors.
+        log: log that holds the places.
+        places: name of a parameter or buffer -> its place and its version, the number of in-place changes.
+        attributes: name of another attribute that is or holds tensors -> the attribute with places instead of tensors.
     """
 
     log: InitLog
@@ -36,10 +36,10 @@ class RecordedTensors:
         return self
 
     def place_of(self, name: str, tensor: Tensor) -> Place | None:
-        """Where the values of a module's tensor are; None where nothing is known of them.
+        """Return the place of a module's tensor in the log; None if it is unknown.
 
         Raises:
-            ValueError: the tensor was changed after the context was left.
+            ValueError: the tensor was changed after the end of the recording context.
         """
         recorded, version = self.places.get(name, (None, 0))
         if self.log.knows(tensor):
@@ -49,12 +49,12 @@ class RecordedTensors:
                     "it was given values"
                 )
             return Place.of(tensor)
-        # Converted, as by `model.half()`.
+        # The tensor was converted, for example by `model.half()`.
         return recorded if recorded is not None and recorded.size == tuple(tensor.shape) else None
 
 
 def remember(module: nn.Module, log: InitLog) -> None:
-    """Note the places of a module's own tensors."""
+    """Store the places of a module's own tensors in the module."""
     places = {name: (Place.of(tensor), tensor._version) for name, tensor in _own_tensors(module) if log.knows(tensor)}
     attributes = {
         name: tree_map_only(Tensor, lambda each: Place.of(each) if log.knows(each) else each, value)
@@ -66,18 +66,18 @@ def remember(module: nn.Module, log: InitLog) -> None:
 
 
 def is_recorded(model: nn.Module) -> bool:
-    """Whether the model, or a part of it, was built in `record_module_init` and waits for its values."""
+    """Return whether any part of the model was built in `record_module_init` and has no values yet."""
     return any(_ATTRIBUTE in vars(module) for module in model.modules())
 
 
 class RecordedValues:
-    """The values of a model that was built in `record_module_init`: a WeightReader.
+    """Values of a model that was built in `record_module_init`, as a WeightReader.
 
-    Made while the model is whole: random numbers belong to the first name that a parameter has in the whole model.
+    Create it while the model is whole: random draws belong to the first name of a parameter in the whole model.
 
     Args:
-        model: not yet sharded.
-        seed: of the random numbers.
+        model: the model, not yet sharded.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -88,19 +88,19 @@ class RecordedValues:
             self._places[name] = (log, place)
 
     def is_read(self, name: str) -> bool:
-        """Whether the values of a parameter or buffer come from a file."""
+        """Return whether the values of a parameter or buffer come from a file."""
         return name in self._places and self._places[name][0].is_read(self._places[name][1])
 
     def source(self, name: str) -> Any:
-        """The `FileTensor` that the values are, as they are; anything else where they are computed."""
+        """Return the `FileTensor` or `BinTensor` that holds the values; None if the values are computed."""
         log, place = self._places[name]
         return log.source(place)
 
     def __call__(self, name: str, spec: ShardSpec) -> Tensor:
-        """The piece of a parameter or buffer that `spec` says.
+        """Return the piece of a parameter or buffer that `spec` defines.
 
         Raises:
-            ValueError: nothing is known of it.
+            ValueError: the name is unknown.
         """
         if name not in self._places:
             raise ValueError(
@@ -132,7 +132,7 @@ class RecordedValues:
 
 
 def _places_of(model: nn.Module) -> Iterator[tuple[str, tuple[InitLog, Place]]]:
-    """Every name of a parameter or buffer on the meta device -> where its values are, first names first."""
+    """Yield every name of a parameter or buffer on the meta device with its log and place, first names first."""
     known: dict[int, tuple[InitLog, Place]] = {}
     for module in model.modules():
         recorded = vars(module).get(_ATTRIBUTE)
@@ -153,7 +153,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_tensors(value: Any) -> list[Tensor]:
-    """The tensors in an attribute that are no parameters (those are filled where they belong)."""
+    """Return the tensors in an attribute that are not parameters (parameters are filled where they are registered)."""
     if not isinstance(value, Tensor | list | tuple | dict):
         return []
     return [

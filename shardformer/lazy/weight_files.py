@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face directory: which tensor is in which file, and one piece of one tensor."""
+"""Weight files of a Hugging Face directory: index of tensors, and reading of single pieces."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class WeightFileError(ValueError):
-    """A weight file that cannot be used, in one sentence: the file, what is wrong, what would do."""
+    """Weight file that cannot be used; the message names the file, the problem and the remedy."""
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """Name -> file of a Hugging Face directory's weights.
+    """Return tensor name -> file for the safetensors weights of a directory.
 
     Raises:
-        WeightFileError: there are none, or the index points outside the directory.
+        WeightFileError: there are none, or the index names a file outside the directory.
     """
     if (directory / INDEX).is_file():
         names = files_of_index(directory, INDEX)
@@ -39,10 +39,10 @@ def weight_files(directory: Path) -> dict[str, Path]:
 
 
 def has_bin_files(directory: Path) -> bool:
-    """Whether the weights are in files of torch.save, and all of them in the directory.
+    """Return whether the weights are in files of torch.save, all within the directory.
 
     Raises:
-        WeightFileError: the index points outside the directory.
+        WeightFileError: the index names a file outside the directory.
     """
     if (directory / BIN_INDEX).is_file():
         return bool(files_of_index(directory, BIN_INDEX))
@@ -50,10 +50,10 @@ def has_bin_files(directory: Path) -> bool:
 
 
 def files_of_index(directory: Path, index: str) -> dict[str, str]:
-    """Name -> file name, as an index in the directory says.
+    """Return tensor name -> file name, as given by an index in the directory.
 
     Raises:
-        WeightFileError: it is broken, or names a file that is missing or outside the directory.
+        WeightFileError: the index is broken, or names a file that is missing or outside the directory.
     """
     try:
         names = read_json_object(directory / index).get("weight_map")
@@ -73,10 +73,10 @@ def files_of_index(directory: Path, index: str) -> dict[str, str]:
 
 
 def check_inside(path: Path) -> None:
-    """Refuse a link out of the file's directory; into the store beside the snapshots of a hub's cache it may point.
+    """Refuse a symbolic link out of the file's directory, except one into the blob store of a hub cache.
 
     Raises:
-        WeightFileError: see above.
+        WeightFileError: the file is such a link.
     """
     if not path.is_symlink():
         return
@@ -88,10 +88,10 @@ def check_inside(path: Path) -> None:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """`safe_open` whose error names the file.
+    """Open a safetensors file by `safe_open`; errors name the file.
 
     Raises:
-        WeightFileError: the file is cut off, or is no safetensors file.
+        WeightFileError: the file is truncated, or is not a safetensors file.
     """
     check_inside(path)
     try:
@@ -102,7 +102,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
-    """This rank's piece of a full tensor in a file; only its bytes are read.
+    """Read this rank's piece of a full tensor in a file; only the bytes of the piece are read.
 
     Raises:
         WeightFileError: the tensor has another shape.
@@ -110,7 +110,7 @@ def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
     with open_tensors(path) as file:
         check_shape(file, name, path, spec)
         if spec.dim is None:
-            return file.get_tensor(name).clone()  # a view of the mapped file: it would keep the file open
+            return file.get_tensor(name).clone()  # a view of the memory map would keep the file open
         view, parts = file.get_slice(name), []
         for start, stop, padding in spec.pieces():
             part = view[(slice(None),) * spec.dim + (slice(start, stop),)]
@@ -121,7 +121,7 @@ def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
 
 
 def check_shape(file: Any, name: str, path: Path, spec: ShardSpec) -> None:
-    """Compare the shape in an open file with that of the model's whole tensor.
+    """Check that the shape in an open file is that of the model's whole tensor.
 
     Raises:
         WeightFileError: they differ.

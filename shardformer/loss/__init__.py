@@ -1,1 +1,1 @@
-"""The losses of heads as sums and counts."""
+"""Losses of model heads, expressed as sums and counts."""

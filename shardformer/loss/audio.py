@@ -1,4 +1,4 @@
-"""The losses of heads on sound."""
+"""Losses of audio heads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardformer.loss.terms import Batch, HeadLoss, LossTerm
 
 
 def mean_of_samples(model: nn.Module) -> HeadLoss:
-    """Heads whose loss is a mean over samples of equal weight; the model's mean becomes a sum again."""
+    """Return the loss of heads that average over samples of equal weight: the model's mean is turned into a sum."""
     return HeadLoss(LossTerm("labels", _samples, _sum_of_mean, is_input=True))
 
 
 def connectionist(model: nn.Module) -> HeadLoss:
-    """Connectionist temporal classification: a sum over samples, or a mean of what each has per label."""
+    """Return the CTC loss: a sum over samples, or a mean over samples of each sample's loss per label."""
     if model.config.ctc_loss_reduction == "sum":
         return HeadLoss(LossTerm("labels", _samples, lambda outputs, _: outputs.loss, is_input=True, is_sum=True))
     return mean_of_samples(model)

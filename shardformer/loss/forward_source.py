@@ -1,4 +1,4 @@
-"""What the forward of a model's class does about its loss, read from its source."""
+"""Analysis of how a model class's forward computes its loss, based on its source code."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Forward = Callable[..., Any]
 
 @cache
 def calls_loss_function(forward: Forward) -> bool:
-    """Whether it calls transformers' `self.loss_function`."""
+    """Return whether `forward` calls transformers' `self.loss_function`."""
     return bool(_loss_calls(forward))
 
 
 @cache
 def passes_keywords(forward: Forward) -> bool:
-    """Whether it hands keywords that it has no parameter for on to `self.loss_function` (`num_items_in_batch`, ...)."""
+    """Return whether `forward` passes unknown keywords (`num_items_in_batch`, ...) on to `self.loss_function`."""
     return any(keyword.arg is None for call in _loss_calls(forward) for keyword in call.keywords)
 
 
 @cache
 def adds_to_loss(forward: Forward) -> bool:
-    """Whether the loss is more than one call of `self.loss_function` and the auxiliary loss of routers."""
+    """Return whether the loss is more than one call of `self.loss_function` and the auxiliary loss of routers."""
     values = [node.value for node in ast.walk(_tree(forward)) if _assigns_loss(node)]
     return len(_loss_calls(forward)) > 1 or not all(map(_is_known, values))
 
 
 @cache
 def uses(forward: Forward, name: str) -> bool:
-    """Whether it has a variable, a parameter or a text of that name."""
+    """Return whether `forward` has a variable, a parameter or a constant equal to `name`."""
     nodes = ast.walk(_tree(forward))
     return any(name in (getattr(node, field, None) for field in ("id", "arg", "value")) for node in nodes)
 
@@ -42,7 +42,7 @@ def uses(forward: Forward, name: str) -> bool:
 def _tree(forward: Forward) -> ast.AST:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError):  # there is no source
+    except (OSError, TypeError):  # the source is not available
         return ast.Module([], [])
 
 
@@ -57,6 +57,6 @@ def _assigns_loss(node: ast.AST) -> bool:
 
 
 def _is_known(value: ast.AST) -> bool:
-    """None, the loss of a model inside, or an auxiliary loss with its factor."""
+    """Return whether `value` is None, the loss of an inner model, or an auxiliary loss with its factor."""
     text = ast.unparse(value)
     return text in ("None", "outputs.loss") or text.startswith("self.loss_function(") or "aux_loss" in text

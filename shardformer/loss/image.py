@@ -1,4 +1,4 @@
-"""The losses of image heads."""
+"""Losses of image heads."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardformer.loss.text import not_ignored, token_sum
 
 def masked_pixels(model: nn.Module) -> HeadLoss:
     config = model.config
-    epsilon = 1e-5  # transformers divides by the masked pixels and this
+    epsilon = 1e-5  # transformers divides by the number of masked pixels plus this
 
     def count(masked: Tensor, _: Batch) -> Tensor:
         return masked.sum() * config.patch_size**2
 
     def total(outputs: Any, masked: Tensor) -> Tensor:
-        # The reconstructed pixels have been compared by the model, whose mean becomes a sum again.
+        # The model has already compared the pixels: turn its mean into a sum.
         return outputs.loss * (count(masked, {}) + epsilon)
 
     return HeadLoss(LossTerm("bool_masked_pos", count, total, is_input=True, epsilon=epsilon))
@@ -28,7 +28,7 @@ def masked_pixels(model: nn.Module) -> HeadLoss:
 
 def masked_visual_tokens(model: nn.Module) -> HeadLoss:
     def of_patches(labels: Tensor, batch: Batch) -> Tensor:
-        """[rows, patches], also from transformers' list of the masked patches of all samples."""
+        """Return labels as [rows, patches], also from transformers' list of the masked patches of all samples."""
         if labels.dim() == 2:
             return labels
         masked = batch["bool_masked_pos"].bool()  # [rows, patches]
@@ -51,7 +51,7 @@ def segmentation(model: nn.Module) -> HeadLoss:
         return (labels != model.config.semantic_loss_ignore_index).sum()
 
     def total(outputs: Any, labels: Tensor) -> Tensor:
-        # The logits of the auxiliary head are not among the outputs: the model's mean becomes a sum again.
+        # The outputs lack the logits of the auxiliary head: turn the model's mean into a sum.
         pixels = int(count(labels, {}))
         return outputs.loss * pixels if pixels else outputs.logits.sum() * 0.0
 
@@ -59,7 +59,7 @@ def segmentation(model: nn.Module) -> HeadLoss:
 
 
 class ContrastiveLoss(HeadLoss):
-    """CLIP's: each text finds its image among those of the batch, and each image its text."""
+    """CLIP's contrastive loss: each text must match its image among the images of the batch, and vice versa."""
 
     couples_samples = True
 
@@ -72,5 +72,5 @@ class ContrastiveLoss(HeadLoss):
         super().__init__(LossTerm("return_loss", lambda _, batch: torch.tensor(len(batch["input_ids"])), total))
 
     def applies_to(self, batch: Batch) -> bool:
-        """Whether the loss is asked for; there are no labels."""
+        """Return whether the batch asks for the loss; there are no labels."""
         return bool(batch.get("return_loss"))

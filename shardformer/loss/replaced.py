@@ -1,4 +1,4 @@
-"""Whether a model's loss is what its class says: users replace functions, forwards and hooks of a model."""
+"""Detection of user changes to a model's loss: replaced functions, forwards and hooks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _OURS = ("shardformer.", "plugins.hybrid_parallel.", "transformers.", "torch.")
 
 
 def own_loss_reason(model: nn.Module, head_loss: HeadLoss | None, batch: Batch) -> str | None:
-    """What makes the model's loss another than its head's, so that its own forward has to compute it.
+    """Return why the model's own forward has to compute the loss, because it differs from the head's loss.
 
-    None where `head_loss` is the same for this batch.
+    None if `head_loss` gives the same loss for this batch.
     """
     name = type(model).__name__
     if head_loss is None:

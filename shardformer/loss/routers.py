@@ -1,7 +1,7 @@
-"""The load-balancing loss of routers, which a mixture of experts adds where it is asked for.
+"""Load-balancing loss of routers, which a mixture of experts adds on request.
 
-It is a product of means over all tokens of a batch (Switch Transformer, arXiv 2101.03961, section 2.2), so that those
-of its parts do not add up: the scores of all tokens have to be at one place.
+It is a product of means over all tokens of a batch (Switch Transformer, arXiv 2101.03961, section 2.2). The losses of
+parts of a batch therefore do not add up: one place needs the scores of all tokens.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class RouterLoss:
-    """The auxiliary loss of one model.
+    """Auxiliary router loss of one model.
 
     Args:
-        model: whose forward returns `aux_loss` and `router_logits`.
-        factor: by which it counts in the loss.
+        model: model whose forward returns `aux_loss` and `router_logits`.
+        factor: weight of the auxiliary loss in the total loss.
     """
 
     def __init__(self, model: nn.Module, factor: float) -> None:
         self.model, self.factor = model, factor
 
     def of_all(self, outputs: Any, batch: Mapping[str, Any], gather: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """The loss (0-d), before its factor, of the samples that passed together and those of other ranks.
+        """Compute the auxiliary loss (0-d), before its factor, over the samples of this pass and of other ranks.
 
         Args:
-            gather: [rows, ...] of this rank -> rows of all; None where these are all.
+            gather: [rows, ...] of this rank -> rows of all ranks; None if there are no other ranks.
 
         Raises:
-            ValueError: the family computes it in a way of its own, and there are other ranks.
+            ValueError: the family computes the loss in its own way, and there are other ranks.
         """
         if gather is None:
             return outputs.aux_loss
@@ -60,7 +60,7 @@ class RouterLoss:
 
 
 def router_loss_of(model: nn.Module) -> RouterLoss | None:
-    """The auxiliary loss that the model's forward may add; None for one that adds none."""
+    """Return the auxiliary loss that the model's forward may add; None if it adds none."""
     if not uses(type(model).forward, "aux_loss"):
         return None
     holders = [model, *([model.config.get_text_config()] if hasattr(model, "config") else [])]
@@ -70,7 +70,7 @@ def router_loss_of(model: nn.Module) -> RouterLoss | None:
 
 
 def routers_are_asked(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether the loss of a pass over `batch` has a part that reads the scores of all routers."""
+    """Return whether the loss of a pass over `batch` includes a part that reads the scores of all routers."""
     if not uses(type(model).forward, _ASKED) and not uses(type(model).forward, "aux_loss"):
         return False
     asked = batch.get(_ASKED)

@@ -1,10 +1,10 @@
-"""The loss of each kind of head, as sums and counts.
+"""Loss of each kind of head, expressed as sums and counts.
 
-transformers computes a mean inside `forward`. A mean over one micro-batch on one rank says nothing about the global
-mean when counts differ (ignored labels, a short last batch), so here a loss is a sum and a count: counts depend on
-the labels alone, are known before the forward pass, and are added up over micro-batches and data-parallel ranks. The
-sums read vocabulary-parallel logits where they lie. Definitions follow transformers' `loss/loss_utils.py` and, for
-BERT's older heads, their `forward`.
+transformers computes a mean inside `forward`. The mean over one micro-batch on one rank does not determine the global
+mean when counts differ (ignored labels, a short last batch). Here, therefore, a loss is a sum and a count. Counts
+depend on the labels only, are known before the forward pass, and are added up over micro-batches and data-parallel
+ranks. The sums read sharded vocabulary-parallel logits directly. Definitions follow transformers' `loss/loss_utils.py`
+and, for BERT's older heads, their `forward`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardformer.loss.routers import RouterLoss
 
 Batch = Mapping[str, Any]
 IGNORE_INDEX = -100
-# What transformers' loss functions take beside labels, where a forward hands its keywords on to them.
+# Keywords of transformers' loss functions in addition to labels, for forwards that pass keywords on to them.
 DIVISOR, IGNORED, SHIFTED = LOSS_KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
@@ -29,16 +29,16 @@ class LossTerm:
     """One mean in a head's loss.
 
     Attributes:
-        labels: the key of the batch that holds the labels.
-        count: (labels, batch) -> how many values the mean is over (0-d).
+        labels: batch key of the labels.
+        count: (labels, batch) -> number of values that the mean is over (0-d).
         total: (outputs, labels) -> sum of the values (0-d, differentiable).
         weight: factor of this mean in the loss.
-        is_input: whether the model's forward reads the labels, too.
+        is_input: whether the model's forward also reads the labels.
         epsilon: added to the global count.
-        is_sum: whether the head adds the values up in the place of a mean.
-        prepare: (labels, batch) -> the labels as `count` and `total` take them; None for as they are.
-        per_token: whether these are [batch, seq], each read beside the output of its own token alone.
-        keywords: which of `LOSS_KEYWORDS` it takes from the batch.
+        is_sum: whether the head sums the values instead of averaging them.
+        prepare: (labels, batch) -> labels in the form that `count` and `total` take; None if unchanged.
+        per_token: whether prepared labels are [batch, seq], each used only with the output of its own token.
+        keywords: the `LOSS_KEYWORDS` that this term takes from the batch.
     """
 
     labels: str
@@ -53,17 +53,17 @@ class LossTerm:
     keywords: tuple[str, ...] = ()
 
     def labels_of(self, batch: Batch) -> Tensor:
-        """The labels of a batch, as `count` and `total` take them: -100 where ignored."""
+        """Return the labels of a batch in the form that `count` and `total` take: -100 where ignored."""
         labels = batch[self.labels]
         labels = labels if self.prepare is None else self.prepare(labels, batch)
         ignored = batch.get(IGNORED) if IGNORED in self.keywords else None
         if ignored is None:
             return labels
-        # What is ignored by default is a label out of range for who ignores another one.
+        # If another index is ignored, -100 is an ordinary label that is out of range.
         return labels.masked_fill(labels == IGNORE_INDEX, -1).masked_fill(labels == ignored, IGNORE_INDEX)
 
     def factor(self, batch: Batch, global_count: Tensor) -> Tensor:
-        """What the sum of the values is multiplied by in the loss (0-d)."""
+        """Return the factor of the sum of values in the loss (0-d)."""
         divisor = batch.get(DIVISOR) if DIVISOR in self.keywords else None
         if divisor is not None:
             return self.weight / torch.as_tensor(divisor, device=global_count.device).to(global_count).reshape(())
@@ -73,18 +73,18 @@ class LossTerm:
 
 
 class HeadLoss:
-    """The loss that a head computes when labels are given: the weighted sum of a few means.
+    """Loss that a head computes when labels are given: a weighted sum of means.
 
     Args:
-        terms: the means; all of their labels have to be there, as in transformers.
-        function: the function of transformers' `loss_utils` that computes the same, for forwards that call one.
-        decoder_inputs: labels -> what an encoder-decoder reads where it is given labels alone.
-        routers: the load-balancing loss that comes to it.
+        terms: the means; the batch must have all of their labels, as in transformers.
+        function: equivalent function of transformers' `loss_utils`, for forwards that call one.
+        decoder_inputs: labels -> decoder inputs of an encoder-decoder that is given only labels.
+        routers: the load-balancing loss to add.
 
     Attributes:
-        couples_samples: whether a sample's loss depends on the other samples of its batch, which then cannot be cut.
-        reads_keywords: whether the head's forward hands `LOSS_KEYWORDS` on to its loss function.
-        further_entries: of a batch that the head's forward reads for its loss where they are given, and this does not.
+        couples_samples: whether a sample's loss depends on other samples of the batch, which then cannot be split.
+        reads_keywords: whether the head's forward passes `LOSS_KEYWORDS` on to its loss function.
+        further_entries: optional batch entries that the head's forward reads for its loss and this class does not.
     """
 
     couples_samples = False
@@ -102,15 +102,15 @@ class HeadLoss:
 
     @property
     def label_keys(self) -> tuple[str, ...]:
-        """The labels that the model's forward does without."""
+        """Return the batch keys of the labels that the model's forward does not need."""
         return tuple(term.labels for term in self.terms if not term.is_input)
 
     def applies_to(self, batch: Batch) -> bool:
-        """Whether the batch has all the labels; without them transformers returns no loss."""
+        """Return whether the batch has all the labels; without them transformers returns no loss."""
         return all(batch.get(term.labels) is not None for term in self.terms)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """What the model is given: the batch without labels, and what it would have made of them."""
+        """Return the model's inputs: the batch without labels, plus the decoder inputs derived from them."""
         inputs = {key: value for key, value in batch.items() if key not in self.label_keys}
         given = any(inputs.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
         if self.decoder_inputs is not None and not given and batch.get("labels") is not None:
@@ -118,7 +118,7 @@ class HeadLoss:
         return inputs
 
     def unread(self, batch: Batch) -> str | None:
-        """An entry of the batch that the model's loss reads, and this one does not."""
+        """Return a batch entry that the model's loss reads and this class does not; None if there is none."""
         further = next((name for name in self.further_entries if batch.get(name) is not None), None)
         if further is not None:
             return further
@@ -126,26 +126,26 @@ class HeadLoss:
         return next((name for name in asked if any(name not in term.keywords for term in self.terms)), None)
 
     def counts(self, batch: Batch) -> Tensor:
-        """[terms], float64: how many values each mean is over in this batch."""
+        """Return [terms], float64: the number of values in this batch that each mean is over."""
         batch = self._seen(batch)
         return torch.stack([term.count(term.labels_of(batch), batch).double() for term in self.terms])
 
     def divisor(self, batch: Batch) -> Any:
-        """What the user divides the sum over the global batch by, where he says it and the model reads it."""
+        """Return the user's divisor of the sum over the global batch; None if not given or not read by the model."""
         return batch.get(DIVISOR) if self.reads_keywords else None
 
     @property
     def per_token(self) -> bool:
-        """Whether a part of the tokens of a sequence has a loss of its own, which the parts add up to."""
+        """Return whether the losses of parts of a sequence's tokens add up to the loss of the sequence."""
         return all(term.per_token for term in self.terms) and not self.couples_samples
 
     def weighted_sum(
         self, outputs: Any, batch: Batch, global_counts: Tensor, part: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """This batch's share of the global loss: sum of weight * total / global count (0-d).
+        """Return this batch's share of the global loss: sum of weight * total / global count (0-d).
 
         Args:
-            part: labels [batch, seq] -> those of the tokens that `outputs` are of, where these are not all.
+            part: labels [batch, seq] -> labels of the tokens that `outputs` cover; None if they cover all tokens.
         """
         batch = self._seen(batch)
         labels = [term.labels_of(batch) for term in self.terms]
@@ -155,7 +155,7 @@ class HeadLoss:
         return sum(total * factor.to(total.dtype) for total, factor in zip(totals, factors, strict=True))
 
     def _seen(self, batch: Batch) -> Batch:
-        """The batch as the model's loss sees it."""
+        """Return the batch as the model's loss sees it: `LOSS_KEYWORDS` only if the forward passes them on."""
         if self.reads_keywords:
             return batch
         return {name: value for name, value in batch.items() if name not in LOSS_KEYWORDS}

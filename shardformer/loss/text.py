@@ -1,4 +1,4 @@
-"""The losses of text heads."""
+"""Losses of text heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def not_ignored(labels: Tensor, _: Batch) -> Tensor:
 
 
 def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of [..., classes] logits, cut over the vocabulary where the head left them so, or left to do."""
+    """Sum the cross-entropy of logits [..., classes], which may be vocabulary-parallel or deferred."""
     head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
     is_whole = head is None or head.gather_output
     check_indices(labels, logits.shape[-1] if is_whole else head.full_out_features, "label", ignored=IGNORE_INDEX)
@@ -44,7 +44,7 @@ def causal_lm(model: nn.Module) -> HeadLoss:
 
 
 def causal_lm_of_tokens(model: nn.Module) -> HeadLoss:
-    """Of heads that leave out the labels of padding."""
+    """Return the causal loss of heads that exclude the labels of padding."""
 
     def of_tokens(labels: Tensor, batch: Batch) -> Tensor:
         mask = batch.get("attention_mask")
@@ -57,7 +57,7 @@ def _causal(model: nn.Module, counted: Callable[[Tensor, Batch], Tensor]) -> Hea
     def of_next(labels: Tensor, batch: Batch) -> Tensor:
         if batch.get(SHIFTED) is not None:
             return batch[SHIFTED]
-        # Token t predicts label t + 1. The labels move, not the logits: no copy of [batch, seq, vocabulary].
+        # Token t predicts label t + 1. Shift the labels, not the logits: no copy of [batch, seq, vocabulary].
         ignored = batch.get(IGNORED)
         return F.pad(counted(labels, batch), (0, 1), value=IGNORE_INDEX if ignored is None else int(ignored))[..., 1:]
 
@@ -67,7 +67,7 @@ def _causal(model: nn.Module, counted: Callable[[Tensor, Batch], Tensor]) -> Hea
 
 def masked_lm(model: nn.Module) -> HeadLoss:
     term = LossTerm("labels", not_ignored, _token_total(model), per_token=True, keywords=(DIVISOR, IGNORED))
-    # Who gives transformers' causal loss the labels as those of the next token wants the same.
+    # A forward that passes the labels as already shifted to transformers' causal loss computes the same.
     function = "ForCausalLMLoss" if uses(type(model).forward, SHIFTED) else "ForMaskedLMLoss"
     return HeadLoss(term, function=function)
 
@@ -84,14 +84,14 @@ def conditional_generation(model: nn.Module) -> HeadLoss:
 
 
 def language_of_images(model: nn.Module) -> HeadLoss:
-    """BLIP-2's: that of its language model, whose logits it returns."""
+    """Return BLIP-2's loss: that of its language model, whose logits it returns."""
     if model.config.use_decoder_only_language_model:
         return causal_lm(model)
     return HeadLoss(*masked_lm(model).terms, decoder_inputs=shift_right(model.language_model))
 
 
 def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """How the family makes decoder inputs of labels: a method, or a function beside the class."""
+    """Return the family's function from labels to decoder inputs: a method, or a function of its module."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels
     family, config = sys.modules[type(model).__module__], model.config.get_text_config()
@@ -101,7 +101,7 @@ def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def replaced_tokens(_: nn.Module) -> HeadLoss:
-    """ELECTRA's discriminator: the mean over tokens that are not padding."""
+    """Return the loss of ELECTRA's discriminator: the mean over tokens that are not padding."""
 
     def of_tokens(labels: Tensor, batch: Batch) -> Tensor:
         mask = batch.get("attention_mask")
@@ -135,7 +135,7 @@ def plain_classes(_: nn.Module, per_token: bool = False) -> HeadLoss:
 
 
 def classes_of_tokens(_: nn.Module) -> HeadLoss:
-    """Classes of the tokens that are not padding."""
+    """Return the loss of token classes, averaged over tokens that are not padding."""
     of_tokens = replaced_tokens(_).terms[0].prepare
     return HeadLoss(replace(plain_classes(_, per_token=True).terms[0], prepare=of_tokens))
 
@@ -174,7 +174,7 @@ def question_answering(_: nn.Module) -> HeadLoss:
         def total(outputs: Any, positions: Tensor) -> Tensor:
             logits = outputs[f"{end}_logits"]  # [batch, seq]
             length = logits.shape[1]
-            # A position behind the end of the (padded) sequence means that the answer was cut off: no loss.
+            # A position past the end of the (padded) sequence means that the answer was truncated: no loss.
             return cross_entropy_sum(logits, positions.reshape(-1).clamp(0, length), ignore_index=length)
 
         return LossTerm(f"{end}_positions", count, total, weight=0.5, keywords=(DIVISOR,))
@@ -183,7 +183,7 @@ def question_answering(_: nn.Module) -> HeadLoss:
 
 
 def recurring_spans(model: nn.Module) -> HeadLoss:
-    """Splinter's pretraining: the span of each question token; a position of the padding token is no question."""
+    """Return Splinter's pretraining loss: the span of each question token; the padding position is not a question."""
     padding = model.config.pad_token_id
 
     def term(end: str) -> LossTerm:

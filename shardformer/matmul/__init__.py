@@ -1,1 +1,1 @@
-"""Matrix products of linear layers: native or 8 bit, and where their weight gradients go."""
+"""Matrix products of linear layers: native or FP8 backends, and storage of weight gradients."""

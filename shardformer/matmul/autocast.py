@@ -1,4 +1,4 @@
-"""`torch.autocast` around layers that multiply in autograd functions of their own, which it does not reach."""
+"""`torch.autocast` for layers that multiply inside autograd functions, where autocast has no effect."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What the operators on autocast's list make of their inputs: its precision where it is on, fp64 left as it is.
+    """Cast tensors as the operators on autocast's list cast their inputs; fp64 and disabled autocast change nothing.
 
-    The conversions are part of the graph. `tensors` are all on the device of the first.
+    The casts are part of the autograd graph. All `tensors` are on the device of the first.
     """
     dtype = autocast_dtype(tensors[0].device)
     if dtype is None:
@@ -18,7 +18,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The precision of autocast on a device; None where it is off."""
+    """Return the dtype of autocast on a device; None if it is disabled."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 

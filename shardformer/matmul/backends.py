@@ -1,9 +1,9 @@
-"""The matrix products of linear layers: as torch does them, or in 8 bit.
+"""Backends of the matrix products of linear layers: native torch, or FP8.
 
-A layer says by which products it runs (`using`) for the time of its forward pass; the autograd nodes of the linear
-layers remember it for their backward pass. In 8 bit (Micikevicius et al., arXiv 2209.05433) activations and weights are
-rounded to e4m3 and gradients to e5m2, each tensor by a scale of its own that puts its largest value at the end of the
-range; sums are in fp32, and what comes out is in the precision of the input.
+A layer selects its backend (`using`) during its forward pass; the autograd nodes of the linear layers remember it for
+the backward pass. In FP8 (Micikevicius et al., arXiv 2209.05433), activations and weights are rounded to e4m3 and
+gradients to e5m2, with one scale per tensor that maps its largest value to the end of the range. Sums are in fp32, and
+outputs have the precision of the input.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_MULTIPLE = 16  # of the sizes that the 8-bit kernels take
+_MULTIPLE = 16  # FP8 kernels need sizes that are multiples of this
 
 
 class MatmulBackend:
-    """The three products of y = x W^T + b; weights are [out, in]."""
+    """The three products of y = x W^T + b in native torch; weights are [out, in]."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., in] -> [..., out], for autograd nodes of our own."""
+        """Compute [..., in] -> [..., out], for the autograd nodes of this package."""
         return no_view(F.linear(x, weight, bias))
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of the output, [tokens, out] -> of the input, [tokens, in]."""
+        """Compute the input gradient, [tokens, in], from the output gradient, [tokens, out]."""
         return grad @ weight
 
     def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
-        """The same, added to `total`."""
+        """Add the input gradient to `total`."""
         total.addmm_(grad, weight)
 
     def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
-        """Gradient [tokens, out] and input [tokens, in] -> the gradient of W, [out, in], or of its transpose."""
+        """Compute the gradient of W, [out, in], or of its transpose, from output gradient [tokens, out] and input."""
         return x.t() @ grad if transposed else grad.t() @ x
 
     def write_grad_weight(self, place: Tensor, adds: bool, grad: Tensor, x: Tensor, transposed: bool = False) -> None:
-        """The same, written to `place` or added to what is there."""
+        """Write the gradient of W, or of its transpose, to `place`, or add it to the contents of `place`."""
         first, second = (x.t(), grad) if transposed else (grad.t(), x)
         place.addmm_(first, second, beta=int(adds))
 
 
 class Float8Matmul(MatmulBackend):
-    """In 8 bit where the sizes are multiples of 16, else as torch does them."""
+    """Products in FP8 if all sizes are multiples of 16, else in native torch."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -66,14 +66,14 @@ class Float8Matmul(MatmulBackend):
     def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
         if not _fits(grad, grad.shape[1], x.shape[1]):
             return super().grad_weight(grad, x, transposed)
-        missing = -len(grad) % _MULTIPLE  # tokens are what is summed over here
+        missing = -len(grad) % _MULTIPLE  # products sum over tokens here, so pad them
         factors = [_Rounded(F.pad(grad, (0, 0, 0, missing)), is_gradient=True), _Rounded(F.pad(x, (0, 0, 0, missing)))]
         first, second = reversed(factors) if transposed else factors
         return _multiply(first.transposed(), second.transposed(), grad.dtype)
 
 
 def no_view(x: Tensor) -> Tensor:
-    """The same values in the same memory: what follows may work in place on what an autograd node returns."""
+    """Return `x`, in the same memory, as a tensor that is not a view: allows in-place operators on a node's output."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
@@ -82,13 +82,13 @@ _current: list[MatmulBackend] = [NATIVE]
 
 
 def current_matmul_backend() -> MatmulBackend:
-    """Those of the layer that runs."""
+    """Return the backend of the layer that runs."""
     return _current[-1]
 
 
 @contextmanager
 def using(products: MatmulBackend) -> Iterator[None]:
-    """A forward pass by these products."""
+    """Use these products in forward passes inside the context."""
     _current.append(products)
     try:
         yield
@@ -97,8 +97,8 @@ def using(products: MatmulBackend) -> Iterator[None]:
 
 
 def use_matmul_backend(module: nn.Module, products: MatmulBackend) -> None:
-    """Let a layer run by `products`."""
-    module.forward = partial(_by, products, module.forward)  # no closure: a copy of the layer calls its own
+    """Let a layer use the backend `products`."""
+    module.forward = partial(_by, products, module.forward)  # no closure: a copy of the layer calls its own forward
 
 
 def _by(products: MatmulBackend, native: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -107,28 +107,28 @@ def _by(products: MatmulBackend, native: Callable[..., Tensor], x: Tensor) -> Te
 
 
 class _Rounded:
-    """A matrix in 8 bit.
+    """A matrix rounded to FP8, with one scale.
 
     Args:
         x: [rows, columns].
-        is_gradient: gradients need range, values precision.
+        is_gradient: selects e5m2 instead of e4m3, since gradients need range and values need precision.
     """
 
     def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
         largest = torch.finfo(dtype).max
-        # A matrix of zeros has no largest value to scale by.
+        # Clamp, because a matrix of zeros has no largest value to scale by.
         self.scale = (x.detach().abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
         self.values = (x.float() / self.scale).clamp(-largest, largest).to(dtype)
 
     def transposed(self) -> _Rounded:
-        """The transpose, contiguous as the kernels want it."""
+        """Transpose in place, and make the result contiguous as the kernels require."""
         self.values = self.values.t().contiguous()
         return self
 
 
 def _multiply(first: _Rounded, second: _Rounded, dtype: torch.dtype) -> Tensor:
-    """first @ second^T, [rows, columns] and [others, columns] -> [rows, others]."""
+    """Compute first @ second^T, [rows, columns] and [others, columns] -> [rows, others]."""
     return torch._scaled_mm(first.values, second.values.t(), scale_a=first.scale, scale_b=second.scale, out_dtype=dtype)
 
 

@@ -1,8 +1,8 @@
-"""Gradients of matrices: put off until they are asked for, or written to their place at once.
+"""Weight gradients: deferred until requested, or written directly to a gradient buffer.
 
-Nobody in the backward pass waits for those of linear layers, so that zero-bubble pipelines (Qi et al., arXiv
-2401.10241) send the gradients of activations on their way first and fill their pauses with these. And where gradients
-are gathered in one buffer, a product or a lookup can write, or add, there what would be copied after it.
+The backward pass does not depend on weight gradients of linear layers, so zero-bubble pipelines (Qi et al., arXiv
+2401.10241) first compute and send the gradients of activations, and compute weight gradients in the pipeline bubbles.
+If gradients are collected in one buffer, a product or lookup can write, or add, there directly, which saves a copy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from shardformer.matmul.autocast import autocast
 from shardformer.matmul.backends import NATIVE, MatmulBackend, current_matmul_backend, no_view
 
-# (the parameter, what computes its gradient)
+# (parameter, function that computes its gradient)
 DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
-# Asked at the moment of the product, with its precision: memory in the parameter's shape, and whether to add to what is
-# there; or None. Whoever gave it finds that memory in `parameter.grad`, unless autograd had to add to it what the
-# parameter got in other places of the model.
+# Called just before the product, with the product's dtype. Returns memory in the parameter's shape and whether to add
+# to its contents; or None. The provider then finds that memory in `parameter.grad`, unless autograd had to accumulate
+# gradients from other uses of the parameter.
 GradBuffer = Callable[[torch.dtype], tuple[Tensor, bool] | None]
 
 
 class _State:
-    """Of this process: passes of a pipeline run one at a time."""
+    """State of this process; global, as passes of a pipeline run one at a time."""
 
     splits = False
     deferred: DeferredWeightGrads | None = None
@@ -37,9 +37,9 @@ class _State:
 
 @contextmanager
 def split_backward(deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-    """A forward pass whose backward pass may come in halves; with a list, the first half, which leaves the rest there.
+    """Run a forward pass whose backward may be split; given a list, run the first half, which appends the rest to it.
 
-    Recomputation runs forward passes inside of the first half.
+    Recomputation runs forward passes inside the first half.
     """
     before = _State.splits, _State.deferred
     _State.splits, _State.deferred = True, deferred
@@ -50,7 +50,7 @@ def split_backward(deferred: DeferredWeightGrads | None = None) -> Iterator[None
 
 
 def run_deferred(deferred: DeferredWeightGrads) -> None:
-    """The second half: compute what was put off and add it to the gradients of the parameters, hooks included."""
+    """Run the second half: compute the deferred gradients and accumulate them in the parameters, hooks included."""
     for parameter, compute in deferred:
         with torch.no_grad():
             gradient = compute()
@@ -61,13 +61,13 @@ def run_deferred(deferred: DeferredWeightGrads) -> None:
 def weight_gradient(
     weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products: MatmulBackend = NATIVE
 ) -> Tensor | None:
-    """The gradient of `weight` in y = x W^T, now; None in the first half of a backward pass, which puts it off.
+    """Compute the gradient of `weight` in y = x W^T; in the first half of a split backward, defer it and return None.
 
     Args:
         weight: [out, in]; a parameter, or the transpose of one.
-        flat_grad: of the output, [tokens, out].
+        flat_grad: gradient of the output, [tokens, out].
         flat_x: the input, [tokens, in].
-        products: of the layer.
+        products: backend of the layer.
     """
     parameter = weight if weight.is_leaf else _transposed(weight)
     if parameter is None:
@@ -82,25 +82,25 @@ def weight_gradient(
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """The rows of `weight`, [rows, hidden], that `ids` names, of which one may have no gradient: [..., hidden]."""
+    """Look up the rows `ids` of `weight`, [rows, hidden]: [..., hidden]; row `padding_idx` gets no gradient."""
     has_own = has_grad_buffer(weight) and weight.is_leaf
     return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
 
 
 def has_grad_buffer(parameter: Tensor) -> bool:
-    """Whether somebody offers a place for its gradient."""
+    """Return whether a gradient buffer is attached to the parameter."""
     return hasattr(parameter, "grad_buffer")
 
 
 def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
-    """Have the product that computes this parameter's gradient ask where to write it."""
+    """Let the product that computes this parameter's gradient ask `place` where to write it."""
     parameter.grad_buffer = place
 
 
 def _compute(
     parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, products: MatmulBackend
 ) -> Tensor:
-    """The gradient of a parameter, in its shape."""
+    """Compute the gradient of a parameter, in its shape."""
     offered = getattr(parameter, "grad_buffer", None)
     fits = offered is not None and products is NATIVE and flat_grad.dtype == flat_x.dtype
     place = offered(flat_grad.dtype) if fits else None
@@ -112,7 +112,7 @@ def _compute(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: [..., in] -> [..., out]."""
+    """Compute x W^T + b: [..., in] -> [..., out]."""
     x, weight, bias = autocast(x, weight, bias)
     is_native = not (_State.splits or has_grad_buffer(weight if weight.is_leaf else weight._base))
     is_native = is_native and current_matmul_backend() is NATIVE
@@ -120,7 +120,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def own_native_products(model: nn.Module) -> None:
-    """Let the layers of `model` that are torch's and transformers' own do all this with their gradients too."""
+    """Let native layers of torch and transformers in `model` use `linear` and `embedding` of this module."""
     for module in model.modules():
         own_products(module)
         if type(module).forward is nn.Embedding.forward and "forward" not in vars(module) and _is_plain(module):
@@ -128,7 +128,7 @@ def own_native_products(model: nn.Module) -> None:
 
 
 def own_products(module: nn.Module) -> bool:
-    """Let a linear layer of torch or transformers multiply by `linear`; whether it does."""
+    """Let a linear layer of torch or transformers multiply by `linear`; return whether it does."""
     if "forward" in vars(module):
         return getattr(module.forward, "__module__", "") == __name__
     if type(module).forward is nn.Linear.forward:
@@ -141,12 +141,12 @@ def own_products(module: nn.Module) -> bool:
 
 
 def matrix(x: Tensor) -> Tensor:
-    """[..., features] -> [tokens, features], also where a rank's piece has no features at all."""
+    """Flatten [..., features] -> [tokens, features], also if this rank's shard has no features."""
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _transposed(weight: Tensor) -> Tensor | None:
-    """The parameter that `weight` is the transpose of; None if it is anything else."""
+    """Return the parameter that `weight` is the transpose of; None if it is anything else."""
     base = weight._base
     if base is None or not base.is_leaf or weight.dim() != 2 or weight.shape != base.t().shape:
         return None
@@ -155,7 +155,7 @@ def _transposed(weight: Tensor) -> Tensor | None:
 
 
 def is_native_linear(module: nn.Module) -> bool:
-    """Whether `module` computes x W^T + b as `nn.Linear` does, and nobody but us has given it a forward of its own."""
+    """Return whether `module` computes x W^T + b as `nn.Linear` does: its forward is native, or set by this file."""
     own = vars(module).get("forward")
     return type(module).forward is nn.Linear.forward and (own is None or getattr(own, "__module__", "") == __name__)
 
@@ -164,7 +164,7 @@ def _is_plain(table: nn.Embedding) -> bool:
     return not (table.max_norm or table.scale_grad_by_freq or table.sparse)
 
 
-# Methods, not closures: a copy of a module calls its own.
+# Bound functions, not closures: a copy of a module calls its own.
 
 
 def _forward_of_linear(module: nn.Linear, input: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight  # a saved tensor forgets whose transpose it is
+        ctx.weight = weight  # a saved tensor does not record whose transpose it is
         ctx.products = current_matmul_backend()
         return ctx.products.forward(x, weight, bias)
 
@@ -193,7 +193,7 @@ class _Linear(torch.autograd.Function):
         flat = matrix(grad)
         grad_x = ctx.products.grad_input(flat, weight).view_as(x) if needs[0] else None
         grad_weight = None
-        if needs[1] and torch.is_grad_enabled():  # a gradient of this gradient is wanted: plain products have one
+        if needs[1] and torch.is_grad_enabled():  # double backward: native products are differentiable
             grad_weight = ctx.products.grad_weight(flat, matrix(x))
         elif needs[1]:
             grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.products)

@@ -1,1 +1,1 @@
-"""Models that transformers does not have. Nothing here is imported unless it is asked for."""
+"""Models that transformers does not have. They are imported on demand only."""

@@ -1,8 +1,8 @@
 """Adapters of the peft package on a sharded model.
 
-Adapters are set aside while the model is sharded, so that a policy sees the layers of its family; then each is cut like
-the layer that it wraps. What an adapter is, the classes of peft say; peft is never imported here, because whoever has
-an adapter has imported it. What works where is in docs/adapters.md.
+Adapters are detached while the model is sharded, so that a policy sees the layers of its family; then each is sharded
+like the layer that it wraps. Adapters are recognized by peft's own classes. This package imports peft only in functions
+that need a model of peft: code with such a model has imported peft already. docs/adapters.md lists what is supported.
 """
 
 from __future__ import annotations

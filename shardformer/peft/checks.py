@@ -1,4 +1,4 @@
-"""Which adapters of peft go with what is asked for; all others are refused by their name."""
+"""Check which adapters of peft are supported by the requested parallelism; others are refused by name."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import nn
 from shardformer.peft.kinds import adapter_configs, is_a, kind_of, model_inside, peft_class
 from shardformer.peft.prompts import task_of
 
-# peft's names of the kinds whose layers work by themselves, so that a stage of a pipeline may hold some of them.
+# peft's names of the kinds whose layers are self-contained, so that a pipeline stage may hold some of them.
 LAYER_KINDS = frozenset(
     (
         *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "FOURIERFT", "MISS", "DELORA"),
         *("LN_TUNING", "TRAINABLE_TOKENS"),
     )
 )
-# Those whose layers can be cut over tensor-parallel ranks.
+# Kinds whose layers can be sharded over tensor-parallel ranks.
 CUT_KINDS = frozenset(("LORA", "IA3"))
-# Those that put virtual tokens in front of each sequence.
+# Kinds that put virtual tokens in front of each sequence.
 PROMPT_KINDS = frozenset(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"))
 
 
 def check_adapters(model: nn.Module, cut_by: str | None) -> None:
-    """See that each kind of adapter in `model`, which may be inside of peft's wrappers, trains as peft trains it.
+    """Check that each kind of adapter in `model`, which may be wrapped by peft, trains the same as in peft.
 
     Args:
-        cut_by: the option that cuts the model, `tp_size=2`; None where every rank holds the whole of it.
+        cut_by: the option that shards the model, such as `tp_size=2`; None if every rank holds the whole model.
 
     Raises:
-        ValueError: it does not.
+        ValueError: an adapter would train differently.
     """
     inside = model_inside(model)
     if is_a(model, "mixed model") or (inside is not model and is_a(inside, "model")):
@@ -60,6 +60,6 @@ def _problem_of_kind(model: nn.Module, config: Any, cut_by: str | None) -> str |
 
 
 def _only_wraps(tuner: nn.Module) -> bool:
-    """Whether a tuner calls the model as it is, and asks nothing of the training loop."""
+    """Return whether a tuner calls the model unchanged and needs no call from the training loop."""
     base = peft_class("tuner")
     return isinstance(tuner, base) and type(tuner).forward is base.forward and not hasattr(tuner, "update_and_allocate")

@@ -1,4 +1,4 @@
-"""Takes the adapters out of a model while it is sharded, and puts them back, cut."""
+"""Detaching of adapters while a model is sharded, and reattaching of the sharded adapters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardformer.stages.stage import StagePlaceholder, has_module, replace_modul
 
 @contextmanager
 def adapters_aside(model: nn.Module, config: ShardConfig, policy: Policy) -> Iterator[None]:
-    """Leave `model` without adapters while `policy` is applied; those of the layers that stay here come back, cut.
+    """Detach the adapters of `model` inside the context; then reattach those of layers on this stage, sharded.
 
     Raises:
-        ValueError: adapters that cannot be cut, or options that do not go with them; nothing was changed then.
+        ValueError: adapters that cannot be sharded, or options that do not support them; `model` is unchanged then.
     """
     layers = dict(wrapped_layers(model))
     check_layers(layers, config, policy)

@@ -1,4 +1,4 @@
-"""What peft calls the tensors of a model in the files of its adapters."""
+"""Names that peft gives to a model's tensors in adapter files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from shardformer.peft.checks import LAYER_KINDS
 from shardformer.peft.kinds import adapter_configs, is_a, kind_of
 
-# Name in a model -> name in an adapter's file.
+# Name in a model -> name in an adapter file.
 FileNames = Mapping[str, str]
 
 
 def file_names(model: nn.Module) -> dict[str, FileNames]:
-    """The names of each adapter, asked of peft while the model is whole.
+    """Return the file names of each adapter's tensors, as given by peft for the whole model.
 
-    Only of the kinds of which the files hold parameters and buffers as they are.
+    Covers only the kinds whose files hold parameters and buffers unchanged.
     """
     if not is_a(model, "model"):
         return {}
-    # One tensor a name, also where parameters are tied: peft tells which it wants, and under which names.
+    # One tensor per name, even if parameters are tied: shows which tensors peft wants, and under which names.
     state = {name: torch.empty_like(each, device="meta") for name, each in model.state_dict(keep_vars=True).items()}
     own = {id(tensor): name for name, tensor in state.items()}
     found = {}
@@ -34,12 +34,12 @@ def file_names(model: nn.Module) -> dict[str, FileNames]:
 
 
 def adapter_tensors(model: nn.Module, adapter: str, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Name in the file -> tensor of an adapter of a whole model.
+    """Return name in the file -> tensor, for an adapter of a whole model.
 
     Args:
-        state: tensors to choose from; None for those of the model.
+        state: tensors to choose from; None for the model's own.
     """
-    from peft import get_peft_model_state_dict  # whoever has such a model has imported it
+    from peft import get_peft_model_state_dict  # already imported, as the model is one of peft's
 
     saves_embeddings = _saves_embeddings(model, model.peft_config[adapter])
     return get_peft_model_state_dict(
@@ -48,9 +48,9 @@ def adapter_tensors(model: nn.Module, adapter: str, state: Mapping[str, Tensor] 
 
 
 def _saves_embeddings(model: nn.Module, config: Any) -> bool:
-    """Whether peft adds embeddings: those that have an adapter, and those that have been resized.
+    """Return whether peft saves embeddings: those that have an adapter, and those that were resized.
 
-    peft's own 'auto' asks the hub for the size; here what is on the disk has to do.
+    peft's own 'auto' asks the hub for the original size; this function uses local files only.
     """
     if config.is_prompt_learning or getattr(config, "trainable_token_indices", None) is not None:
         return False
@@ -62,10 +62,10 @@ def _saves_embeddings(model: nn.Module, config: Any) -> bool:
 
 
 def _targets_embeddings(config: Any) -> bool:
-    """By the names that peft knows embeddings by."""
+    """Return whether the targets include embeddings, by the names that peft uses for them."""
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
-    targets = config.target_modules  # a regular expression, where a text
+    targets = config.target_modules  # a string is a regular expression
     return isinstance(targets, str) or any(name in targets for name in EMBEDDING_LAYER_NAMES)
 
 

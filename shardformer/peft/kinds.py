@@ -1,4 +1,4 @@
-"""What of peft there is in a model, by the classes of peft itself."""
+"""Detection of peft's parts in a model, by peft's own classes."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ _CLASSES = {
 
 
 def peft_class(kind: str) -> type | None:
-    """A class of peft, None where nobody has imported it."""
+    """Return a class of peft; None if peft's module is not imported."""
     module, name = _CLASSES[kind]
     return getattr(sys.modules.get(module), name, None)
 
 
 def is_a(value: Any, kind: str) -> bool:
-    """Whether `value` is an instance of that class of peft, or of one derived from it."""
+    """Return whether `value` is an instance of that class of peft, or of a subclass."""
     cls = peft_class(kind)
     return cls is not None and isinstance(value, cls)
 
 
 def is_exactly(value: Any, kind: str) -> bool:
-    """Whether `value` is of that class of peft, whose arithmetic a derived class may have changed."""
+    """Return whether the type of `value` is exactly that class of peft; a subclass may compute differently."""
     return type(value) is peft_class(kind)
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """The model of transformers inside of peft's wrappers; the model itself where there are none."""
+    """Return the transformers model inside peft's wrappers; the model itself if there are none."""
     return model.get_base_model() if is_a(model, "model") else model
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
-    """Name -> configuration of the adapters, also of those that `model.add_adapter` of transformers made."""
+    """Return name -> configuration of the adapters, including those added by transformers' `model.add_adapter`."""
     return dict(getattr(model, "peft_config", {})) if peft_class("model") is not None else {}
 
 
 def kind_of(config: Any) -> str:
-    """peft's own name of a kind of adapter: 'LORA', 'IA3', …"""
+    """Return peft's name of a kind of adapter: 'LORA', 'IA3', …"""
     return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module of peft) of everything in `model` that has a module of the model inside, outermost first."""
+    """Yield (path, module of peft) for everything in `model` that wraps a module of the model, outermost first."""
     for path, module in model.named_modules():
         is_layer = is_a(module, "layer") and isinstance(getattr(module, "base_layer", None), nn.Module)
         if (is_layer and not path.endswith(".token_adapter")) or is_a(module, "wrapper"):
@@ -66,17 +66,17 @@ def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_adapter_part(module: nn.Module) -> bool:
-    """Whether a module has an adapter's parameters: a layer, a wrapper or an encoder of virtual tokens."""
+    """Return whether a module has an adapter's parameters: a layer, a wrapper or an encoder of virtual tokens."""
     return any(is_a(module, kind) for kind in ("layer", "wrapper", "prompt encoder"))
 
 
 def inner_module(wrapped: nn.Module) -> nn.Module:
-    """The module of the model that a module of peft wraps."""
+    """Return the module of the model that a module of peft wraps."""
     return wrapped.original_module if is_a(wrapped, "wrapper") else wrapped.base_layer
 
 
 def put_inside(wrapped: nn.Module, module: nn.Module) -> None:
-    """Let a module of peft wrap `module`."""
+    """Set the module that a module of peft wraps."""
     if is_a(wrapped, "trainable tokens"):
         wrapped.token_adapter.base_layer = module
     elif is_a(wrapped, "wrapper"):
@@ -86,7 +86,7 @@ def put_inside(wrapped: nn.Module, module: nn.Module) -> None:
 
 
 def name_of(wrapped: nn.Module) -> str:
-    """Name of a class of peft, as a user may find it there: 'lora.Linear', 'lokr.Linear', …"""
+    """Return a readable name of a class of peft: 'lora.Linear', 'lokr.Linear', …"""
     cls = type(wrapped)
     parts = cls.__module__.split(".")
     return f"{parts[2]}.{cls.__name__}" if parts[:2] == ["peft", "tuners"] else cls.__name__

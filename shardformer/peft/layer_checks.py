@@ -1,4 +1,4 @@
-"""Which layers of peft go with how a model is cut; all others are refused, before anything is changed."""
+"""Check which layers of peft support a sharding of the model; others are refused before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Layers = Mapping[str, nn.Module]
 
 
 def check_layers(layers: Layers, config: ShardConfig, policy: Policy) -> None:
-    """See that the layers of peft, by their paths, go with how their model is to be cut.
+    """Check that the layers of peft, given by path, support the sharding of their model.
 
     Raises:
-        ValueError: they do not, with all reasons in one message.
+        ValueError: they do not; the message has all reasons.
     """
     problems = []
     if layers and config.sequence is not None and config.enable_sequence_overlap:
@@ -102,7 +102,7 @@ def _problems_of_cuts(layers: Layers, cut_by: str) -> list[str]:
 
 
 def _about(layers: Layers, paths: Sequence[str], text: str) -> list[str]:
-    """One sentence about the first of these layers, and how many more there are; none about none."""
+    """Return a sentence about the first of these layers and the number of others; an empty list if there are none."""
     if not paths:
         return []
     layer = layers[paths[0]]
@@ -113,7 +113,7 @@ def _about(layers: Layers, paths: Sequence[str], text: str) -> list[str]:
 
 
 def _tied_adapters(layers: Layers, cut_by: str) -> list[str]:
-    """Adapters that are one, because what they are added to is tied: ranks hold other parts of the two."""
+    """Report an adapter shared by tied layers, because ranks hold different shards of the two layers."""
     owners: dict[int, str] = {}
     for path, layer in layers.items():
         of_model = {id(each) for each in inner_module(layer).parameters()}
@@ -137,7 +137,7 @@ def _drops_out_with_dora(layer: nn.Module) -> bool:
 
 
 def _fits(layer: nn.Module) -> bool:
-    """Whether what a layer of a known kind wraps can be cut."""
+    """Return whether the module wrapped by a layer of a known kind can be sharded."""
     if is_exactly(layer, "lora embedding"):
         return isinstance(layer.base_layer, nn.Embedding)
     return is_linear(inner_module(layer)) or not (is_exactly(layer, "lora linear") or is_exactly(layer, "ia3 linear"))

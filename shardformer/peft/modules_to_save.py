@@ -1,4 +1,4 @@
-"""Copies of modules that peft trains whole (`modules_to_save`), cut like the modules that they are copies of."""
+"""Copies of modules that peft trains in full (`modules_to_save`), sharded like the original modules."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shardformer.shard_spec import grad_group_of, shard_parameter, spec_of
 
 
 class ModuleCopies:
-    """Cuts copies of modules.
+    """Shards copies of modules.
 
     Args:
-        config: what the modules were sharded by; its process groups are those that they hold.
+        config: configuration that sharded the modules; they refer to its process groups.
     """
 
     def __init__(self, config: ShardConfig) -> None:
         groups = [config.group, config.context_parallel_process_group, config.expert_parallel_process_group]
-        # Process groups, and what is asked for, are the same for a copy.
+        # Objects that a copy shares with its original instead of deep-copying them: process groups and configuration.
         self._shared = {id(each): each for each in (*groups, *copies_groups(), config, config.sequence)}
 
     def cut(self, wrapper: nn.Module) -> None:
-        """Put copies of the sharded module, with the values of its own, in the place of the whole ones."""
+        """Replace the whole copies by copies of the sharded module that have their own values."""
         sharded = wrapper.original_module
         for name, whole in wrapper.modules_to_save.items():
             wrapper.modules_to_save[name] = self._like(sharded, whole)

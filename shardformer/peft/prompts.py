@@ -15,14 +15,14 @@ from shardformer.policies.head_losses import HeadLoss, LossTerm
 
 
 def task_of(config: Any) -> str | None:
-    """peft's own name of what an adapter is for: 'CAUSAL_LM', 'SEQ_CLS', …"""
+    """Return peft's name of the task of an adapter: 'CAUSAL_LM', 'SEQ_CLS', …"""
     return None if config.task_type is None else str(getattr(config.task_type, "value", config.task_type))
 
 
 def behind_prompts(model: nn.Module, head_loss: HeadLoss | None) -> HeadLoss | None:
-    """The loss of a head whose outputs begin with those of virtual tokens, which have no labels.
+    """Adapt a head's loss to outputs that start with those of virtual tokens, which have no labels.
 
-    Prefixes are keys and values of attention and have no outputs; a classifier's are of whole sequences.
+    Prefixes are keys and values of attention and have no outputs; a classifier's outputs are per sequence.
     """
     active = getattr(model, "active_adapter", None) if is_a(model, "model") else None
     config = adapter_configs(model).get(active) if isinstance(active, str) else None

@@ -1,8 +1,8 @@
-"""Adapters of a layer, cut like the layer.
+"""Sharding of the adapters of a layer, according to the sharding of the layer.
 
-Of a column-parallel layer what meets its outputs is cut (LoRA's B, DoRA's magnitudes, the factors of IA³), of a
-row-parallel one what meets its inputs (LoRA's A). The other matrix is small and stays whole, and what travels between
-the two has only as many features as the adapter's rank.
+For a column-parallel layer, parameters on the output side are sharded (LoRA's B, DoRA's magnitudes, the factors of
+IA³); for a row-parallel layer, those on the input side (LoRA's A). The other matrix is small and stays whole, and the
+communication between the two has only as many features as the adapter's rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_par
 
 
 def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
-    """Cut all adapters of a layer of peft like its base layer, which is sharded.
+    """Shard all adapters of a layer of peft like its base layer, which is already sharded.
 
     Raises:
-        ValueError: this base layer's outputs, or inputs, are not cut in a way that the adapter could follow.
+        ValueError: the adapter cannot follow the sharding of this base layer's outputs or inputs.
     """
     if is_exactly(layer, "lora linear"):
         if layer.lora_magnitude_vector:
@@ -49,7 +49,7 @@ def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
 
 
 def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_group: ProcessGroup | None = None) -> None:
-    """Say of parameters of which nothing has been said yet that every tensor-parallel rank has the whole of them."""
+    """Annotate parameters that have no `ShardSpec` yet as whole on every tensor-parallel rank."""
     size = config.tensor_parallel_size
     rank = dist.get_rank(config.group) if size > 1 else 0
     for parameter in parameters:
@@ -58,7 +58,7 @@ def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_gro
 
 
 def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
-    """Some layers return what is whole on every rank, or take it, although their weight is cut."""
+    """Refuse layers that return or take whole tensors on every rank although their weight is sharded."""
     gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
     splits = isinstance(base, RowParallelLinear) and base.splits_input
     if gathers or splits or isinstance(base, MultiQueryLinear):
@@ -82,14 +82,14 @@ def _cut_lora(layer: nn.Module, config: ShardConfig) -> None:
         elif isinstance(base, ParallelModule):
             raise ValueError(f"{type(base).__name__} cannot be given adapters; leave it out of target_modules")
         else:
-            group = grad_group_of(base.weight)  # of a layer that is whole, but sees tokens of this rank only
+            group = grad_group_of(base.weight)  # of a whole layer that sees only this rank's tokens
             keep_whole([*first.parameters(), *second.parameters()], config, group)
             if group is not None:
                 _draw_apart(layer.lora_dropout, name, group)
 
 
 def _cut_magnitudes(layer: nn.Module, config: ShardConfig) -> None:
-    """DoRA's lengths of the rows of the weight (arXiv 2402.09353): cut with the rows, or summed over ranks."""
+    """Shard DoRA's row norms of the weight (arXiv 2402.09353) with its rows, or sum squares over ranks."""
     base = layer.base_layer
     for dora in (layer.lora_magnitude_vector or {}).values():
         if isinstance(base, ColumnParallelLinear):
@@ -104,7 +104,7 @@ def _cut_magnitudes(layer: nn.Module, config: ShardConfig) -> None:
 
 
 def _local_product(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> Tensor:
-    """B A of what is here; peft would multiply by the identity, through collectives."""
+    """Compute B A of the local matrices; peft would multiply by the identity, which runs collectives."""
     return lora_B.weight @ lora_A.weight
 
 
@@ -118,7 +118,7 @@ def _norm_over_ranks(
     group: ProcessGroup,
     transposed: bool,
 ) -> Tensor:
-    """[out]: lengths of the rows of W + scaling B A, of which this rank has some of the inputs."""
+    """Compute [out], the row norms of W + scaling B A; this rank holds a shard of the input features."""
     own = (weight.t() if transposed else weight) + scaling * lora_weight
     squares = own.square().sum(dim=1)
     dist.all_reduce(squares, group=group)
@@ -126,7 +126,7 @@ def _norm_over_ranks(
 
 
 def _cut_factors(layer: nn.Module, config: ShardConfig) -> None:
-    """IA³ multiplies the inputs of feed-forward layers, [1, in], and the outputs of others, [out, 1]."""
+    """Shard IA³'s factors of the inputs of feed-forward layers, [1, in], or the outputs of others, [out, 1]."""
     base, of_inputs = layer.base_layer, layer.is_feedforward
     for name, factors in layer.ia3_l.items():
         if isinstance(base, RowParallelLinear) and of_inputs:
@@ -141,7 +141,7 @@ def _cut_factors(layer: nn.Module, config: ShardConfig) -> None:
             keep_whole([factors], config, grad_group_of(base.weight))
     shared = getattr(base, "_shared_input", None)
     for reader in shared.layers if shared is not None and of_inputs else ():
-        reader._shared_input = None  # each reads an input of its own now
+        reader._shared_input = None  # each now reads its own input
 
 
 def _keep_embedding_adapters(layer: nn.Module, config: ShardConfig) -> None:
@@ -159,27 +159,27 @@ def _refuse_merge(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _group_of_inputs(base: ParallelModule) -> ProcessGroup | None:
-    """Behind a gather of the sequence gradients are partial sums; without one, the layer sums that of its input."""
+    """Return the group for gradient sums on the input side: after a sequence gather, gradients are partial sums."""
     return base.group if base.input_is_gathered else None
 
 
 def _group_of_outputs(base: RowParallelLinear) -> ProcessGroup | None:
-    """Of what meets only this rank's tokens of the output gradients are partial sums."""
+    """Return the group for gradient sums on the output side: with sharded tokens, gradients are partial sums."""
     return base.group if base.sequence is not None else None
 
 
 def _cut_like(base: ParallelModule, native: nn.Linear, dim: int) -> ParallelModule:
-    """A layer that works as `base` does, with the weight of `native`, of which `dim` is cut like that of `base`."""
+    """Return a layer that works like `base`, with the weight of `native`; its `dim` is sharded like that of `base`."""
     layer = copy.copy(base)
     bias = None if native.bias is None else _piece(base, native.bias, dim)
-    vars(layer).pop("bias", None)  # the None of a base layer without one would hide the parameter
+    vars(layer).pop("bias", None)  # a base layer without a bias has a None here, which would hide the parameter
     layer._parameters = {"weight": _piece(base, native.weight, dim), "bias": bias}
     layer.transposed, layer.adds_bias, layer._shared_input = is_transposed(native), True, None
     return layer.train(native.training)
 
 
 def _piece(base: ParallelModule, parameter: nn.Parameter, dim: int) -> nn.Parameter:
-    """This rank's piece of a parameter of which `dim` is cut like the weight of `base`."""
+    """Return this rank's piece of a parameter whose `dim` is sharded like the weight of `base`."""
     spec, shape = spec_of(base.weight), tuple(parameter.shape)
     if spec.dim is None:
         whole = ShardSpec(shape, rank=spec.rank, world_size=spec.world_size)
@@ -189,6 +189,6 @@ def _piece(base: ParallelModule, parameter: nn.Parameter, dim: int) -> nn.Parame
 
 
 def _draw_apart(dropouts: nn.ModuleDict, name: str, group: ProcessGroup) -> None:
-    """Each rank drops features, or tokens, of its own."""
+    """Let each rank draw its own dropout mask, because ranks hold different features or tokens."""
     if isinstance(dropouts[name], nn.Dropout):
         dropouts[name] = ParallelDropout.from_native_module(dropouts[name], group).train(dropouts[name].training)

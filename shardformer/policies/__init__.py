@@ -1,1 +1,1 @@
-"""How families are sharded: one short table a family. Nothing here imports transformers."""
+"""Sharding policies: one short table per model family. Nothing in this package imports transformers."""

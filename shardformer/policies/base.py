@@ -1,4 +1,4 @@
-"""Policy: the description of how a family is sharded. `ModelSharder` does what it says."""
+"""Policy: the description of how a model family is sharded, applied by `ModelSharder`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class SubModuleReplacementDescription:
     """One sub-module to replace.
 
     Attributes:
-        suffix: path of the sub-module below the module that the description is for.
-        target_module: the class whose `from_native_module` makes the replacement; None declares the sub-module
-            replicated: it stays, and every rank computes the same with it.
+        suffix: path of the sub-module relative to the described module.
+        target_module: the class whose `from_native_module` creates the replacement; None keeps the sub-module
+            replicated, and every rank computes the same result with it.
         kwargs: further arguments of `from_native_module`.
         ignore_if_not_exist: whether the sub-module may be missing (a cross-attention, a gate).
-        reads: name of the input; column-parallel sub-modules that read the same one share an all-reduce.
-        partial_gradient: the parameters stay whole but see a part of the tokens or heads of each rank, so their
-            gradients are summed over the axis.
-        gathers_sequence: under sequence parallelism its input is gathered: it starts a tensor-parallel region.
+        reads: name of the input; column-parallel sub-modules with the same input share one all-reduce.
+        partial_gradient: the parameters are replicated, but each rank applies them to a part of the tokens or heads
+            only, so their gradients are summed over the axis.
+        gathers_sequence: whether the sub-module starts a tensor-parallel region; under sequence parallelism its input
+            is gathered.
     """
 
     suffix: str
@@ -43,15 +44,16 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class ModulePolicyDescription:
-    """What changes in each module of one class.
+    """The changes to each module of one class.
 
     Attributes:
         attribute_replacement: attribute name -> value on this rank.
         param_replacement: functions that change the module's own parameters in place.
         sub_module_replacement: the sub-modules to replace.
-        method_replacement: method name -> function, bound to the module.
-        fusions: functions that fuse operators of the module in place, once its sub-modules are replaced.
-        gathers_sequence: under sequence parallelism the module's input is gathered: it starts a tensor-parallel region.
+        method_replacement: method name -> function that is bound to the module.
+        fusions: functions that fuse operators of the module in place, after its sub-modules are replaced.
+        gathers_sequence: whether the module starts a tensor-parallel region; under sequence parallelism its input is
+            gathered.
     """
 
     attribute_replacement: dict[str, Any] = field(default_factory=dict)
@@ -63,27 +65,30 @@ class ModulePolicyDescription:
 
 
 class Policy(ABC):
-    """How one family is sharded.
+    """Base class of the descriptions of how one model family is sharded.
 
-    A subclass gives `module_policy` (keys are class names or classes of the model's modules) and, for pipelines,
-    `stages`. `set_model` and `set_shard_config` are called first, so that a table can read sizes.
+    A subclass defines `module_policy` (keys are class names or classes of the model's modules) and, for pipeline
+    parallelism, `stages`. `set_model` and `set_shard_config` are called first, so that a table can read sizes.
 
     Attributes:
-        family: of transformers, `transformers.models.<family>.modeling_<family>`; None for a policy of another model.
-        module: where the family's classes are, if not there.
-        prefix: of the names of the family's classes.
-        heads: what follows the prefix in the names of the model classes that the policy is for.
-        stages: where the family may be cut into pipeline stages; None where it may not.
-        supports_sequence_parallel: whether the table says where tensor-parallel regions start and what lies between
-            them, so that the sequence can be cut there. Said by the class that has the table, or one derived from it.
-        writes_usual_losses: whether the heads that write their loss out compute that of others with their suffix. Said
-            by the class that names the heads; otherwise the loss is the one that their forward returns.
-        splits_towers: whether that also goes for several lists of layers, one after the other.
-        supports_ulysses: whether ranks may exchange the sequence for heads around its attention (all-to-all).
+        family: name of the family in transformers, `transformers.models.<family>.modeling_<family>`; None for a policy
+            of another model.
+        module: the module of the family's classes, if it is a different one.
+        prefix: prefix of the family's class names.
+        heads: class names, without the prefix, of the models that the policy supports.
+        stages: where the family can be split into pipeline stages; None if it cannot.
+        supports_sequence_parallel: whether the table marks where tensor-parallel regions start and what is between
+            them, so that activations between regions can be sharded along the sequence. Must be set by the class that
+            defines the table, or by a subclass of it.
+        splits_towers: whether `supports_sequence_parallel` also holds for several consecutive layer lists.
+        writes_usual_losses: whether heads that compute the loss in their forward compute the usual loss for their
+            class suffix. Must be set by the class that names the heads; otherwise the loss of their forward is used.
+        supports_ulysses: whether the attention supports an all-to-all that trades sequence shards for head shards.
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
-        uneven_heads: whether ranks may have different numbers of heads, because the attention follows its weights.
-        replicate_unlisted: whether modules that the table does not name are replicated, in the place of an error.
-        cuts_attention: whether ranks attend with heads of their own.
+        uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
+            the weights.
+        replicate_unlisted: whether modules that the table does not name are replicated instead of causing an error.
+        cuts_attention: whether attention heads are sharded over ranks.
     """
 
     family: str | None = None
@@ -105,30 +110,33 @@ class Policy(ABC):
         self.shard_config = ShardConfig()
 
     def set_model(self, model: nn.Module) -> None:
-        """Let the policy read the model's attributes."""
+        """Set the model whose attributes the policy reads."""
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Let the policy read what is asked for."""
+        """Set the sharding options that the policy reads."""
         self.shard_config = shard_config
 
     @property
     def tp_size(self) -> int:
-        """Ranks that share the weights of a layer."""
+        """Number of ranks that the weights of a layer are sharded over."""
         return 1 if self.shard_config.uses_ulysses else self.shard_config.tensor_parallel_size
 
     @property
     def base_path(self) -> str:
-        """Path of the base model (the one with the layers) inside the model; "" when the model is it."""
+        """Path of the base model (which contains the layers) inside the model; "" if the model is the base model."""
         prefix = getattr(self.model, "base_model_prefix", "")
         return prefix if prefix and hasattr(self.model, prefix) else ""
 
     def tokens_mix_only_in_attention(self) -> bool:
-        """Whether tokens of different places meet in attention and nowhere else."""
+        """Return whether attention is the only operation that mixes tokens of different positions."""
         return True
 
     def position_counter(self) -> Positions:
-        """How the base model counts positions where it is given none; asked for before the model is cut."""
+        """Return a function that computes the base model's default position ids (None: the base model's rule).
+
+        Must be called before the model is partitioned.
+        """
         base = self.model.get_submodule(self.base_path)
         embeddings = getattr(base, "embeddings", None)
         if not hasattr(embeddings, "create_position_ids_from_input_ids"):
@@ -143,12 +151,15 @@ class Policy(ABC):
         return behind_padding
 
     def head_counts(self) -> Mapping[str, int]:
-        """Config attribute -> number of heads that the axis has to divide, `num_attention_heads` first."""
+        """Return the head counts that the tensor-parallel size must divide, by config attribute.
+
+        `num_attention_heads` comes first.
+        """
         config = self.model.config
         return {"num_attention_heads": config.num_attention_heads}
 
     def check(self) -> list[str]:
-        """Sentences on what keeps this model from being sharded as asked; empty when nothing does."""
+        """Return a sentence for each reason why the model cannot be sharded as requested; empty if it can."""
         problems = []
         config = getattr(self.model, "config", None)
         if self.shard_config.sequence is not None and getattr(config, "add_cross_attention", False):
@@ -172,7 +183,7 @@ class Policy(ABC):
 
     @classmethod
     def _may_cut_sequence(cls) -> bool:
-        """Whether the class says so, and no class that is derived from that one has another table."""
+        """Return `supports_sequence_parallel`, unless a subclass of the class that sets it has another table."""
         for each in cls.__mro__:
             if "supports_sequence_parallel" in vars(each):
                 return each.supports_sequence_parallel
@@ -181,7 +192,7 @@ class Policy(ABC):
         return False
 
     def check_hidden_states(self, classes: Collection[str]) -> list[str]:
-        """Sentences for a model of one of `classes`, whose head reads the hidden states of all layers."""
+        """Return the problems of a model in `classes`, whose heads read the hidden states of all layers."""
         name, problems = type(self.model).__name__, []
         if name in classes and self.shard_config.stage_manager.num_stages > 1:
             problems.append(f"{name} reads hidden states that lie on several pipeline stages; use pp_size=1")
@@ -193,13 +204,13 @@ class Policy(ABC):
         return problems
 
     def preprocess(self) -> nn.Module:
-        """Work on the model before anything is replaced; returns the model."""
+        """Prepare the model before any replacement, and return it."""
         return self.model
 
     @abstractmethod
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
-        """The table: class of module -> what changes in it."""
+        """Return the table: module class -> description of the changes to its modules."""
 
     def postprocess(self) -> nn.Module:
-        """Work on the model after everything is replaced; returns the model."""
+        """Finish the model after all replacements, and return it."""
         return self.model

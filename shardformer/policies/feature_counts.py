@@ -1,4 +1,4 @@
-"""Numbers of a module by which its forward takes the features of its layers apart: heads, and sizes of fused parts."""
+"""Head counts and fused-part sizes with which a module's forward splits the features of its layers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 from torch import nn
 
-# A number of heads by its name: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
+# Attribute names of head counts: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
 _HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
 
 
 def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int]:
-    """Attributes of `module` that its forward reads and that have to shrink with a layer of it.
+    """Return attributes of `module` that its forward reads and that must shrink when one of its layers is sharded.
 
     Args:
+        module: the module that owns the layer.
         features: output features of the layer.
-        stride: equal parts that these are made of.
+        stride: number of equal parts that the features consist of.
     """
     part = features // stride
     numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
@@ -32,7 +33,7 @@ def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int
 
 
 def names_read(module: nn.Module) -> set[str]:
-    """Names that the module's forward, and methods of the module that it calls, look up."""
+    """Return all names that the module's forward, and the module's methods that it calls, look up."""
     found: set[str] = set()
     todo = ["forward"]
     while todo:
@@ -44,13 +45,13 @@ def names_read(module: nn.Module) -> set[str]:
 
 
 def _code_of(function: Any) -> CodeType | None:
-    """None for what is not written in Python."""
+    """Return the code object of `function`; None if it is not written in Python."""
     function = inspect.unwrap(getattr(function, "func", function))
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for constant in code.co_consts:  # functions and comprehensions inside
+    for constant in code.co_consts:  # nested functions and comprehensions
         if isinstance(constant, CodeType):
             yield from _names_in(constant)

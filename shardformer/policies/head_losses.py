@@ -1,4 +1,4 @@
-"""Which loss a head computes, by the name of its class."""
+"""Lookup of the loss of a model's head by class name."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = ["HeadLoss", "LossTerm", "head_loss_of", "known_head", "own_loss_reaso
 
 
 def head_loss_of(model: nn.Module) -> HeadLoss | None:
-    """The loss of the model's head by its class name.
+    """Return the loss of the model's head by its class name; None if the model's own loss must be used.
 
-    None for a head (or a bare model) that has none, and for one that may compute another loss than its name says: a
-    forward of the user's own, or one of a family whose policy does not say `writes_usual_losses` and that does not
-    call transformers' `loss_function`. Then the model's own loss counts.
+    It is None for a head (or a bare model) without a loss, and for a head whose loss may differ from what its name
+    implies: its forward is the user's own, or it does not call transformers' `loss_function` and the family's policy
+    does not set `writes_usual_losses`.
     """
     name = known_head(type(model))
     build = None if name is None else _builder(name)
@@ -57,13 +57,13 @@ def _builder(name: str) -> Callable[[nn.Module], HeadLoss | None] | None:
 
 
 def known_head(cls: type) -> str | None:
-    """Name of the head class of transformers, or of this package, whose forward `cls` has."""
+    """Return the name of the transformers (or shardformer) head class whose forward `cls` uses; None if unknown."""
     definer = next(each for each in cls.__mro__ if "forward" in vars(each))
     if inspect.unwrap(definer.forward).__module__ != definer.__module__:
-        return None  # another function was put in its place
+        return None  # the forward has been replaced
     if definer.__module__.startswith("shardformer."):
         return definer.__name__
-    if definer.__module__.startswith("transformers_modules."):  # remote code of a family of this package
+    if definer.__module__.startswith("transformers_modules."):  # remote code of a family in this package
         own = {name.rpartition(".")[2] for name in supported_classes() if name.startswith("shardformer.")}
         return definer.__name__ if definer.__name__ in own else None
     if not definer.__module__.startswith("transformers."):
@@ -80,7 +80,7 @@ def known_head(cls: type) -> str | None:
     return head.__name__ if is_tested else None
 
 
-# Families with a plan of transformers whose heads write the usual losses out.
+# Families with a transformers plan whose heads compute the usual losses in their own forward.
 _USUAL = (
     "eurobert",
     "gemma3",
@@ -92,7 +92,7 @@ _USUAL = (
     "ultrabert",
     "ultravbert",
 )
-# Decoders of these encoder-decoders take labels that are already those of the next token.
+# The decoders of these encoder-decoders take labels that are already shifted to the next token.
 _NOT_SHIFTED = (
     "Bart",
     "BigBirdPegasus",
@@ -107,7 +107,7 @@ _NOT_SHIFTED = (
     "Whisper",
 )
 
-# Heads with a loss of their own, which their forward computes.
+# Heads with a special loss, which is left to their forward.
 _OWN = (
     "BrosSpadeEEForTokenClassification",
     "BrosSpadeELForTokenClassification",
@@ -126,7 +126,7 @@ _OWN = (
     "VisualBertForQuestionAnswering",
     "Wav2Vec2ConformerForPreTraining",
     "Wav2Vec2ForPreTraining",
-    # They search with beams.
+    # Beam search over answer spans.
     "FlaubertForQuestionAnswering",
     "XLMForQuestionAnswering",
     "XLNetForQuestionAnswering",
@@ -134,7 +134,7 @@ _OWN = (
 
 
 def _with_further(build: Callable[..., HeadLoss], *entries: str, **options: Any) -> Callable[[nn.Module], HeadLoss]:
-    """The loss of a head whose forward computes it otherwise where a batch has one of `entries`."""
+    """Make a loss for a head whose forward computes another loss if the batch contains one of `entries`."""
 
     def loss(model: nn.Module) -> HeadLoss:
         head_loss = build(model, **options)
@@ -144,7 +144,7 @@ def _with_further(build: Callable[..., HeadLoss], *entries: str, **options: Any)
     return loss
 
 
-# Heads whose loss is not that of others with their suffix.
+# Heads whose loss is not the usual one for their suffix.
 _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss | None]] = {
     **{f"{family}ForCausalLM": masked_lm for family in _NOT_SHIFTED},
     **{f"Blip2{head}": language_of_images for head in ("ForConditionalGeneration", "Model")},
@@ -168,7 +168,7 @@ _BY_NAME: dict[str, Callable[[nn.Module], HeadLoss | None]] = {
     "AlbertForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
 }
 
-# The first suffix that fits the class name counts.
+# The first suffix that matches the class name is used.
 _BY_SUFFIX: dict[str, Callable[[nn.Module], HeadLoss]] = {
     "ForCausalLM": causal_lm,
     "LMHeadModel": causal_lm,

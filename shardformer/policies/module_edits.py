@@ -1,4 +1,4 @@
-"""What the styles of transformers' tensor-parallel plans do to single parameters and to the edges of modules."""
+"""Changes to single parameters, and to inputs and outputs of modules, for the styles of tensor-parallel plans."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ _BIASES = ("alibi", "attention_mask", "position_bias", "rel_pos", "rel_2d_pos")
 
 
 def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts: int, group: ProcessGroup) -> None:
-    """Cut a parameter that `owner` uses itself, such as the stacked weights of experts [experts, out, in].
+    """Shard a parameter that `owner` uses directly, such as the stacked weights of experts [experts, out, in].
 
     Args:
-        from_end: the dim that is cut, counted from the last; vectors are cut along their only one.
-        num_parts: fused parts along that dim (gate and up), each cut on its own.
+        owner: the module that has the parameter.
+        name: name of the parameter.
+        from_end: the sharded dim, counted from the last (1); vectors are sharded along their only dim.
+        num_parts: number of fused parts along that dim (gate and up), each sharded independently.
+        group: the tensor-parallel group.
     """
     parameter = getattr(owner, name)
     dim = max(parameter.dim() - from_end, 0)
@@ -39,7 +42,7 @@ def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts
 
 
 def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) -> None:
-    """Cut the parameters [heads, head_dim] of a module of `owner`; heads fewer than ranks are copied."""
+    """Shard the parameters [heads, head_dim] of child `name`; if there are fewer heads than ranks, they are copied."""
     module = getattr(owner, name)
     for each, parameter in list(module.named_parameters(recurse=False)):
         heads = column_spec(parameter.shape[0], group, num_heads=parameter.shape[0])
@@ -48,8 +51,10 @@ def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) 
 
 
 def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
-    """Every rank has a part of each expert: hidden states [tokens, hidden] and routing weights are read by all of them,
-    and what they find is summed."""
+    """Make the inputs and output of experts tensor-parallel, where every rank holds a part of each expert.
+
+    All ranks read the same hidden states [tokens, hidden] and routing weights; their outputs are summed.
+    """
 
     _share_inputs(experts, group, first=0)
     reduce_output(experts, group)
@@ -57,7 +62,7 @@ def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
 
 
 def _avoid_unaligned_kernel(experts: nn.Module, world_size: int) -> None:
-    """The grouped matrix product wants rows of whole 16 bytes; a rank's part of an odd size runs expert by expert."""
+    """Run experts one by one if the local rows are not multiples of 16 bytes, as the grouped matmul requires."""
     stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
     sizes = [size // world_size * parameter.element_size() for parameter in stacked for size in parameter.shape[1:]]
     if all(size % 16 == 0 for size in sizes) or getattr(experts, "config", None) is None:
@@ -73,16 +78,16 @@ def _avoid_unaligned_kernel(experts: nn.Module, world_size: int) -> None:
 
 
 def reduce_shared_experts(module: nn.Module, group: ProcessGroup) -> None:
-    """Every rank has a part of the module: its output is summed, and so are the gradients of what it reads.
+    """Sum the output of a module that is sharded over ranks, and the gradients of its inputs.
 
-    Layers below it sum those of their input by themselves, where there are any.
+    If the module has no parameters of its own, the layers below it sum the gradient of the first input themselves.
     """
     _share_inputs(module, group, first=0 if any(True for _ in module.parameters(recurse=False)) else 1)
     reduce_output(module, group)
 
 
 def _share_inputs(module: nn.Module, group: ProcessGroup, first: int) -> None:
-    """The ranks read the same inputs, from number `first` on, and each finds a part of their gradients."""
+    """Sum the gradients of the inputs from index `first` on: ranks read the same values and find partial gradients."""
 
     def share(x: Any) -> Any:
         return copy_to_axis(x, group) if _is_differentiable(x) else x
@@ -95,25 +100,28 @@ def _share_inputs(module: nn.Module, group: ProcessGroup, first: int) -> None:
 
 
 def reduce_output(module: nn.Module, group: ProcessGroup) -> None:
-    """The output is a partial sum; the whole is the sum over ranks."""
-    # A copy, because the reduction works in place and the module may have returned a view.
+    """All-reduce the output of `module`, which is a partial sum on each rank."""
+    # Clone: the reduction works in place, and the module may have returned a view.
     module.register_forward_hook(lambda _, __, output: reduce_from_axis(output.clone(), group))
 
 
 def scale_input(module: nn.Module, group: ProcessGroup) -> None:
-    """The output is summed over ranks that all find the same: divide by their number first."""
+    """Divide the input by the number of ranks, because identical outputs are summed over ranks later."""
     size = dist.get_world_size(group)
     module.register_forward_pre_hook(lambda _, args: (args[0] / size, *args[1:]))
 
 
 def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGroup) -> None:
-    """The compressed key/value projection of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    """Sum the gradient of the rotary key over ranks in the compressed key/value projection of latent attention.
 
-    Its last features are the rotary key, which every head reads, so that a rank's gradient of them is partial; the
-    others go into a column-parallel layer, which sums their gradient itself.
+    In multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) the last features of this projection
+    are the rotary key. Every head reads it, so each rank's gradient is partial. The other features go into a
+    column-parallel layer, which sums their gradient itself.
 
     Args:
-        size: features of the rotary key.
+        module: the compressed key/value projection.
+        size: number of features of the rotary key.
+        group: the tensor-parallel group.
     """
 
     def split(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -128,10 +136,13 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def use_local_biases(attention: nn.Module, heads: int, group: ProcessGroup) -> None:
-    """Let `attention` take this rank's heads of what it is given for all: ALiBi, and a mask that biases were added to.
+    """Make `attention` use only this rank's heads of inputs given for all heads: ALiBi, and masks with added biases.
 
     Args:
-        heads: of the whole model; they are a dim of [heads or batch * heads, 1, seq] or [batch, heads, seq or 1, seq].
+        attention: the attention module.
+        heads: number of heads of the full model. They are a dim of [heads or batch * heads, 1, seq] or
+            [batch, heads, seq or 1, seq].
+        group: the tensor-parallel group.
     """
     local_heads = heads // dist.get_world_size(group)
     first = dist.get_rank(group) * local_heads
@@ -152,8 +163,10 @@ def use_local_biases(attention: nn.Module, heads: int, group: ProcessGroup) -> N
 
 
 def drop_behind_activation(layer: nn.Module, rank: int) -> None:
-    """A dropout between two linear layers that is a function acts on features that each rank has to itself: put it into
-    the activation, as a module that draws for this rank."""
+    """Move the functional dropout after a layer's activation into the activation, as a `ParallelDropout`.
+
+    The dropout is between two sharded linear layers, so each rank must draw its own mask for its own features.
+    """
     probability, layer.activation_dropout = layer.activation_dropout, 0.0
     if probability:
         layer.activation_fn = nn.Sequential(layer.activation_fn, ParallelDropout(probability, rank))

@@ -1,4 +1,4 @@
-"""Which policy a model gets, by the qualified name of its class. No family of transformers is imported for it."""
+"""Lookup of policies by the qualified name of the model class, without importing the families of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REGISTERED: dict[str, str] = {}
 
 @cache
 def family_policies() -> dict[str, type[Policy]]:
-    """Family of transformers -> its policy: every class of the package `families` that names one."""
+    """Return the policy of each transformers family: all classes in the package `families` that set `family`."""
     package = importlib.import_module("shardformer.policies.families")
     modules = [
         importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
@@ -29,7 +29,7 @@ def family_policies() -> dict[str, type[Policy]]:
 
 @cache
 def supported_classes() -> dict[str, type[Policy]]:
-    """Qualified name of a model class of transformers -> its policy."""
+    """Return the policy of each supported model class, by the qualified name of the class."""
     return {
         f"{policy.module or f'transformers.models.{family}.modeling_{family}'}.{policy.prefix}{head}": policy
         for family, policy in family_policies().items()
@@ -38,19 +38,19 @@ def supported_classes() -> dict[str, type[Policy]]:
 
 
 def register_policy(qualified_name: str, policy: str) -> None:
-    """Add a policy of your own.
+    """Register a custom policy for a model class.
 
     Args:
         qualified_name: the model class, "package.module.Class".
-        policy: the policy class, "package.module.Class"; imported when a model asks for it.
+        policy: the policy class, "package.module.Class"; imported when it is first needed.
     """
     _REGISTERED[qualified_name] = policy
 
 
 def policy_for(model: nn.Module) -> Policy:
-    """The policy of the model's class, or of the nearest class that it derives from.
+    """Return the policy of the model's class, or of its nearest base class that has one.
 
-    A class of another module (remote code) is matched by its bare name.
+    A class of another module (remote code) is matched by its unqualified name.
 
     Raises:
         ValueError: no policy is known.

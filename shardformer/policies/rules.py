@@ -1,4 +1,4 @@
-"""One-line constructors of the descriptions, so that a family reads as a table."""
+"""One-line constructors of replacement descriptions, so that a policy reads as a table."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Change = Callable[[nn.Module], None]
 
 
 class ShardingRules:
-    """The vocabulary of a table for one `ShardConfig`; each method returns descriptions of sub-modules.
+    """Constructors of table entries for one `ShardConfig`; each method returns descriptions of sub-modules.
 
-    (Those for parameters of a module itself return changes for its `param_replacement`.)
+    Methods for parameters of a module itself return changes for its `param_replacement` instead.
 
-    A suffix that ends in "?" may be missing.
+    A sub-module whose suffix ends in "?" may be missing.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
@@ -45,11 +45,15 @@ class ShardingRules:
         reads_whole: bool = False,
         gathers_sequence: bool = False,
     ) -> list[Replacement]:
-        """Column-parallel linears that read the same input (`reads` names it, to join several calls).
+        """Replace linear layers that read the same input by column-parallel ones.
 
-        A fused projection consists of parts of `part_size` features, each with `num_heads` heads. `reads_whole` where
-        the input is no slice of the sequence even under sequence parallelism (an encoder's output);
-        `gathers_sequence` where the linear itself starts a region.
+        Args:
+            suffixes: paths of the layers.
+            num_heads: number of heads in the output, or in each part of a fused projection.
+            part_size: number of features of each part of a fused projection.
+            reads: name of the input, to join several calls.
+            reads_whole: whether the input is not sharded even under sequence parallelism (an encoder's output).
+            gathers_sequence: whether the layer itself starts a tensor-parallel region.
         """
         is_gathered = self.config.sequence is not None and not reads_whole
         kwargs = {"num_heads": num_heads, "part_size": part_size, "input_is_gathered": is_gathered}
@@ -57,55 +61,57 @@ class ShardingRules:
         return [_replace(suffix, ColumnParallelLinear, kwargs, **options) for suffix in suffixes]
 
     def row(self, suffix: str, num_heads: int | None = None) -> list[Replacement]:
-        """A row-parallel linear that ends a tensor-parallel region."""
+        """Replace a linear layer by a row-parallel one, which ends a tensor-parallel region."""
         return [_replace(suffix, RowParallelLinear, {"num_heads": num_heads, "sequence": self.config.sequence})]
 
     def gathered(self, *suffixes: str) -> list[Replacement]:
-        """Column-parallel linears whose output is put together at once."""
+        """Replace linear layers by column-parallel ones that gather their output immediately."""
         return [_replace(suffix, ColumnParallelLinear, {"gather_output": True}) for suffix in suffixes]
 
     def row_split_input(self, suffix: str) -> list[Replacement]:
-        """A row-parallel linear whose input is whole on every rank."""
+        """Replace a linear layer by a row-parallel one whose input is not sharded."""
         return [_replace(suffix, RowParallelLinear, {"splits_input": True})]
 
     def vocab(self, suffix: str) -> list[Replacement]:
-        """A token embedding, cut over the vocabulary."""
+        """Shard a token embedding over the vocabulary."""
         return [_replace(suffix, VocabParallelEmbedding, self.config.vocab_options)]
 
     def head(self, suffix: str) -> list[Replacement]:
-        """A language-model head, cut over the vocabulary."""
+        """Shard a language-model head over the vocabulary."""
         return [_replace(suffix, VocabParallelLMHead, self.config.vocab_options)]
 
     def gathered_lm_head(self, suffix: str) -> list[Replacement]:
-        """A language-model head whose logits are gathered at once, where the model does something with them."""
+        """Shard a language-model head and gather its logits immediately, for models that process the logits."""
         return [_replace(suffix, ColumnParallelLinear, {**self.config.vocab_options, "gather_output": True})]
 
     def layer_norm(self, *suffixes: str) -> list[Replacement]:
-        """Layer norms inside the stack of layers."""
+        """Describe layer norms inside the stack of layers."""
         return self._norm(FusedLayerNorm, suffixes)
 
     def rms_norm(self, *suffixes: str) -> list[Replacement]:
-        """RMS norms inside the stack of layers."""
+        """Describe RMS norms inside the stack of layers."""
         return self._norm(FusedRMSNorm, suffixes)
 
     def head_norm(self, *suffixes: str) -> list[Replacement]:
-        """Norms inside a tensor-parallel region, whose weights all heads share."""
+        """Describe RMS norms inside a tensor-parallel region whose weights all heads share."""
         target = FusedRMSNorm if self.config.enable_fused_normalization else None
         return [_replace(suffix, target, {}, partial_gradient=True) for suffix in suffixes]
 
     def residual_dropout(self, *suffixes: str) -> list[Replacement]:
-        """Dropout between tensor-parallel regions: the same on every rank unless each has tokens of its own."""
+        """Describe dropout between tensor-parallel regions: one mask for all ranks, unless the sequence is sharded."""
         target = ParallelDropout if self.config.sequence is not None else None
         return [_replace(suffix, target, {}) for suffix in suffixes]
 
     def replicated(self, *suffixes: str) -> list[Replacement]:
-        """Sub-modules that every rank computes the same with."""
+        """Declare sub-modules replicated: every rank computes the same with them."""
         return [_replace(suffix, None, {}) for suffix in suffixes]
 
     def module_parameters(self, *names: str, partial_gradient: bool = False) -> list[Change]:
-        """Parameters of the module itself between tensor-parallel regions (layer scales): whole on every rank.
+        """Declare a module's own parameters between tensor-parallel regions (layer scales) replicated.
 
-        They may be missing, or be plain numbers. `partial_gradient` for those that a rank uses with its heads only.
+        Args:
+            names: names of the parameters; they may be missing or be plain numbers.
+            partial_gradient: whether a rank applies the parameters to its own heads only.
         """
         size = self.config.tensor_parallel_size
         rank = dist.get_rank(self.config.group) if size > 1 else 0
@@ -121,7 +127,7 @@ class ShardingRules:
         return [declare]
 
     def heads_of_parameter(self, name: str, dim: int) -> list[Change]:
-        """A parameter of the module itself with something for each head along `dim`; a rank gets that of its heads."""
+        """Shard a module's own parameter along `dim`, which has one entry per attention head."""
         group, size = self.config.group, self.config.tensor_parallel_size
 
         def share_out(module: nn.Module) -> None:
@@ -133,11 +139,11 @@ class ShardingRules:
         return [share_out] if size > 1 else []
 
     def region_dropout(self, *suffixes: str) -> list[Replacement]:
-        """Dropout inside a tensor-parallel region: each rank has features, or heads, of its own."""
+        """Replace dropout inside a tensor-parallel region, where each rank has its own features or heads."""
         return [_replace(suffix, ParallelDropout, {}) for suffix in suffixes]
 
     def head_sharded_embedding(self, suffix: str) -> list[Replacement]:
-        """An embedding table [positions, heads] of biases, of which a rank needs its heads' columns."""
+        """Shard an embedding table of biases [positions, heads] by heads."""
         return [_replace(suffix, HeadParallelEmbedding, {})]
 
     def _norm(self, fused: type, suffixes: tuple[str, ...]) -> list[Replacement]:

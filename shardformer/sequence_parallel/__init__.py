@@ -1,1 +1,1 @@
-"""Sequence parallelism on the tensor-parallel axis: split-gather, and Ulysses' exchange of heads."""
+"""Sequence parallelism on the tensor-parallel axis: split-gather, and the all-to-all of Ulysses."""

@@ -1,8 +1,8 @@
 """Split-gather sequence parallelism (arXiv 2205.05198, section 4.2).
 
-Between the tensor-parallel regions of a layer every rank holds `[batch, seq/tp, hidden]`. The stack of layers is
-entered with `enter` and left with `leave`; a tensor-parallel region starts with `gather` and ends with
-`reduce_scatter`. A length that the axis does not divide is padded inside and trimmed again.
+Between the tensor-parallel regions of a layer every rank holds `[batch, seq/tp, hidden]`. `enter` splits the sequence
+before the stack of layers and `leave` gathers it afterwards; a tensor-parallel region starts with `gather` and ends
+with `reduce_scatter`. A length that the number of ranks does not divide is padded inside and trimmed again.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from shardformer.distributed.collectives import (
 from shardformer.shard_spec import pad_to_multiple
 
 _SEQ_DIM = 1  # tensors are [batch, seq, hidden]
-# What may be asked of tokens that have not arrived yet.
+# Queries that tokens which have not arrived yet can answer.
 _OF_SHAPE = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device"))}
 
 
 class SequenceParallel:
-    """The sequence-parallel region of one model on one mesh axis.
+    """Sequence-parallel region of one model on one mesh axis.
 
     Attributes:
         group: process group of the axis.
-        length: sequence length of the pass in progress, before padding.
+        length: sequence length of the current pass, before padding.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -44,24 +44,24 @@ class SequenceParallel:
         self.length = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
+        """Split [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
         self.length = x.shape[_SEQ_DIM]
         return _Enter.apply(x, self)
 
     def leave(self, x: Tensor) -> Tensor:
-        """[batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
+        """Gather [batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
         return _Leave.apply(x, self, self.length)
 
     def gather(self, x: Tensor) -> Tensor:
-        """`g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], read by sharded weights."""
+        """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], the input of sharded weights."""
         return _GatherSequence.apply(x, self, self.length)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """`g-bar*`: partial sums [batch, seq, hidden] -> their sum's slice [batch, seq/tp, hidden]."""
+        """Apply `g-bar*`: reduce-scatter partial sums [batch, seq, hidden] -> [batch, seq/tp, hidden]."""
         return _ReduceScatterSequence.apply(x, self)
 
     def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Begin to sum partial [batch, seq, hidden] over ranks: this rank's [seq/tp, batch, hidden], and the work."""
+        """Start a reduce-scatter of [batch, seq, hidden]; return this rank's [seq/tp, batch, hidden] and the work."""
         full = self.pad(x).movedim(_SEQ_DIM, 0).contiguous()
         out = full.new_empty((len(full) // self.world_size, *full.shape[1:]))
         return out, reduce_scatter_flat(out, full, group=self.group, async_op=True)
@@ -93,8 +93,8 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # The first node of this region's backward: layers that are recomputed after it must see the length of their
-        # own pass, which another micro-batch may have changed since.
+        # The first node of this region's backward: layers recomputed after it must see the length of their own pass,
+        # which the pass of another micro-batch may have overwritten.
         ctx.region.length = ctx.length
         return (local_slice(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)
 
@@ -122,14 +122,14 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
-    """Apply `change` to the hidden states among a module's inputs, wherever the caller put them."""
+    """Apply `change` to the hidden states in a module's inputs, positional or keyword."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def first_output(output: Any, change: Any) -> Any:
-    """Apply `change` to the hidden states that a module returns, alone or with others."""
+    """Apply `change` to the hidden states that a module returns, alone or first in a tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
@@ -145,9 +145,9 @@ class _AwaitSequence(torch.autograd.Function):
 
 
 class PendingTokens(Tensor):
-    """What stands for tokens that are on their way: its shape is known, and any operator on it waits for them.
+    """Placeholder for tokens of a pending gather: its shape is known, and any operator on it waits for the values.
 
-    A norm in front of a column-parallel layer reads them so, and so do hooks and adapters.
+    Readers such as a norm in front of a column-parallel layer, hooks and adapters need no special code.
     """
 
     pending_gather: PendingGather
@@ -161,13 +161,13 @@ class PendingTokens(Tensor):
 
 
 class PendingGather:
-    """A gather of the sequence that is on its way.
+    """An asynchronous all-gather of the sequence.
 
     Attributes:
-        local: this rank's tokens, [batch, seq/tp, hidden], to differentiate by.
+        local: this rank's tokens, [batch, seq/tp, hidden], with their autograd graph.
         own: the same values, [seq/tp, batch, hidden].
-        rows, other_rows: of the gathered [seq, batch, hidden], those of this rank, and the others'.
-        length: of the sequence without padding.
+        rows, other_rows: rows of the gathered [seq, batch, hidden] from this rank, and from the other ranks.
+        length: length of the sequence without padding.
     """
 
     def __init__(self, local: Tensor, region: SequenceParallel) -> None:
@@ -181,20 +181,20 @@ class PendingGather:
         self._work = all_gather_flat(self._gathered, self.own, group=region.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The gathered tokens, [seq, batch, hidden], with padding."""
+        """Wait for the gather; return the tokens, [seq, batch, hidden], with padding."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         return self._gathered
 
     def placeholder(self) -> Tensor:
-        """[batch, seq, hidden], for column-parallel layers to recognise; all other readers wait for its values."""
+        """Return a placeholder [batch, seq, hidden]: column-parallel layers recognize it, other readers wait."""
         whole = self._gathered.movedim(0, _SEQ_DIM)[:, : self.length].as_subclass(PendingTokens)
         whole.pending_gather = self
         return whole
 
     def tokens(self) -> Tensor:
-        """The gathered tokens, [batch, seq, hidden], differentiable, for readers that are no column-parallel layers."""
+        """Return the gathered tokens, [batch, seq, hidden], differentiable; not used by column-parallel layers."""
         if self._tokens is None:
             self._tokens = _AwaitSequence.apply(self.local, self)
         return self._tokens
@@ -207,7 +207,8 @@ class PendingGather:
 def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool = False) -> None:
     """Let `module`, a tensor-parallel region, see the whole sequence.
 
-    With `overlaps` it begins without the tokens of other ranks: its column-parallel layers multiply its own meanwhile.
+    With `overlaps`, it starts before the tokens of other ranks arrive: its column-parallel layers multiply this rank's
+    tokens meanwhile.
     """
 
     def start(x: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ def wrap_layers(layers: list[nn.Module], region: SequenceParallel) -> None:
 
 
 def run_whole(module: nn.Module, region: SequenceParallel) -> None:
-    """Let `module`, between two slices of the sequence, see the whole of it and compute the same on every rank."""
+    """Let `module`, between modules on sequence slices, see the whole sequence, computing the same on every rank."""
 
     def enter(x: Tensor) -> Tensor:
         if x.dim() > 2:
@@ -237,7 +238,7 @@ def run_whole(module: nn.Module, region: SequenceParallel) -> None:
 
 
 def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:
-    """Let `layer`, which holds a slice of the sequence, see the positions of that slice alone."""
+    """Let `layer`, which holds a slice of the sequence, see only the positions of that slice."""
 
     def own(x: Any, dim: int) -> Any:
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[dim] != region.length:

@@ -1,7 +1,7 @@
 """All-to-all sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-In every layer a rank holds a slice of the sequence and whole weights. Around the attention kernel the ranks exchange:
-all of the sequence for a part of the heads, and back.
+In every layer a rank holds a slice of the sequence and whole weights. An all-to-all before the attention kernel gives
+each rank the whole sequence for a subset of the heads; an all-to-all after it reverses this.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shardformer.sequence_parallel.split_gather import SequenceParallel
 
 
 class UlyssesAllToAll:
-    """The exchange around attention in one sequence-parallel region.
+    """All-to-all exchange around attention in one sequence-parallel region.
 
     Args:
-        region: which slice of the sequence is here.
+        region: defines this rank's slice of the sequence.
     """
 
     def __init__(self, region: SequenceParallel) -> None:
@@ -30,31 +30,31 @@ class UlyssesAllToAll:
     def to_heads(self, *projections: Tensor) -> tuple[Tensor, ...]:
         """[batch, heads, seq/tp, head_dim] -> [batch, heads/tp, seq, head_dim], without padding.
 
-        Fewer key/value heads than ranks are repeated, so that every rank gets one.
+        Key/value heads fewer than ranks are repeated, so that every rank gets one.
         """
         size, length = self.region.world_size, self.region.length
         repeated = (repeated_for(x, size) for x in projections)
         return tuple(exchange_dims(x, 1, 2, self.region.group)[:, :, :length] for x in repeated)
 
     def to_sequence(self, found: Tensor) -> Tensor:
-        """What attention found, [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""
+        """Exchange attention output back: [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""
         missing = -found.shape[1] % self.region.world_size
         padded = F.pad(found, (0, 0, 0, 0, 0, missing)) if missing else found
         return exchange_dims(padded, 1, 2, self.region.group)
 
 
 def exchange_dims(x: Tensor, split_dim: int, join_dim: int, group: ProcessGroup) -> Tensor:
-    """Cut `split_dim` over the ranks and put their pieces together along `join_dim`; backward the other way round."""
+    """All-to-all: split `split_dim` over the ranks and concatenate along `join_dim`; backward is the reverse."""
     return _Exchange.apply(x, split_dim, join_dim, group)
 
 
 def repeated_for(x: Tensor, size: int) -> Tensor:
-    """[batch, heads, ...]: heads fewer than `size` are repeated, so that every rank gets one."""
+    """Repeat heads of [batch, heads, ...] that are fewer than `size`, so that every rank gets one."""
     return x if x.shape[1] % size == 0 else x.repeat_interleave(size // x.shape[1], 1)
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut `split_dim` over the ranks and put their pieces together along `join_dim`; backward the other way round."""
+    """All-to-all: split `split_dim` over the ranks and concatenate along `join_dim`; backward is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split_dim: int, join_dim: int, group: ProcessGroup) -> Tensor:

@@ -1,1 +1,1 @@
-"""Pipeline stages: how a model is partitioned, and placeholders for modules of other stages."""
+"""Pipeline stages: partitioning of a model, and placeholders for modules of other stages."""

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage gets: stages that take equal times, as far as whole layers allow."""
+"""Assignment of layers to pipeline stages, balanced by the time that each stage takes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch import nn
 
 
 def balanced_split(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Cut layers, in order, into stages, one at least in each, so that the costliest stage costs as little as possible.
+    """Split consecutive layers into stages so that the cost of the most expensive stage is minimal.
 
-    Of several such cuts the one with the least sum of squares is taken.
+    Every stage gets at least one layer. Ties are broken by the smallest sum of squared stage costs.
 
     Args:
-        costs: of each layer.
-        first, last: what the first and the last stage cost beside their layers.
+        costs: cost of each layer.
+        num_stages: number of stages.
+        first, last: additional costs of the first and the last stage.
 
     Returns:
-        Number of layers of each stage.
+        Number of layers in each stage.
     """
     until = list(accumulate(costs, initial=0.0))
     count = len(costs)
-    # Behind `end` layers in `stage + 1` stages: ((largest cost, sum of squares), where the last of them begins).
+    # best[stage][end]: `end` layers in `stage + 1` stages -> ((largest cost, sum of squares), start of the last stage).
     best: list[dict[int, tuple[tuple[float, float], int]]] = []
     for stage in range(num_stages):
         extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
@@ -45,13 +46,14 @@ def balanced_split(costs: Sequence[float], num_stages: int, first: float = 0.0, 
 
 
 def matrix_cost(module: nn.Module, counts: Callable[[str], bool] = lambda name: True) -> float:
-    """Time of a pass for one token, in multiplications: the elements of all matrices that are multiplied by.
+    """Estimate the cost of a forward pass for one token: the number of elements of all weight matrices.
 
-    Tables of embeddings are looked up, which takes next to no time; what attention does with itself is left out, as it
-    depends on the length and is the same in all layers.
+    Embedding tables are excluded, because a lookup takes almost no time. Attention scores are excluded, because their
+    cost depends on the sequence length and is the same in all layers.
 
     Args:
-        counts: whether a module of that name is to be counted.
+        module: the module to estimate.
+        counts: whether to include the module of a given name.
     """
     return float(
         sum(

@@ -1,7 +1,7 @@
-"""Placeholders for modules that other pipeline stages hold, and the message that travels between stages.
+"""Placeholders for modules of other pipeline stages, and the message that is sent between stages.
 
-All placeholders of a model share one `StageInput`. The received hidden state is put in front of the first layer of the
-stage. Whatever the model computes before that layer (masks from shapes, scaled embeddings, norms) only needs its shape.
+All placeholders of a model share one `StageInput`. The received hidden state becomes the input of the first layer of
+the stage. Everything the model computes before that layer (masks, scaled embeddings, norms) only needs its shape.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ StageMessage = tuple[Tensor | None, ...]
 
 
 class StageInput:
-    """What comes from the stage before and what the next one gets, in the pass in progress.
+    """The data of the current pass that is received from the previous stage or kept for the next one.
 
     Attributes:
-        hidden: the hidden state of the layers, [batch, seq, hidden].
+        hidden: the received hidden state, [batch, seq, hidden]; None on the first stage.
         carried: further inputs of the layers, by name.
-        kept: outputs of modules that are finished, (path, field) -> value.
+        kept: outputs of modules that have finished, (path, field) -> value.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StageInput:
     def begin(
         self, message: StageMessage | None, carried_inputs: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Take a received message: the hidden state, then `carried_inputs` and `keeps`; None on the first stage."""
+        """Unpack a message: the hidden state, then `carried_inputs` and `keeps`. None (the first stage) clears all."""
         self.hidden, self.carried, self.kept = None, {}, {}
         if message is None:
             return
@@ -45,12 +45,12 @@ class StageInput:
         self.kept = dict(zip(keeps, rest[len(carried_inputs) :], strict=True))
 
     def dummy(self) -> Tensor:
-        """A tensor of the hidden state's shape, of its own: some models scale embeddings in place."""
+        """Return a new tensor shaped like the hidden state; new, because some models scale embeddings in place."""
         return torch.zeros(()) if self.hidden is None else torch.zeros_like(self.hidden)
 
 
 class StageBoundary(Exception):
-    """Ends the forward pass of a stage; carries what the next stage receives."""
+    """Exception that ends the forward pass of a stage and carries the message for the next stage."""
 
     def __init__(self, message: StageMessage) -> None:
         super().__init__("end of the pipeline stage")
@@ -58,7 +58,7 @@ class StageBoundary(Exception):
 
 
 class LayerInputs:
-    """Finds the inputs of a layer by name, wherever the caller put them."""
+    """Access to the inputs of a layer by name, whether they are passed by position or by keyword."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.names = list(inspect.signature(layer.forward).parameters)
@@ -75,7 +75,7 @@ class LayerInputs:
 
 
 class StagePlaceholder(nn.Module):
-    """Stands for a module that lives on another stage."""
+    """Base class of the placeholders for modules of other stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,35 +83,38 @@ class StagePlaceholder(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """For models that ask a module that is elsewhere for its dtype or device."""
+        """A dummy tensor, for models that read the dtype or device of a module on another stage."""
         return self.stage_input.dummy()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the hidden state."""
+        """The dtype of the hidden state."""
         return self.stage_input.dummy().dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the hidden state."""
+        """The device of the hidden state."""
         return self.stage_input.dummy().device
 
 
 class Received(StagePlaceholder):
-    """Stands for an embedding on a later stage: returns a hidden state of the right shape."""
+    """Placeholder for an embedding on a later stage; returns a dummy shaped like the hidden state."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.stage_input.dummy()
 
 
 class ReceivedPatches(Received):
-    """Stands for the embedding of images; the model also asks its projection for the dtype that pixels should have."""
+    """Placeholder for an image embedding; the model also reads the dtype of its projection to cast the pixels."""
 
     patch_embeddings = SimpleNamespace(projection=SimpleNamespace(weight=torch.empty(0)))
 
 
 class ReceivedUnpadded(StagePlaceholder):
-    """Stands for an embedding whose output the model pads to whole blocks: what arrived is padded already."""
+    """Placeholder for an embedding whose output the model pads to whole blocks.
+
+    The received hidden state is already padded, so the dummy takes its length from the token ids.
+    """
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dummy = self.stage_input.dummy()
@@ -119,7 +122,7 @@ class ReceivedUnpadded(StagePlaceholder):
 
 
 class ReceivedByTower(StagePlaceholder):
-    """Stands for an embedding in front of a tower that may be finished: then it fits what the tower returned."""
+    """Placeholder for an embedding of a tower; if the tower has finished, it returns the tower's kept output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         kept = next((value for value in self.stage_input.kept.values() if value is not None), None)
@@ -127,28 +130,28 @@ class ReceivedByTower(StagePlaceholder):
 
 
 class ZeroEmbedding(StagePlaceholder):
-    """Stands for an embedding that is added to another: its share is already in what arrived."""
+    """Placeholder for an embedding that is added to another; the received hidden state already includes it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())
 
 
 class IdentityPlaceholder(StagePlaceholder):
-    """Stands for a module that an earlier stage has already applied (an embedding's norm or dropout)."""
+    """Placeholder for a module that an earlier stage has already applied (an embedding's norm or dropout)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x
 
 
 class LayerInputPlaceholder(StagePlaceholder):
-    """Stands for the last part of the layer before a stage's first one: returns what arrived, a tensor of its own."""
+    """Placeholder for the last part of the layer before a stage; returns a copy of the received hidden state."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x if self.stage_input.hidden is None else self.stage_input.hidden.clone()
 
 
 class CachedTower(StagePlaceholder):
-    """Stands for a whole tower (an encoder) that earlier stages have run: returns what it returned there."""
+    """Placeholder for a tower (an encoder) that earlier stages have run; returns the received tower outputs."""
 
     def __init__(self, path: str, fields: Sequence[str]) -> None:
         super().__init__()
@@ -157,16 +160,20 @@ class CachedTower(StagePlaceholder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        # What no layer reads any more only has to have a shape.
+        # Fields that no later layer reads are not sent; a dummy of the right shape is enough.
         kept = {field: self.stage_input.kept.get((self.path, field)) for field in ("last_hidden_state", *self.fields)}
         dummy = self.stage_input.dummy()
         return BaseModelOutputWithPooling(**{field: dummy if value is None else value for field, value in kept.items()})
 
 
 class Skipped(StagePlaceholder):
-    """Stands for a layer of an earlier stage; `num_outputs` elements of a tuple, or 0 for the bare hidden state.
+    """Placeholder for a layer of an earlier stage; passes the hidden state through.
 
-    What is carried follows the hidden state, because models ask whether there is any.
+    The carried inputs follow the hidden state in the output, because models check whether they exist.
+
+    Args:
+        num_outputs: length of the tuple that the layer returns; 0 if it returns the bare hidden state.
+        carried_inputs: names of the carried inputs that the layer returns.
     """
 
     def __init__(self, num_outputs: int, carried_inputs: Sequence[str] = ()) -> None:
@@ -182,7 +189,7 @@ class Skipped(StagePlaceholder):
 
 
 class Boundary(StagePlaceholder):
-    """Stands for the first layer of the next stage: ends the pass with what that stage needs."""
+    """Placeholder for the first layer of the next stage; ends the pass by raising `StageBoundary`."""
 
     def __init__(self, layer: nn.Module, carried_inputs: Sequence[str], keeps: Sequence[tuple[str, str]]) -> None:
         super().__init__()
@@ -195,17 +202,17 @@ class Boundary(StagePlaceholder):
 
 
 class UnreachablePlaceholder(StagePlaceholder):
-    """Stands for a module of another stage that this stage's pass never reaches."""
+    """Placeholder for a module of another stage that this stage's pass never reaches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
 
 
 def enter_at(layer: nn.Module, stage_input: StageInput, carried_inputs: Sequence[str]) -> None:
-    """Let `layer`, the first that a stage runs, read what arrived: the hidden state and the carried inputs.
+    """Replace the inputs of `layer`, the first layer of a stage, by the received hidden state and carried inputs.
 
-    Outside of its hooks, which run inside of activation checkpointing, where a recomputation would read what arrived
-    for another micro-batch.
+    This wraps the call instead of using a hook: hooks run inside activation checkpointing, where a recomputation would
+    read the message of another micro-batch.
     """
     inputs = LayerInputs(layer)
 
@@ -219,7 +226,7 @@ def enter_at(layer: nn.Module, stage_input: StageInput, carried_inputs: Sequence
 
 
 def keep_output(module: nn.Module, path: str, fields: Sequence[str], stage_input: StageInput) -> None:
-    """Remember the fields of the output of `module`, which stages behind it need."""
+    """Register a hook that stores the output fields of `module` that later stages need."""
 
     def remember(_: nn.Module, __: tuple, output: Any) -> None:
         for field in fields:

@@ -1,9 +1,9 @@
-"""Pipeline stages cut from an unmodified transformers model.
+"""Pipeline stages of an unmodified transformers model.
 
 A stage runs the model's own forward. Layers before its range are `Skipped`, embeddings of earlier stages are
-`Received`, and the first layer after the range is a `Boundary`, which ends the pass with the hidden state, so that no
-head ever sees one. Names stay `layers.7.*` on every stage. Masks, positions and rotary tables are recomputed from the
-batch, which every stage has; only hidden states travel, and what later layers read of an earlier tower.
+`Received`, and the first layer after the range is a `Boundary`, which ends the pass with the hidden state before it
+reaches the head. Names stay `layers.7.*` on every stage. Masks, positions and rotary tables are recomputed from the
+batch, which every stage has. Only hidden states are sent, and the outputs of an earlier tower that later layers read.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineStageManager:
-    """Which stages are here.
+    """The pipeline stages of this rank.
 
     Attributes:
-        stage: index of this stage.
-        num_stages: stages of the pipeline.
-        layers_per_stage: an explicit split of the layers; None for an even one.
-        further_stages: stages that are here as well, where the schedule gives a rank several.
+        stage: index of this rank's stage, or of its first stage.
+        num_stages: number of stages in the pipeline.
+        layers_per_stage: an explicit split of the layers; None for an even split.
+        further_stages: the other stages of this rank, if the schedule assigns several stages to a rank.
     """
 
     stage: int = 0
@@ -72,7 +72,7 @@ class PipelineStageManager:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """All stages that are here."""
+        """All stages of this rank."""
         return (self.stage, *self.further_stages)
 
     @property
@@ -84,13 +84,14 @@ class PipelineStageManager:
         return self.num_stages - 1 in self.held
 
     def split(self, num_layers: int, even: Sequence[int] | None = None) -> list[range]:
-        """The layers of each stage, in order.
+        """Return the range of layers of each stage, in order.
 
         Args:
-            even: how many layers of this model make stages that take equal times; None to count layers.
+            num_layers: number of layers of the model.
+            even: layers per stage that balance the stage times of this model; None to balance the number of layers.
 
         Raises:
-            ValueError: fewer layers than stages, or an explicit split that does not fit.
+            ValueError: the model has fewer layers than stages, or the explicit split does not fit.
         """
         if num_layers < self.num_stages:
             chunks = len(self.held)
@@ -116,8 +117,8 @@ class PipelineStageManager:
 
     def _even_counts(self, num_layers: int) -> list[int]:
         base, rest = divmod(num_layers, self.num_stages)
-        # The first and the last stage also hold the embedding and the head: surplus layers go to the middle, and of
-        # two stages to the first, whose embedding costs less than a head.
+        # The first and the last stage also hold the embedding and the head, so surplus layers go to the middle stages;
+        # with two stages they go to the first, because an embedding costs less than a head.
         middle_out = sorted(range(self.num_stages), key=lambda s: (min(s, self.num_stages - 1 - s) == 0, s))
         surplus = set(middle_out[:rest])
         return [base + (stage in surplus) for stage in range(self.num_stages)]
@@ -125,22 +126,24 @@ class PipelineStageManager:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Where a family may be cut: a list of layers and what is around it. Paths are relative to the base model.
+    """The layer list where a family can be split into stages, and the modules around it.
+
+    All paths are relative to the base model.
 
     Attributes:
         layers: path of the layer list.
-        first: modules that run before these layers and what stands in for them on later stages.
-        every: modules, or single parameters, that every stage needs; parameters among them are shared by the stages.
-        last: modules behind the layers; the modules of a head class around the base model always are.
-        tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number for one of so
-            many elements.
-        carries: names of inputs of the layers that an earlier layer has computed (T5's position bias) and a layer
-            passes on: they travel.
-        done: towers that are finished behind these layers: path -> fields of their output that the next list reads.
+        first: modules that run before these layers -> their placeholders on later stages.
+        every: modules or single parameters that every stage needs; the stages share these parameters.
+        last: modules that run after the layers. Modules of a head class outside the base model always do.
+        tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number gives the
+            length of the tuple.
+        carried_inputs: names of layer inputs that an earlier layer computes and layers pass on (T5's position bias);
+            they are sent between stages.
+        finished_towers: towers that are finished after these layers: path -> output fields that the next list reads.
         first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
-        beside: lists of the parts of the same layers (XLM's norms and feed-forwards), in the order in which they run;
-            what the last of them returns is the hidden state.
-        then: the layout of the list of layers that runs next.
+        sublayer_lists: lists of further parts of the same layers (XLM's norms and feed-forwards), in the order in
+            which they run; the last part returns the hidden state.
+        next_layers: the layout of the layer list that runs next.
     """
 
     layers: str
@@ -156,18 +159,18 @@ class StageLayout:
 
     @property
     def chain(self) -> list[StageLayout]:
-        """This layout and those that follow it."""
+        """This layout and all layouts that follow it."""
         return [self, *(self.next_layers.chain if self.next_layers is not None else ())]
 
 
 class StagePartitioner:
-    """How one model is cut. All questions about places are answered before the model is changed.
+    """Partitions one model into stages. `holders` and `unassigned` must be called before `apply` changes the model.
 
     Args:
-        model: the whole model.
-        base_path: path of the base model inside it ("" for a bare base model).
-        layout: where the family may be cut.
-        manager: which stage this is.
+        model: the full model.
+        base_path: path of the base model inside `model` ("" for a bare base model).
+        layout: where the family can be split.
+        manager: the stages of this rank.
     """
 
     def __init__(self, model: nn.Module, base_path: str, layout: StageLayout, manager: PipelineStageManager) -> None:
@@ -180,7 +183,7 @@ class StagePartitioner:
         self.ranges = manager.split(self.starts[-1], self._even_counts())
 
     def holders(self, name: str) -> set[int]:
-        """The stages that hold the module or parameter `name` of the whole model."""
+        """Return the stages that hold the module or parameter `name` of the full model."""
         for index, layout in enumerate(self.lists):
             start, end = self.starts[index], self.starts[index + 1] - 1
             for path in (layout.layers, *layout.sublayer_lists):
@@ -188,7 +191,7 @@ class StagePartitioner:
                 if not name.startswith(layers):
                     continue
                 number = int(name[len(layers) :].split(".")[0])
-                # A list that runs its layers several times says where.
+                # A list that runs its layers several times defines `positions_of`.
                 repeated = getattr(self.model.get_submodule(layers[:-1]), "positions_of", None)
                 return {self._stage_of(start + position) for position in (repeated(number) if repeated else [number])}
             if self._is_below(name, layout.first):
@@ -200,7 +203,7 @@ class StagePartitioner:
         return set(range(self.manager.num_stages))
 
     def unassigned(self) -> list[str]:
-        """Modules of the base model with parameters, and single parameters of it, that the layout names nowhere."""
+        """Return modules with parameters, and single parameters, of the base model that the layout does not name."""
         named = [
             path
             for each in self.lists
@@ -215,7 +218,7 @@ class StagePartitioner:
         )
 
     def apply(self) -> None:
-        """Keep the modules of the stages that are here and put stand-ins in the place of all others."""
+        """Keep the modules of this rank's stages and replace all others by placeholders."""
         stage_input = StageInput()
         views = {stage: self._view_of(stage, stage_input) for stage in self.manager.held}
         entered = [self.ranges[stage].start for stage in self.manager.held]
@@ -231,17 +234,17 @@ class StagePartitioner:
                     layers.keep_used()
 
     def held_layers(self) -> list[list[nn.Module]]:
-        """The layers of each list that a stage of this rank runs one after the other, stage by stage."""
+        """Return the layers that run consecutively on this rank, one list per stage and layer list."""
         found = []
         for held in (self.ranges[stage] for stage in self.manager.held):
             for start, layout in zip(self.starts, self.lists, strict=False):
-                if has_module(self.model, self._prefix + layout.layers):  # an encoder may be finished
+                if has_module(self.model, self._prefix + layout.layers):  # a finished encoder is replaced
                     layers = self.model.get_submodule(self._prefix + layout.layers)
                     found.append([layer for number, layer in enumerate(layers, start) if number in held])
         return found
 
     def _even_counts(self) -> list[int] | None:
-        """How many layers each stage gets, none that the others would wait for."""
+        """Return layers per stage that balance the stage costs; None if there are fewer layers than stages."""
         if self.starts[-1] < self.manager.num_stages:
             return None
         base = self.model.get_submodule(self._prefix.rstrip("."))
@@ -253,12 +256,12 @@ class StagePartitioner:
         embedding = matrix_cost(base, lambda name: _is_in(name, self.lists[0].first))
         head = matrix_cost(base, lambda name: _is_in(name, self.lists[-1].last))
         head += sum(matrix_cost(self.model.get_submodule(name)) for name in self._head)
-        # Of equal cuts the one with fewer layers beside the head, and then beside the embedding.
+        # Break ties in favor of fewer layers on the stage of the head, then on the stage of the embedding.
         little = 0.01 * sum(costs) / len(costs)
         return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little)
 
     def _view_of(self, stage: int, stage_input: StageInput) -> VirtualStage:
-        """What `stage` sees; its first layer reads from `stage_input` from now on."""
+        """Build the view of `stage`, and let its first layer read from `stage_input`."""
         held = self.ranges[stage]
         carried_inputs, keeps = self._travels_to(held.start)
         ignored = frozenset() if held.start == 0 else frozenset(self.lists[0].first_inputs)
@@ -304,7 +307,7 @@ class StagePartitioner:
     def _stand_in(
         self, view: VirtualStage, paths: Mapping[str, type[StagePlaceholder]], runs_with: int, held: range
     ) -> None:
-        """Stand-ins for modules that run on the stage of layer number `runs_with`."""
+        """Add placeholders for modules that run on the stage of layer number `runs_with`."""
         if runs_with in held:
             return
         for path, stand_in in paths.items():
@@ -317,7 +320,7 @@ class StagePartitioner:
         return self.model.get_submodule(parent), name
 
     def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:
-        """What travels to a stage that starts at layer number `position`, beside the hidden state."""
+        """Return the carried inputs and tower outputs that a stage starting at layer `position` receives."""
         if not 0 < position < self.starts[-1]:
             return [], []
         index = max(i for i, start in enumerate(self.starts[:-1]) if start <= position)
@@ -335,30 +338,30 @@ class StagePartitioner:
 
 
 def _is_in(name: str, paths: Iterable[str]) -> bool:
-    """Whether `name` is one of `paths` or below one."""
+    """Return whether `name` is one of `paths` or below one of them."""
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def _alike(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
-    """Give a stand-in what models read of modules that they do not call: strides, the kind of a layer's attention."""
+    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type."""
     known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
     known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
     simple = {name: value for name, value in known.items() if isinstance(value, (int, float, str, tuple))}
     stand_in.__dict__ |= {name: value for name, value in simple.items() if name not in stand_in.__dict__}
-    for name in native._non_persistent_buffers_set:  # numbers of positions
+    for name in native._non_persistent_buffers_set:  # such as position ids
         if not hasattr(stand_in, name):
             stand_in.register_buffer(name, native._buffers[name], persistent=False)
     return stand_in
 
 
 def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
-    """Put `new` in the place of the module at `path`."""
+    """Replace the module at `path` by `new`."""
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, new)
 
 
 def has_module(root: nn.Module, path: str) -> bool:
-    """Whether `path` names a module below `root`; an attribute that is None (a pooler left out) does not count."""
+    """Return whether `path` names a module below `root`; an attribute that is None (no pooler) does not count."""
     try:
         root.get_submodule(path)
     except AttributeError:
@@ -369,13 +372,13 @@ def has_module(root: nn.Module, path: str) -> bool:
 def run_stage(
     model: nn.Module, message: StageMessage | None, inputs: Mapping[str, Any], stage: int | None = None
 ) -> Any:
-    """Run one pass of a stage that `model` is.
+    """Run one forward pass of a pipeline stage.
 
     Args:
-        model: the model, cut by `StagePartitioner`.
-        message: from the stage before, the hidden state [batch, seq, hidden] first; None on the first stage.
+        model: the model, partitioned by `StagePartitioner`.
+        message: the previous stage's message, the hidden state [batch, seq, hidden] first; None on the first stage.
         inputs: the keyword arguments of the model's forward, the same on every stage.
-        stage: which of the stages that are here; None for the only one.
+        stage: index of the stage, one of this rank's stages; None if the rank has only one.
 
     Returns:
         The message for the next stage, or the model's own output on the last stage.

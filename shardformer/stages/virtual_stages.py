@@ -1,4 +1,4 @@
-"""One module tree, several stages: what each of a rank's stages sees in the place of modules that it does not run."""
+"""Several stages in one module tree: each of a rank's stages has its own placeholders for modules it does not run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import nn
 
 from shardformer.stages.placeholders import StageInput, StageMessage, StagePlaceholder
 
-# A module, and the name of its child or the position in it.
+# A parent module, and the name or index of its child.
 Place = tuple[nn.Module, str | int]
 
 
 @dataclass
 class VirtualStage:
-    """One stage.
+    """One stage of a rank.
 
     Attributes:
-        carries: names of the inputs of layers that travel to it.
-        keeps: (path, field) of the outputs of finished modules that travel to it.
-        ignored_inputs: inputs of the model that it goes without.
-        placeholders: place -> what stands there, in the order in which they are put there.
+        carried_inputs: names of the layer inputs that the stage receives.
+        keeps: (path, field) of the outputs of finished modules that the stage receives.
+        ignored_inputs: inputs of the model that the stage does not use.
+        placeholders: place -> placeholder, in the order in which they are installed.
     """
 
     carried_inputs: Sequence[str] = ()
@@ -32,12 +32,12 @@ class VirtualStage:
 
 
 class VirtualStages:
-    """The stages of a rank. Between passes the model has the modules of all of them, and stand-ins for all others.
+    """All stages of a rank. Between passes the model has the modules of all its stages, and placeholders elsewhere.
 
     Args:
-        model: the whole model; modules that no stage runs are let go.
-        arrival: what all stand-ins of the model read.
-        views: stage -> what it sees.
+        model: the full model; modules that no stage of this rank runs are dropped.
+        stage_input: the input that all placeholders of the model read.
+        views: stage -> its view of the model.
     """
 
     def __init__(self, model: nn.Module, stage_input: StageInput, views: Mapping[int, VirtualStage]) -> None:
@@ -51,13 +51,13 @@ class VirtualStages:
                 _put(place, stand_in)
         remaining = {id(module) for module in model.modules()}
         for view in self.views.values():
-            # What stands for a module that is gone differs from stage to stage too; a single one is there already.
+            # Drop placeholders whose parent module is gone. With a single stage all of them are installed already.
             reachable = {place: each for place, each in view.placeholders.items() if id(place[0]) in remaining}
             view.placeholders = reachable if others else {}
 
     @contextmanager
     def running(self, stage: int | None, message: StageMessage | None) -> Iterator[VirtualStage]:
-        """A pass of `stage`, or of the only one, which has received `message`."""
+        """Install the placeholders of `stage` (None: the only one) and its `message` for the duration of a pass."""
         view = self.views[stage] if stage is not None else next(iter(self.views.values()))
         held = {place: _get(place) for place in view.placeholders}
         for place, stand_in in view.placeholders.items():

@@ -1,1 +1,1 @@
-"""Changes that the sharder makes to a whole model beside those of its policy's table."""
+"""Model-wide changes that the sharder makes in addition to those of the policy's table."""

@@ -1,4 +1,4 @@
-"""What context parallelism asks of a model, and what it changes in one."""
+"""Requirements of context parallelism on a model, and the changes it makes to the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardformer.policies.head_losses import head_loss_of
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StagePlaceholder
 
-# Rotary tables that depend on the length of the sequence, which no rank has whole.
+# Rotary embeddings that depend on the length of the full sequence, which no rank has.
 _ROTARY_OF_LENGTH = ("dynamic", "longrope")
 
 
 def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
-    """What keeps a model from sharing its sequences over ranks."""
+    """Return the reasons why the sequences of a model cannot be sharded over ranks; empty if there are none."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
     reason = next(_reasons(model, policy), None)
     if reason is not None:
@@ -61,7 +61,10 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
 
 
 def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
-    """The innermost module around the layers that reads token numbers and positions: heads may call it directly."""
+    """Return the innermost module around the layers that takes token ids and position ids.
+
+    The innermost one, because heads may call it directly.
+    """
     path = ".".join(filter(None, (policy.base_path, policy.stages.layers))).split(".")[:-1]
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
     asked = {"input_ids", "position_ids"}
@@ -74,7 +77,10 @@ def _makes_masks(base: nn.Module) -> bool:
 
 
 def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, positions: Positions) -> None:
-    """Cut the inputs of the base model, and gather the sequence behind its layers where its head reads whole ones."""
+    """Shard the inputs of the base model along the sequence.
+
+    If the head needs full sequences, its input is gathered after the last layer.
+    """
     axis = config.context
     cut_inputs(_reader_of_tokens(model, policy), axis, positions)
     head = head_loss_of(model)

@@ -1,7 +1,7 @@
-"""Layers that a user has changed before the model is sharded: they stay whole on every rank, or are refused by name.
+"""Layers that a user has customized before sharding: they stay whole on every rank, or are rejected by name.
 
-A parallel layer that took the place of such a layer would lose its hooks, its forward or its weights. So the layer
-stays, reads and returns whole activations, and everything that hangs on it sees what it sees in plain torch.
+A parallel layer that replaced such a layer would lose its hooks, its forward or its weights. So the layer stays, reads
+and returns full activations, and its hooks see the same values as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from shardformer.utils.customizations import hook_on, hooked_modules, user_code
 
 @dataclass(frozen=True)
 class Replacement:
-    """What is to take the place of a module."""
+    """A planned replacement of a module.
+
+    Attributes:
+        path: path of the module in the model.
+        native: the module.
+        target: the class that replaces it.
+        arguments: further arguments of `from_native_module`.
+    """
 
     path: str
     native: nn.Module
@@ -32,25 +39,25 @@ class Replacement:
 
     @property
     def cuts_outputs(self) -> bool:
-        """Whether a rank has its own features of what the replacement returns."""
+        """Whether the output features of the replacement are sharded over ranks."""
         cuts = issubclass(self.target, ColumnParallelLinear | MultiQueryLinear | HeadParallelEmbedding)
         return cuts and self.target.shards_layer and not self.arguments.get("gather_output")
 
     @property
     def cuts_inputs(self) -> bool:
-        """Whether a rank has its own features of what the replacement reads."""
+        """Whether the input features of the replacement are sharded over ranks."""
         return issubclass(self.target, RowParallelLinear) and not self.arguments.get("splits_input")
 
 
 class KeptLayers:
-    """The layers that stay whole.
+    """The layers that stay whole on every rank.
 
     Args:
-        replacements: what a policy would replace.
-        config: what is asked for.
+        replacements: the replacements of the policy.
+        config: the sharding options.
 
     Attributes:
-        reasons: module -> what a replacement would lose, in words.
+        reasons: module -> phrase that names what a replacement would lose.
     """
 
     def __init__(self, replacements: Sequence[Replacement], config: ShardConfig) -> None:
@@ -67,22 +74,22 @@ class KeptLayers:
 
     @property
     def paths(self) -> list[str]:
-        """Of the layers that stay whole."""
+        """Paths of the layers that stay whole."""
         return [each.path for each in self.replacements if each.native in self.reasons]
 
     def problems(self, model: nn.Module) -> list[str]:
-        """Sentences on what cannot run as a user made it."""
+        """Return a sentence for each customization that sharding cannot preserve."""
         return [*self._cannot_stay(), *self._hooks_on_parts(model)]
 
     def tell(self, name: str) -> None:
-        """Say which layers of the model `name` are not cut."""
+        """Log which layers of the model `name` are not sharded."""
         kept = [each for each in self.replacements if each.native in self.reasons]
         if kept and self.config.tensor_parallel_size > 1:
             more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
             log_once(name, f"keeps {kept[0].path}{more} whole on every rank, because of {self.reasons[kept[0].native]}")
 
     def _tied_to_kept(self) -> list[nn.Module]:
-        """Layers that are to be cut and have a parameter of one that stays."""
+        """Return layers to be sharded that share a parameter with a layer that stays whole."""
         held = {id(parameter) for module in self.reasons for parameter in module._parameters.values()}
         held.discard(id(None))
         return [
@@ -109,7 +116,7 @@ class KeptLayers:
                 )
 
     def _hooks_on_parts(self, model: nn.Module) -> Iterator[str]:
-        """Hooks that would see a rank's share of what they see in plain torch."""
+        """Yield a sentence for each hook that would see only a rank's share of the activations."""
         if self.config.context is not None or self.config.sequence is not None:
             what = "cp_size above 1" if self.config.context is not None else "sequence parallelism"
             inner = [(path, hook) for path, _, hook in hooked_modules(model) if any(map(str.isdigit, path.split(".")))]
@@ -134,7 +141,10 @@ class KeptLayers:
 
 
 def _reason(each: Replacement) -> str | None:
-    """What the replacement of a module would lose; a class of the user's own knows what it replaces, but for hooks."""
+    """Return what the replacement of a module would lose; None if nothing.
+
+    A replacement class of the user's own is expected to handle everything except hooks.
+    """
     is_ours = each.target.__module__.startswith("shardformer.")
     reason = user_code(each.native) if is_ours else hook_on(each.native)
     options = ("max_norm", "scale_grad_by_freq", "sparse")
@@ -144,7 +154,7 @@ def _reason(each: Replacement) -> str | None:
 
 
 def _unknown_size(each: Replacement) -> str | None:
-    """The number of features that has to be known, and is not."""
+    """Return the name of a feature count that is required but cannot be determined; None if there is none."""
     sides = {"out_features": (each.cuts_outputs, out_features), "in_features": (each.cuts_inputs, in_features)}
     for name, (is_needed, ask) in sides.items():
         try:

@@ -1,1 +1,1 @@
-"""Helpers without torch.distributed: JSON, module paths, names of parameters."""
+"""Helpers without torch.distributed: JSON, module paths, parameter names."""

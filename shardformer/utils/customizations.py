@@ -1,4 +1,4 @@
-"""What a user has made of a module before it is sharded, and what would be lost with it if another took its place."""
+"""User customizations of modules: detect those that a replacement module would lose, and carry over the others."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LIBRARIES = ("torch.nn.modules.", "transformers.", *_OURS)
 
 
 def hook_on(module: nn.Module) -> str | None:
-    """A kind of hook that a user has registered on the module, in words; None where there is none.
+    """Return the kind of a hook that a user has registered on the module; None if there is none.
 
-    Those of transformers (noise on embeddings, inputs that need gradients) and of this package do not count.
+    Hooks of transformers (noise on embeddings, inputs that need gradients) and of this package do not count.
     """
     for name, words in _HOOKS.items():
         if any(not _module_of(hook).startswith(("transformers.", *_OURS)) for hook in getattr(module, name).values()):
@@ -37,7 +37,7 @@ def hook_on(module: nn.Module) -> str | None:
 
 
 def user_code(module: nn.Module) -> str | None:
-    """What a layer of another class in the module's place would lose, in words; None where there is nothing."""
+    """Describe what replacing the module by a layer of another class would lose; None if nothing."""
     if parametrize.is_parametrized(module):
         return f"a parametrization of its {', '.join(module.parametrizations)}"
     if (hook := hook_on(module)) is not None:
@@ -60,22 +60,22 @@ def user_code(module: nn.Module) -> str | None:
 
 
 def carry_over(native: nn.Module, new: nn.Module) -> None:
-    """Give a module that takes the place of `native` its mode, hooks and attributes."""
+    """Give a module that replaces `native` the mode, hooks and attributes of `native`."""
     new.train(native.training)
     for name in (*_HOOKS, *_HOOK_OPTIONS):
-        setattr(new, name, getattr(native, name))  # the same object: handles that remove hooks know it
+        setattr(new, name, getattr(native, name))  # the same dict object: handles that remove hooks refer to it
     for name, value in vars(native).items():
         if not name.startswith("_") and not hasattr(new, name):
             setattr(new, name, value)
 
 
 def hooked_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Path, module and hook of the modules that a user has registered hooks on."""
+    """Yield path, module and kind of hook for the modules that a user has registered hooks on."""
     return ((path, module, hook) for path, module in model.named_modules() if (hook := hook_on(module)) is not None)
 
 
 def _module_of(function: Callable[..., Any]) -> str:
-    """Where a function, a method, a part of a call or an object that can be called was defined."""
+    """Return the module that defines a function, method, partial or callable object."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__module__", None) or type(function).__module__

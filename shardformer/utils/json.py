@@ -1,4 +1,4 @@
-"""JSON from files that somebody else may have written."""
+"""Reading of JSON from untrusted files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _LARGEST = 2**28  # bytes; the index of the largest models has a few megabytes
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-        ValueError: it is no JSON object, names a key twice, is nested too deeply or is too large; one sentence that
+        ValueError: not a JSON object, or it has a duplicate key, is nested too deeply or is too large; the message
             names the file.
     """
     if path.stat().st_size > _LARGEST:
@@ -32,7 +32,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Readers differ in which of two values they take, so that a file could show one of them and mean the other."""
+    """Refuse duplicate keys: readers differ in which value they take, so a file could show one and mean the other."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

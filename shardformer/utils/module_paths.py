@@ -1,4 +1,4 @@
-"""Modules that are named by their paths, or by the ends of these."""
+"""Module paths: matching of names, suggestions, and descriptions for messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def ends_in(path: str, name: str) -> bool:
-    """Whether `path` ends in the whole parts of `name`, of which `*` stands for any number."""
+    """Return whether `path` ends in the dotted parts of `name`; a part `*` matches any number."""
     parts, wanted = path.split("."), name.lstrip(".").split(".")
     if wanted == [""] or len(wanted) > len(parts):
         return False
@@ -19,22 +19,22 @@ def ends_in(path: str, name: str) -> bool:
 
 
 def nearest_names(name: str, paths: Iterable[str]) -> list[str]:
-    """Ends of paths that `name` may have meant, the nearest first."""
+    """Return the ends of paths that are most similar to `name`, the nearest first."""
     return difflib.get_close_matches(name.lstrip("."), _endings(paths), n=3, cutoff=0.0)
 
 
 def _endings(paths: Iterable[str]) -> list[str]:
-    """The last part of each path, and the last two."""
+    """Return the last part of each path, and the last two."""
     return sorted({".".join(path.split(".")[-count:]) for path in paths for count in (1, 2)})
 
 
 def starred(path: str) -> str:
-    """A path with `*` in the place of numbers: what a plan calls a module of every layer."""
+    """Return `path` with `*` instead of numbers, as plans name a module of every layer."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def told(model: nn.Module, paths: Iterable[str]) -> str:
-    """Modules of a model in words: those of several layers once, "layers.*.norm (a LayerNorm), head (a Linear)"."""
+    """Describe modules of a model, several layers as one: "layers.*.norm (a LayerNorm), head (a Linear)"."""
     alike: dict[str, list[str]] = {}
     for path in paths:
         alike.setdefault(starred(path), []).append(path)

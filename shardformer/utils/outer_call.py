@@ -1,4 +1,4 @@
-"""A call around the calls of a module, outside of all of its hooks, those included that are registered later."""
+"""Wrapper around the calls of a module, outside of all of its hooks, including those registered later."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-# (the module's own call, its arguments) -> what the caller gets
+# (the module's own call, args, kwargs) -> what the caller gets
 OuterCall = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 def call_through(module: nn.Module, outer: OuterCall) -> None:
-    """Let every call of `module` go through `outer`. Its class is derived from: modules are called by their class."""
+    """Route every call of `module` through `outer`, by a derived class: Python looks up `__call__` on the class."""
     native = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Names of parameters, several of one that is tied."""
+"""Names of parameters; a tied parameter has several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Id of each parameter -> its names, several where it is tied, in the model's order."""
+    """Return id of each parameter -> its names, several if it is tied, in the model's order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -14,17 +14,17 @@ def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def alias_groups(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, in the model's order."""
+    """Return the names of each parameter, in the model's order."""
     return list(names_of_parameters(model).values())
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one parameter, in the model's order."""
+    """Return groups of names that refer to one parameter, in the model's order."""
     return [names for names in alias_groups(model) if len(names) > 1]
 
 
 def retie(model: nn.Module, tied: list[list[str]]) -> None:
-    """Make the names of each group one parameter again after replacements: the sharded one, where one was sharded."""
+    """Tie the names of each group again after replacements; a sharded parameter takes precedence."""
     for names in tied:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         held = [name for name in names if name in parameters]

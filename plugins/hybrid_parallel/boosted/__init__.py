@@ -1,1 +1,1 @@
-"""The model that `boost` returns, and how other code may use it."""
+"""The model that `boost` returns, and the checks on how other code uses it."""

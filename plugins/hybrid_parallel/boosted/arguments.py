@@ -1,4 +1,4 @@
-"""What calls after `boost` take: the model and the optimizer that it returned."""
+"""Checks of the arguments of calls after `boost`: the model and the optimizer that it returned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_boosted_model(model: Any) -> None:
     """Refuse a model that `boost` did not return.
 
     Raises:
-        ConfigurationError: it is the user's own, or another module around a boosted one.
+        ConfigurationError: if it is the user's own model, or another module around a boosted one.
     """
     if isinstance(model, GuardedModel):
         return
@@ -33,7 +33,7 @@ def check_boosted_optimizer(optimizer: Any) -> None:
     """Refuse an optimizer that `boost` did not return.
 
     Raises:
-        ConfigurationError: it is the user's own.
+        ConfigurationError: if it is the user's own optimizer.
     """
     if not isinstance(optimizer, GuardedOptimizer):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Copies of a boosted model, as averages of weights (EMA) and teachers take them."""
+"""Copies of a boosted model, for averages of weights (EMA) and for teachers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardformer.shard_spec import annotate, grad_group_of, parameter_like
 
 
 def copy_module(module: nn.Module, mesh: HybridMesh, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a sharded model: parameters and buffers of its own, cut alike, on the same ranks.
+    """Make a deep copy of a sharded model: its own parameters and buffers, sharded the same way, on the same ranks.
 
     Args:
-        memo: of `copy.deepcopy`; afterwards it has the new parameters.
+        memo: memo of `copy.deepcopy`; afterwards it includes the new parameters.
     """
     for shared in _shared(module, mesh):
         memo[id(shared)] = shared
@@ -29,7 +29,7 @@ def copy_module(module: nn.Module, mesh: HybridMesh, memo: dict[int, Any]) -> nn
 
 
 def _shared(module: nn.Module, mesh: HybridMesh) -> Iterator[Any]:
-    """What all copies use: process groups cannot be copied, and passes of a pipeline run one at a time."""
+    """Yield the objects that copies share: process groups cannot be copied, and pipeline passes run one at a time."""
     yield from (*mesh.axis_groups.values(), mesh.replica_group)
     for each in module.modules():
         for value in vars(each).values():

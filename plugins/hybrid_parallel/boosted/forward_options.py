@@ -1,4 +1,4 @@
-"""Options of a forward that ask for what no rank has whole under a layout."""
+"""Forward options that ask for tensors that no rank has whole under a layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardformer.peft import model_inside
 
 
 class ForwardOptions:
-    """What calls of one model may ask for.
+    """Checks and adapts what calls of one model ask for.
 
     Args:
         module: the sharded model.
@@ -33,10 +33,10 @@ class ForwardOptions:
         self._cuts_caches = mesh.size("cp") > 1 or exchanges
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Positional arguments by the names that the model's forward has for them; as they are where it has none.
+        """Bind positional arguments to the names in the model's forward; return them unchanged if it has no names.
 
         Raises:
-            TypeError: as the model's own forward raises it.
+            TypeError: if the arguments do not fit, as in a call of the model's own forward.
         """
         if not args:
             return args, dict(kwargs)
@@ -48,24 +48,26 @@ class ForwardOptions:
         return (), {**{name: value for name, value in bound.items() if name != rest}, **bound.get(rest, {})}
 
     def _signatures(self) -> Iterator[inspect.Signature]:
-        """Of the model as it is called, and of the one inside of wrappers that pass everything on."""
+        """Yield the signature of the model as it is called, and of the model inside wrappers that pass arguments on."""
         yield inspect.signature(self.module.forward)
         yield inspect.signature(self.inside.forward)
 
     def wants_tuple(self, given: Mapping[str, Any]) -> bool:
-        """Whether a model of transformers is to return a tuple in the place of its class of outputs."""
+        """Return whether a transformers model must return a tuple instead of its output class."""
         return self._returns_class and self._asked(given, "return_dict") is False
 
     def inputs(self, given: Mapping[str, Any], is_microbatch: bool = False) -> dict[str, Any]:
-        """The keyword arguments that the model gets: caches that would not be whole are not filled, and outputs have
-        names until all of them are whole.
+        """Return the keyword arguments for the model's forward.
+
+        Caches that would not be whole are not filled. Outputs keep their names until all of them are whole, even if the
+        caller wants a tuple.
 
         Args:
-            given: by the caller.
-            is_microbatch: whether that is a part of a batch.
+            given: the caller's arguments.
+            is_microbatch: whether they are a part of a batch.
 
         Raises:
-            ConfigurationError: they ask for what is not whole under this layout.
+            ConfigurationError: if they ask for tensors that are not whole under this layout.
         """
         for problem in self._problems(given, is_microbatch):
             raise ConfigurationError(problem)
@@ -78,7 +80,7 @@ class ForwardOptions:
         return inputs
 
     def _asked(self, given: Mapping[str, Any], name: str) -> Any:
-        """The option by the call or, where that says nothing, by the configuration."""
+        """Return an option from the call or, if the call does not set it, from the model's configuration."""
         asked = given.get(name)
         return getattr(getattr(self.inside, "config", None), name, None) if asked is None else asked
 

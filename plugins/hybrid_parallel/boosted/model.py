@@ -1,4 +1,4 @@
-"""HybridParallelModel: this rank's share of the model."""
+"""HybridParallelModel: this rank's shard of the model, as `boost` returns it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from shardformer.utils.parameter_names import tied_names
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What a model was before it was sharded.
+    """Description of a model before it was sharded.
 
     Attributes:
-        config: its configuration, None for a model that is not transformers'.
-        names: of its parameters and persistent buffers.
+        config: its configuration; None if it is not a transformers model.
+        names: names of its parameters and persistent buffers.
         aliases: name -> the other names of the same (tied) parameter.
-        listed_as: name of a tied parameter -> the one of its names that `named_parameters` lists.
-        adapter_names: adapter of peft -> names of its tensors here -> in its file.
+        listed_as: name of a tied parameter -> the name under which `named_parameters` lists it.
+        adapter_names: peft adapter -> names of its tensors here -> names in its file.
     """
 
     config: Any
@@ -66,18 +66,18 @@ class WholeModel:
 
 
 class HybridParallelModel(GuardedModel):
-    """This rank's share of a model.
+    """This rank's shard of a model.
 
-    With one pipeline stage it is called like the model it wraps: `model(**batch)`. The loss it returns is then the
-    mean over the global batch of all data-parallel ranks, so that each of them has to call it.
+    With one pipeline stage it is called like the wrapped model: `model(**batch)`. The loss in its outputs is then the
+    mean over the global batch of all data-parallel ranks, so all of them must call it.
 
     Args:
         module: the sharded model.
         mesh: the grid of ranks.
         stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
-        origin: what the whole model was, for saving and loading.
-        saved_elsewhere: parameters here that another stage is the one to save.
-        schedule, num_chunks: of the pipeline.
+        origin: description of the whole model, for saving and loading.
+        saved_elsewhere: parameters on this rank that another stage saves.
+        schedule, num_chunks: pipeline schedule, and number of stages per rank.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class HybridParallelModel(GuardedModel):
         self.options = ForwardOptions(module, mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
-        """A model with weights of its own on the same ranks, without an optimizer: for averages of weights (EMA)."""
+        """Copy the weights to a new model on the same ranks, without an optimizer: for averages of weights (EMA)."""
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         module = copy_module(self.module, self.mesh, memo)
@@ -113,23 +113,23 @@ class HybridParallelModel(GuardedModel):
         )
         made.tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
         refuse_backward(made)
-        made.training = self.training  # that of each module was copied
+        made.training = self.training  # the flags of inner modules are copied already
         return made
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the names that the whole model lists.
+        """Yield this rank's parameters by the names that the whole model lists.
 
-        A tied parameter that a stage holds as its head's weight is listed as the embedding's, as the unsharded model
-        does: whoever chooses parameters by their names then chooses the same on every stage.
+        A tied parameter that a stage holds as its head's weight is listed under the embedding's name, as in the
+        unsharded model. Code that chooses parameters by name thus chooses the same ones on every stage.
         """
         listed_as = self.origin.listed_as if remove_duplicate else {}
         for name, param in super().named_parameters("", recurse, remove_duplicate):
             yield (f"{prefix}." if prefix else "") + listed_as.get(name, name), param
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's state dict, in which tied parameters have the names that it has or those that it lists."""
+        """Load this rank's state dict; tied parameters may have the names that it holds or the names that it lists."""
         own = self.module.state_dict(keep_vars=True)
         held_as = {self.origin.listed_as[name]: name for name in own if name in self.origin.listed_as}
         if any(name not in own and name in held_as for name in state_dict):
@@ -143,28 +143,28 @@ class HybridParallelModel(GuardedModel):
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """What floating-point inputs are cast to; None to leave them."""
+        """Dtype that floating-point inputs are cast to; None to leave them unchanged."""
         return self.dtype if self.dtype in (torch.bfloat16, torch.float16) else None
 
     def parameters_only_of(self, stage: int, others: Collection[int]) -> frozenset[nn.Parameter]:
-        """The parameters of a stage of this rank that none of the others here has."""
+        """Return the parameters of a stage of this rank that none of the stages `others` has."""
         parameters = self.runtime.stage_parameters
         return parameters[stage].difference(*(parameters[other] for other in others))
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A pass through the model: its parameters are here, and it draws from its own random stream."""
+        """Prepare a pass through the model: its parameters are gathered, and it draws from its own random stream."""
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         with self.stream.active() if self.stream is not None and self.training else nullcontext():
             yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One pass of the whole model, on one pipeline stage.
+        """Run one pass of the whole model, which must be a single pipeline stage.
 
         Raises:
-            RuntimeError: the model is a stage of a pipeline.
-            ConfigurationError: another engine runs it.
+            RuntimeError: if the model is one of several pipeline stages.
+            ConfigurationError: if another engine runs it.
         """
         self.refuse_outer_engine()
         if self.mesh.size("pp") > 1:
@@ -189,7 +189,7 @@ class HybridParallelModel(GuardedModel):
         return outputs.to_tuple() if as_tuple and hasattr(outputs, "to_tuple") else outputs
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of all optimizers and of parameters that none has."""
+        """Drop or zero all gradients, of all optimizers and of parameters that no optimizer holds."""
         held = {param for each in self.optimizers for bucket in each.buckets for param in bucket.params}
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
@@ -198,9 +198,9 @@ class HybridParallelModel(GuardedModel):
                 param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before (0-d).
+        """Scale all gradients so that their global norm is at most `max_norm`; return the norm before (0-d).
 
-        To be called on all ranks between the backward pass and `step`: the place of
+        Must be called on all ranks between the backward pass and `step`. It replaces
         `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` under any layout.
         """
         if not self.optimizers:
@@ -208,18 +208,18 @@ class HybridParallelModel(GuardedModel):
         return clip_grad_norm_(self.optimizers, max_norm)
 
     def checks_this_batch(self) -> bool:
-        """Whether to compare a training batch over ranks: the first few, and in debug mode all."""
+        """Count a training batch; return whether to compare it over ranks: the first few, and in debug mode all."""
         self.batches_seen += 1
         return self.batches_seen <= FIRST_STEPS or self.trace.watch is not None
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate` on this rank's share of the weights; every tensor-parallel rank gets all tokens.
+        """Run transformers' `generate` on sharded weights; every tensor-parallel rank returns all tokens.
 
-        Sampling draws from torch's own random numbers, those of the first of the tensor-parallel ranks.
+        Sampling draws from torch's own random numbers, as they are on the first tensor-parallel rank.
 
         Raises:
-            RuntimeError: the model is a stage of a pipeline, or its layers keep no cache.
+            RuntimeError: if the model is a pipeline stage, or if its layers keep no cache.
         """
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
@@ -228,11 +228,11 @@ class HybridParallelModel(GuardedModel):
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
     ) -> StepLoss:
-        """How the loss of a step over `microbatches`, the parts of `batch`, is computed."""
+        """Return the loss of a step over `microbatches`, the parts of `batch`."""
         return self.losses.step_loss(microbatches, criterion, batch)
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
-        """The keyword arguments of the model's forward: labels are left to the loss, caches are not filled."""
+        """Return the arguments of the model's forward, without labels that the loss reads; caches are not filled."""
         inputs = {name: value for name, value in microbatch.items() if name not in loss.own_entries}
         inputs = self.options.inputs(inputs, is_microbatch=True)
         if self.head_loss is not None and not isinstance(loss, ModelStepLoss):
@@ -240,7 +240,7 @@ class HybridParallelModel(GuardedModel):
         return inputs
 
     def gathered(self, outputs: Any) -> Any:
-        """`outputs` of whole sequences, with vocabulary-parallel logits gathered over the tensor-parallel ranks."""
+        """Return `outputs` of whole sequences, with logits gathered over the vocabulary-parallel ranks."""
         outputs = self.whole_sequences(outputs)
         head = next((module for module in self.module.modules() if isinstance(module, VocabParallelLMHead)), None)
         if head is None or not isinstance(outputs, Mapping):
@@ -256,7 +256,7 @@ class HybridParallelModel(GuardedModel):
         return type(outputs)(**{**outputs, **logits})
 
     def whole_sequences(self, outputs: Any) -> Any:
-        """Outputs of this rank's part of each sequence -> of whole sequences."""
+        """Gather outputs of this rank's part of each sequence to outputs of whole sequences."""
         axis = self.losses.axis
         if axis is None:
             return outputs
@@ -274,11 +274,11 @@ class HybridParallelModel(GuardedModel):
     def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if args or num_rows(kwargs):
             return self.whole_sequences(self.module(*args, **kwargs))
-        # Layers take no empty batch, and others may wait for this rank in them (experts).
+        # Layers accept no empty batch, and other ranks may wait for this one in them (experts).
         return without_rows(self.whole_sequences(self.module(**stand_in(kwargs))))
 
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The pass with the head's loss, computed where the logits lie."""
+        """Run a pass with the head's loss, computed on this rank's logits."""
         loss, given = self._share_of_loss(kwargs)
         with parallel_logits(self.module):
             outputs = self.module(*args, **{**self.head_loss.inputs(given), "return_dict": True})
@@ -289,7 +289,7 @@ class HybridParallelModel(GuardedModel):
         return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
 
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The pass with the loss that the model's forward computes."""
+        """Run a pass with the loss that the model's forward computes."""
         given = kwargs if num_rows(kwargs) else stand_in(kwargs)
         outputs = self.module(*args, **given)
         if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
@@ -299,13 +299,13 @@ class HybridParallelModel(GuardedModel):
         return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
 
     def _share_of_loss(self, kwargs: dict[str, Any]) -> tuple[StepLoss, dict[str, Any]]:
-        """The loss of a global batch, and what the model is given: a stand-in where this share of it is empty."""
+        """Return the loss of a global batch and the model's inputs: a stand-in if this rank's share is empty."""
         if num_rows(kwargs):
             return self.step_loss([kwargs], None, kwargs), kwargs
         return self.step_loss([], None, kwargs), stand_in(kwargs)
 
     def _with_loss(self, outputs: Mapping[str, Any], share: Tensor) -> Any:
-        """`outputs` with the loss of all replicas, of which each has a share."""
+        """Return `outputs` with the sum of the shares of the loss over all replicas."""
         if self.mesh.size(DP_CP) > 1:
             share = _SumOverReplicas.apply(share, self.mesh.group(DP_CP))
         rest = {key: item for key, item in outputs.items() if key != "loss"}
@@ -313,16 +313,16 @@ class HybridParallelModel(GuardedModel):
 
 
 def _no_share(outputs: Any) -> Tensor:
-    """What an empty share adds to a loss: zero, in the precision of the others' shares."""
+    """Return the share of an empty batch in the loss: zero, in the precision of the other shares."""
     nothing = nothing_of(outputs)
     return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
 
 
 class _SumOverReplicas(torch.autograd.Function):
-    """The global loss from each rank's share of it.
+    """Sums the shares of the global loss over ranks.
 
-    Its gradient is multiplied by the number of ranks, because `booster.backward` averages over them: a loss that the
-    user computed himself is a local mean there.
+    The gradient is multiplied by the number of ranks, because `booster.backward` averages over them: there, a loss
+    that the user computed is a local mean.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Saving and loading: Hugging Face directories for models, logical per-parameter tensors for training state."""
+"""Saving and loading: models as Hugging Face directories, training state as logical per-parameter tensors."""

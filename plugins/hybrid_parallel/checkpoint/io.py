@@ -1,4 +1,4 @@
-"""HybridParallelCheckpointIO: how this plugin saves and loads."""
+"""HybridParallelCheckpointIO: checkpointing of the hybrid-parallel plugin."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _logger = get_logger(__name__)
 
 
 class HybridParallelCheckpointIO(CheckpointIO):
-    """Saves and loads under any layout.
+    """Saves and loads models and training states under any parallel layout.
 
     Args:
-        mesh: the grid of ranks.
+        mesh: mesh of ranks.
     """
 
     def __init__(self, mesh: HybridMesh) -> None:
@@ -61,23 +61,25 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """What the main thread talks in."""
+        """Process group used by the main thread."""
         return control_group()
 
     @cached_property
     def background_group(self) -> dist.ProcessGroup:
-        """What a save in the background talks in: nothing else may come in between."""
+        """Process group for background saves, separate so that their collectives do not mix with the main thread's."""
         return dist.new_group(backend="gloo", timeout=world_timeout())
 
     @failure.guard("booster.save_model")
     def save_model(
         self, model: nn.Module, directory: str, size_per_shard: str = "5GB", dtype: torch.dtype | None = None
     ) -> None:
-        """Write a Hugging Face directory, or the adapters of a model that has some.
+        """Write a Hugging Face directory, or the adapters of a peft model.
 
         Args:
-            size_per_shard: upper limit of one file.
-            dtype: of the weights in the files; None for that of the model.
+            model: the boosted model.
+            directory: output directory.
+            size_per_shard: maximum size of one file.
+            dtype: dtype of the weights in the files; None for that of the model.
         """
         _check_boosted({"model": model})
         _wait_for_parameters(model)
@@ -89,11 +91,13 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     @failure.guard("booster.load_model")
     def load_model(self, model: nn.Module, directory: str, strict: bool = True, allow_bin: bool = False) -> None:
-        """Read a Hugging Face directory, as `from_pretrained` of the model's class would, or a model's adapters.
+        """Read a Hugging Face directory, as the model class's `from_pretrained` would, or the adapters of a peft model.
 
         Args:
-            strict: refuse a directory that lacks tensors or has others.
-            allow_bin: read `.bin` files, by `torch.load(weights_only=True)`, where there are no safetensors.
+            model: the boosted model.
+            directory: directory to read.
+            strict: raise if the directory lacks tensors or has unexpected ones.
+            allow_bin: read `.bin` files with `torch.load(weights_only=True)` if there are no safetensors files.
         """
         _check_boosted({"model": model})
         _wait_for_parameters(model)
@@ -104,11 +108,11 @@ class HybridParallelCheckpointIO(CheckpointIO):
             load_model_files(model, Path(directory), strict, allow_bin)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        """Write a checkpoint of the optimizer alone."""
+        """Write a checkpoint that holds only the optimizer and the random states."""
         self.save_checkpoint(directory, {"optimizer": optimizer}, {})
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
-        """Read the optimizer's part of a checkpoint; random states stay as they are."""
+        """Read the optimizer state from a checkpoint; random states are not changed."""
         _check_boosted({"optimizer": optimizer})
         self._background.finish()
         manifest = self._verified(Path(directory))
@@ -123,7 +127,21 @@ class HybridParallelCheckpointIO(CheckpointIO):
         asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> SavedCheckpoint:
-        """Write everything aside, then let it appear as a whole."""
+        """Write a checkpoint to a temporary directory, then publish it atomically.
+
+        Args:
+            directory: final path of the checkpoint, the same on all ranks.
+            objects: objects to save, by kind ("model", "optimizer", "lr_scheduler", "dataloader").
+            extra: additional values, as JSON.
+            asynchronous: write a copy of the state in the background while training continues.
+            keep_last: number of checkpoints in the folder to keep; None keeps all.
+
+        Returns:
+            A handle of the save.
+
+        Raises:
+            ConfigurationError: the arguments are invalid, or the checkpoint cannot be written; on all ranks.
+        """
         _check_boosted(objects)
         began = time.perf_counter()
         self._background.finish()
@@ -149,7 +167,19 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     @failure.guard("booster.load_checkpoint")
     def load_checkpoint(self, directory: str, objects: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
-        """Read a checkpoint; random states are taken over where the layout is the same."""
+        """Read a checkpoint; random states are restored only if the layout is the same.
+
+        Args:
+            directory: a checkpoint, or the folder of the checkpoints if `resume` is given.
+            objects: objects to restore, by kind.
+            resume: "latest" for the newest complete checkpoint in `directory`.
+
+        Returns:
+            The `extra` values of the checkpoint.
+
+        Raises:
+            ConfigurationError: there is no readable checkpoint, or it does not fit the objects.
+        """
         _check_boosted(objects)
         self._background.finish()
         if resume not in (None, "latest"):
@@ -162,27 +192,27 @@ class HybridParallelCheckpointIO(CheckpointIO):
         return manifest.state["extra"]
 
     def latest_checkpoint(self, folder: str) -> str | None:
-        """The newest complete checkpoint of a folder, the same on all ranks; None if there is none."""
+        """Return the newest complete checkpoint in a folder, the same on all ranks, or None if there is none."""
         self._background.finish()
         return self._from_first(
             lambda: next((str(path) for path in checkpoints_in(Path(folder)) if is_whole(path)), None), self.group
         )
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background."""
+        """Wait for a background save to finish."""
         self._background.finish()
 
     # ----- saving -----
 
     def _write(self, path: Path, snapshot: Snapshot, keep_last: int | None, group: dist.ProcessGroup) -> None:
-        """Write this rank's part of a snapshot, and publish that of all; may run beside training."""
+        """Write this rank's part of a snapshot, and publish the checkpoint; may run concurrently with training."""
         partial = self._start(path, group)
         try:
             sequence = self._from_first(lambda: partial.sequence, group)
             part = raise_on_all_ranks(lambda: _write_part(path, sequence, snapshot), group)
             parts = gather_json(part, group)
             raise_on_all_ranks(lambda: partial and _publish(partial, snapshot, parts, keep_last), group)
-        except ConfigurationError:  # raised on all ranks alike: they can wait until nothing is left of it
+        except ConfigurationError:  # raised on all ranks, so all can take part in the cleanup
             raise_on_all_ranks(lambda: partial and partial.discard(), group)
             raise
         finally:
@@ -190,7 +220,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
                 partial.close()
 
     def _start(self, path: Path, group: dist.ProcessGroup) -> PendingSave | None:
-        """One place for the save, the same on all ranks; the first of them holds it."""
+        """Check that all ranks save to the same path, and return the pending save on rank 0 and None on the others."""
         given = all_gather_json(str(path), group)
         for rank, other in enumerate(given):
             if other != given[0]:
@@ -202,7 +232,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
     # ----- loading -----
 
     def _verified(self, path: Path) -> Manifest:
-        """The manifest of a checkpoint of which every byte was compared with its checksum, by all ranks together."""
+        """Read the manifest of a checkpoint, and verify all files against it; each rank verifies some of the files."""
         manifest = raise_on_all_ranks(lambda: Manifest.read(path / MANIFEST), self.group)
         if len(set(all_gather_json(manifest.checksum, self.group))) > 1:
             raise ConfigurationError(f"{path} was saved anew, or differs between the ranks; load it again")
@@ -216,7 +246,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         return manifest
 
     def _latest(self, folder: Path) -> tuple[Path, Manifest]:
-        """The newest checkpoint of a folder that is whole."""
+        """Return the newest checkpoint in a folder that passes verification, and its manifest."""
         candidates = self._from_first(lambda: [str(path) for path in checkpoints_in(folder)], self.group)
         for path in map(Path, candidates):
             try:
@@ -231,13 +261,13 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     @staticmethod
     def _from_first(look: Callable[[], Any], group: dist.ProcessGroup) -> Any:
-        """What rank 0 finds: another rank may look a moment later."""
+        """Return the result of `look` on rank 0: other ranks might see the file system at a later moment."""
         found = raise_on_all_ranks(lambda: look() if dist.get_rank() == 0 else None, group)
         return all_gather_json(found, group)[0]
 
 
 def _write_part(path: Path, sequence: int, snapshot: Snapshot) -> list[Any]:
-    """Write this rank's file; what there is to say about it, as JSON."""
+    """Write the file of this rank, and return its description as JSON."""
     name = data_file(sequence, dist.get_rank())
     file = partial_directory(path) / name
     written = write_tensors(snapshot.tensors, file)
@@ -245,7 +275,7 @@ def _write_part(path: Path, sequence: int, snapshot: Snapshot) -> list[Any]:
 
 
 def _publish(partial: PendingSave, snapshot: Snapshot, parts: list[Any], keep_last: int | None) -> None:
-    """Complete the checkpoint by what all ranks wrote."""
+    """Complete the checkpoint from the descriptions of all ranks, and remove old checkpoints."""
     state = dict(snapshot.state)
     if state["optimizer"] is not None:
         state["optimizer"] = {**state["optimizer"], **_merge_numbers([numbers for *_, numbers in parts])}
@@ -258,7 +288,7 @@ def _publish(partial: PendingSave, snapshot: Snapshot, parts: list[Any], keep_la
 
 
 def _merge_numbers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a parameter that is cut over ranks, each of them says the same."""
+    """Merge the optimizer numbers of all ranks; ranks that share a parameter report the same values."""
     merged: dict[str, Any] = {"numbers": {}, "shapes": {}}
     for part in parts:
         for kind in merged:

@@ -1,1 +1,1 @@
-"""Commands of `booster` that know this plugin."""
+"""Commands of `booster` that this plugin provides."""

@@ -1,4 +1,4 @@
-"""What commands check before they work: options that would say nothing, and files that could not be written."""
+"""Checks of command-line arguments before the work starts: options without effect, and files that cannot be written."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from booster.errors import ConfigurationError
 
 
 def given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """Names of the options that differ from their default."""
+    """Return the names of the options that differ from their defaults."""
     return [name for name, value in vars(options).items() if value != parser.get_default(name)]
 
 
 def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> None:
-    """Refuse an option that says nothing of what is asked for.
+    """Refuse an option that has no effect on the requested output.
 
     Args:
         found: names of the options that were given.
-        used: those that say something.
-        what: is asked for, such as "a model".
+        used: names of the options that have an effect.
+        what: the requested output, such as "a model".
 
     Raises:
-        ConfigurationError: one says nothing.
+        ConfigurationError: an option has no effect.
     """
     unused = next((name for name in found if name not in used), None)
     if unused is not None:
@@ -32,10 +32,10 @@ def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> N
 
 
 def refuse_bad_places(*paths: Path | None) -> None:
-    """Refuse files that could not be written after a long work.
+    """Refuse output files that cannot be written, before the work starts.
 
     Raises:
-        ConfigurationError: a directory does not exist, or stands where the file would.
+        ConfigurationError: the directory of a file does not exist, or the path of a file is a directory.
     """
     for path in paths:
         if path is not None and not path.parent.is_dir():
@@ -45,10 +45,10 @@ def refuse_bad_places(*paths: Path | None) -> None:
 
 
 def refuse_without_pipeline(ranks: int, schedule: str | None, chunks: int | None) -> None:
-    """Refuse what is said of a pipeline of one rank.
+    """Refuse pipeline options if the pipeline has only one rank.
 
     Raises:
-        ConfigurationError: a schedule other than the default, or a number of chunks.
+        ConfigurationError: a schedule other than the default or a number of chunks was given.
     """
     if ranks == 1 and (schedule not in (None, "1f1b") or chunks is not None):
         option = f"--schedule {schedule}" if schedule not in (None, "1f1b") else f"--chunks {chunks}"

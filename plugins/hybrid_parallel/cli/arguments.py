@@ -1,4 +1,4 @@
-"""Options of commands that describe a layout, and the plugin's options that they stand for."""
+"""Command-line options that describe a layout, and their conversion to options of the plugin."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """The sizes of the mesh."""
+    """Add the options for the sizes of the mesh."""
     parser.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks (1)")
     parser.add_argument("--pp", type=count, default=1, help="ranks of the pipeline (1)")
     parser.add_argument("--dp", type=count, help="data-parallel ranks")
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """The sizes, and how experts, sequence and pipeline are cut."""
+    """Add the options for the mesh sizes and for expert, sequence and pipeline parallelism."""
     add_sizes(parser)
     parser.add_argument("--ep", type=count, default=1, help="of the data-parallel ranks, those that share experts (1)")
     parser.add_argument(
@@ -32,7 +32,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of `HybridParallelPlugin`."""
+    """Convert parsed arguments to options of `HybridParallelPlugin`."""
     chosen: dict[str, Any] = {
         "tp_size": options.tp,
         "pp_size": options.pp,
@@ -48,7 +48,7 @@ def layout_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def count(text: str) -> int:
-    """A positive number of an option."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer, such as 4")
     return int(text)

@@ -1,4 +1,4 @@
-"""What the plugin adds to `booster doctor`: its optimisations, and how fast ranks reach each other on each axis."""
+"""Sections that the plugin adds to `booster doctor`: optimisations, and link benchmarks for each mesh axis."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Sections = dict[str, dict[str, str]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `booster doctor` that are the plugin's."""
+    """Add the plugin's options of `booster doctor`."""
     parser.add_argument("--nproc-per-node", type=count, help="measure the links between so many ranks of this machine")
     add_sizes(parser)
     parser.add_argument("--output", type=Path, help="write the measurements to this file, as JSON")
 
 
 def sections(options: argparse.Namespace) -> Sections:
-    """Title -> name -> what there is to say.
+    """Return the report: section title -> name -> text.
 
     Raises:
-        ConfigurationError: the sizes do not fit the ranks, or ranks do not answer.
+        ConfigurationError: the mesh sizes do not match the number of ranks, or ranks do not respond.
     """
     place = place_from_environment(os.environ)
     own = {"Optimisations": optimisations()} if place.rank == 0 else {}
@@ -62,7 +62,11 @@ def sections(options: argparse.Namespace) -> Sections:
 
 
 def measure_mesh(config: HybridParallelConfig) -> dict[str, LinkMeasurement]:
-    """Axis -> its measurement, for axes of more than one rank; all ranks of a job call this alike."""
+    """Measure each axis that has more than one rank; all ranks of a job must call this.
+
+    Returns:
+        axis -> its measurement.
+    """
     import torch.distributed as dist
 
     from plugins.hybrid_parallel.distributed.mesh import AXES, build_mesh
@@ -86,7 +90,7 @@ def _on_local_ranks(config: HybridParallelConfig, world_size: int) -> dict[str, 
 
 
 def _table(axes: dict[str, LinkMeasurement]) -> dict[str, str]:
-    """A line of latency for each axis, and one for each operation and size."""
+    """Format one line of latencies per axis, and one line per operation and size."""
     rows: dict[str, str] = {}
     for axis, measured in axes.items():
         what = "a message" if axis == "pp" else "an all-reduce"

@@ -1,4 +1,4 @@
-"""`booster inspect`: who holds what of a model, and a schedule before or after it ran."""
+"""`booster inspect`: show which rank holds which parameters of a model, or a predicted or recorded schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 
-# What is shown -> the options that say something of it.
+# Requested output -> options that have an effect on it.
 _USED_FOR = {
     "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "html"),
     "a schedule": (
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _asked_for(options: argparse.Namespace) -> str:
-    """Key of `_USED_FOR`."""
+    """Return what was requested, as a key of `_USED_FOR`."""
     if options.model is not None:
         return "a model"
     if options.recorded is not None:
@@ -64,7 +64,7 @@ def _asked_for(options: argparse.Namespace) -> str:
 
 
 def _show_model(options: argparse.Namespace) -> int:
-    """Who holds what under a layout."""
+    """Print which rank holds which parameters under a layout."""
     from plugins.hybrid_parallel.inspect.html import write_page
     from plugins.hybrid_parallel.inspect.shard_report import holdings, in_words
 
@@ -81,7 +81,7 @@ def _show_model(options: argparse.Namespace) -> int:
 
 
 def _predicted(options: argparse.Namespace) -> Timeline:
-    """The schedule simulated; passes of a stage take the share of a rank's that it is."""
+    """Simulate the schedule; the given times are those of a rank, and its stages take equal shares of them."""
     config = HybridParallelConfig(
         pp_size=options.pp,
         pp_style=options.schedule,

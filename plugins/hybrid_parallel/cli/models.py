@@ -1,4 +1,4 @@
-"""Models that commands are given by name: a directory, a config.json, or a name that transformers has in its cache."""
+"""Find models by name: a directory, a config.json, or a name in the cache of transformers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from booster.errors import ConfigurationError
 
 
 def model_builder(name: str, head: str | None = None) -> Callable[[], nn.Module]:
-    """What makes the model, with values of its own.
+    """Return a function that builds the model with newly initialized weights.
 
     Args:
-        head: name of its class, or what it is for; None for the one that its configuration names.
+        name: a directory, a config.json, or a name in the cache.
+        head: name of the model's class, or its task; None for the class that the configuration names.
 
     Raises:
-        ConfigurationError: there is no such model, or class.
+        ConfigurationError: there is no such model or class.
     """
     import transformers
 
@@ -30,10 +31,13 @@ def model_builder(name: str, head: str | None = None) -> Callable[[], nn.Module]
 
 
 def model_of(name: str, head: str | None = None) -> tuple[Any, type[nn.Module] | None]:
-    """The configuration of a model and its class, None where neither says which.
+    """Return the configuration and the class of a model; the class is None if neither input names one.
+
+    Args:
+        name, head: see `model_builder`.
 
     Raises:
-        ConfigurationError: there is no such model, or class.
+        ConfigurationError: there is no such model or class.
     """
     import transformers
 

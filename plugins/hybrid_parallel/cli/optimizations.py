@@ -1,4 +1,4 @@
-"""What each optimisation needs, and whether it is there: by the rules by which the library chooses its kernels."""
+"""Report which optimisations are available, by the same rules by which the library chooses its kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 
 
 def optimisations() -> dict[str, str]:
-    """Name -> "available", or what goes on without it and what to install."""
+    """Return name -> "available", or the fallback and what to install."""
     import torch
     import torch.distributed as dist
 
@@ -42,7 +42,7 @@ def optimisations() -> dict[str, str]:
 
 
 def _attention_here(device: str) -> str:
-    """Which kernel a model without peculiarities gets in 16 bit."""
+    """Return the attention kernel that a standard model gets in bf16."""
     import torch
 
     from shardformer.attention.backends import SDPA, choose_backend

@@ -1,4 +1,4 @@
-"""`booster plan`: the layouts of a model on some devices, the fastest that fit first."""
+"""`booster plan`: rank the layouts of a model on given devices, and list those that fit, fastest first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HERE = "this-machine"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; 1 where no layout fits."""
+    """Run the command; return 1 if no layout fits, else 0."""
     options = _parser().parse_args(arguments)
     refuse_bad_places(options.output, options.table, options.plot)
     if options.choose > 1 and options.output is None:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if sys.stderr.isatty():
         _show_progress()
     build = model_builder(options.model, options.head)
-    gc.freeze()  # what is imported stays: looking through it again and again takes a fifth of a plan
+    gc.freeze()  # exclude imported modules from garbage collection: scanning them takes a fifth of the time
     job = Job(options.devices, options.global_batch, options.sequence_length, options.precision, options.max_tp)
     plan, device = plan_for(build, job, _device(options))
     tokens = float(job.global_batch * job.length)
@@ -57,14 +57,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show_progress() -> None:
-    """What the planner looks at, while it does."""
+    """Log the planner's progress to the terminal."""
     planner = logging.getLogger("plugins.hybrid_parallel.planner")
     planner.addHandler(logging.StreamHandler())
     planner.setLevel(logging.INFO)
 
 
 def _device(options: argparse.Namespace) -> Device | None:
-    """The device that was named, with what was said of it; None to measure this machine."""
+    """Return the named preset with the given changes; None to measure this machine."""
     changes = {
         "memory": None if options.memory is None else options.memory * GIB,
         "node_size": options.node_size,

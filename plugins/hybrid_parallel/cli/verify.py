@@ -1,4 +1,4 @@
-"""`booster verify`: does a model train under a layout as it does unsharded, and if not, where does it differ first."""
+"""`booster verify`: check that a model trains the same under a layout as unsharded, or find the first difference."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         0 if both trainings are equal, 1 if they differ or the sharded one fails.
+
     Raises:
-        ConfigurationError: a bad option, or a model that has no twin, or that cannot be cut like this.
+        ConfigurationError: an option is invalid, or the model has no twin or cannot be sharded like this.
     """
     options = _parser().parse_args(arguments)
     refuse_without_pipeline(options.pp, options.schedule, options.chunks)
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def in_words(found: Verification) -> str:
-    """What was compared, and "equal" or the first difference."""
+    """Format what was compared, and "equal" or the first difference, as text."""
     trial = found.trial
     text = trial.tiny_model.config.get_text_config()
     sizes = ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"), ("hidden_size", "hidden")
@@ -66,7 +67,7 @@ def in_words(found: Verification) -> str:
 
 
 def as_json(found: Verification) -> dict[str, Any]:
-    """The same for programs; a difference that is infinite is null."""
+    """Convert the result to JSON; an infinite difference becomes null."""
     first = found.verdict.first
     return {
         "model": found.trial.tiny_model.name,

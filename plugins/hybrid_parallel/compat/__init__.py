@@ -1,1 +1,1 @@
-"""Interfaces of other libraries, on top of this plugin."""
+"""Interfaces of other libraries, implemented on top of this plugin."""

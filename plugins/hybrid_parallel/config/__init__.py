@@ -1,1 +1,1 @@
-"""The options of the plugin, and the JSON description of a layout."""
+"""Options of the plugin, and the JSON description of a parallel layout."""

@@ -1,4 +1,4 @@
-"""The JSON description of model parallelism: how many shards and stages, which dim is cut, which device holds what."""
+"""JSON description of model parallelism: numbers of shards and stages, the sharded dim, and the device mapping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.config.pydantic_errors import described, sentences, unknown_key
 from plugins.hybrid_parallel.distributed.device_mapping import check_mapping
 
-# What the description decides, and so nobody else may.
+# Options that the description sets, so they must not be given in addition to it.
 _DECIDED = {"tp_size": "sharding_size", "pp_size": "stage_cnt", "num_microbatches": "accum_degree"}
 
 _COUNT = "is not a positive integer; use 1 or more"
@@ -21,16 +21,16 @@ _Count = Annotated[StrictInt, Field(ge=1)]
 
 
 class ParallelDescription(BaseModel):
-    """One JSON object.
+    """JSON object that describes the model parallelism.
 
     Attributes:
-        mode: "sharding" cuts layers over devices, stages one after the other; "pipeline" gives stages to devices and
-            micro-batches to stages; "hybrid" does both.
-        sharding_size: devices that share each layer.
-        sharding_dim: 0 cuts the reduction dim of every layer and adds partial sums, -1 the output dim and gathers; None
-            pairs the two, as Megatron-LM does.
-        stage_cnt: stages that the layers are cut into.
-        accum_degree: micro-batches before a step of the optimizer.
+        mode: "sharding" shards layers over devices and runs stages one after the other; "pipeline" assigns stages to
+            devices and micro-batches to stages; "hybrid" does both.
+        sharding_size: number of devices that share each layer.
+        sharding_dim: 0 shards the reduction dim of every layer and adds partial sums; -1 shards the output dim and
+            gathers; None pairs the two, as in Megatron-LM.
+        stage_cnt: number of stages that the layers are split into.
+        accum_degree: number of micro-batches per optimizer step.
         device_mapping: {"stage_0": {"shard_0": device, ...}, ...}; None for ranks in order.
     """
 
@@ -50,7 +50,7 @@ class ParallelDescription(BaseModel):
     )
 
     def problems(self) -> list[str]:
-        """What does not fit together, in sentences."""
+        """Return conflicts between the fields, one sentence each."""
         found = []
         if self.mode == "pipeline" and self.sharding_size > 1:
             found.append(
@@ -67,7 +67,7 @@ class ParallelDescription(BaseModel):
         return found
 
     def options(self) -> dict[str, Any]:
-        """The same as options of `HybridParallelPlugin`."""
+        """Return the description as options of `HybridParallelPlugin`."""
         return {
             "tp_size": self.sharding_size,
             "pp_size": self.stage_cnt,
@@ -78,16 +78,16 @@ class ParallelDescription(BaseModel):
 
 
 def is_description(values: Mapping[str, Any]) -> bool:
-    """Whether a JSON object has any key of a description, which options of the plugin have not."""
+    """Return whether a JSON object has any key that belongs to a description and is not an option of the plugin."""
     own = set(ParallelDescription.model_fields) - {field.name for field in fields(HybridParallelConfig)}
     return not own.isdisjoint(values)
 
 
 def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `HybridParallelPlugin` that a description means, and those that stand beside it.
+    """Convert a description, and any plugin options given next to it, to options of `HybridParallelPlugin`.
 
     Raises:
-        ConfigurationError: a key that neither has, or values that do not fit, one sentence each.
+        ConfigurationError: a key is unknown or a value is invalid; one sentence for each problem.
     """
     described = {name: value for name, value in values.items() if name in ParallelDescription.model_fields}
     beside = {name: value for name, value in values.items() if name not in described}

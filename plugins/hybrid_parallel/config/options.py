@@ -1,4 +1,4 @@
-"""The options of `HybridParallelPlugin`, checked together before any process group exists."""
+"""Options of `HybridParallelPlugin`, validated together before any process group exists."""
 
 from __future__ import annotations
 
@@ -19,43 +19,46 @@ NONFINITE = ("raise", "skip", "ignore")
 
 @dataclass(frozen=True, kw_only=True)
 class HybridParallelConfig:
-    """The options, with their defaults (here and nowhere else).
+    """Options of the plugin; this class is the only place that defines their defaults.
 
     Attributes:
-        tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is what is left of the
-            world; `sp_size` is that of `tp_size`, or of `cp_size`, whose ranks share the sequence.
-        zero_stage: 0 keeps optimizer states on every data-parallel rank, 1 cuts them over the ranks.
-        precision: of parameters and activations; "fp32" leaves the model's own dtype alone, "fp8" is "bf16" with the
+        tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is derived from the world
+            size. `sp_size` equals `tp_size`, or `cp_size`, whichever axis shares the sequence.
+        zero_stage: 0 replicates optimizer states on every data-parallel rank, 1 shards them over these ranks.
+        precision: dtype of parameters and activations; "fp32" keeps the model's own dtype, "fp8" is "bf16" with the
             matrix products of the layers in 8 bit.
-        initial_scale, growth_interval: fp16 loss scale at the start; steps without overflow before it doubles.
-        max_norm: clip the global gradient norm to this; None for no clipping.
-        nonfinite: what a step does whose gradients are nan or inf on any rank: "raise" names where it began, "skip"
-            leaves it out on all ranks, "ignore" does not look. fp16 skips such steps while its loss scale can shrink.
-        num_microbatches, microbatch_size: how a batch is cut; one of the two. Default: one a pipeline stage.
-        pp_style: the pipeline schedule.
-        num_model_chunks: stages a rank holds, for interleaved schedules; None for as few as make one (two).
-        layers_per_stage: an explicit split of the layers, one number for each stage.
-        expert_capacity_factor: what an expert takes of each sequence, as a multiple of a fair share of its tokens; None
-            for all that choose it.
+        initial_scale, growth_interval: initial fp16 loss scale; number of steps without overflow before it doubles.
+        max_norm: maximum global gradient norm, for clipping; None for no clipping.
+        nonfinite: handling of a step whose gradients are nan or inf on any rank: "raise" reports where it began, "skip"
+            skips the step on all ranks, "ignore" does not check. fp16 skips such steps as long as its loss scale can
+            shrink.
+        num_microbatches, microbatch_size: how a batch is split; give at most one. Default: one micro-batch per pipeline
+            stage.
+        pp_style: pipeline schedule.
+        num_model_chunks: stages per rank, for interleaved schedules; None for the smallest number that interleaves
+            (two).
+        layers_per_stage: explicit split of the layers, one number per stage.
+        expert_capacity_factor: capacity of an expert per sequence, as a multiple of an equal share of its tokens; None
+            for no limit.
         enable_*: optimisations of the sharded model, see `ShardConfig`.
-        gradient_checkpointing: "full" recomputes every layer in the backward pass, a share in (0, 1] the first so many
-            of each stage's layers, "selective" the attention kernels that keep their scores; None keeps activations.
+        gradient_checkpointing: "full" recomputes every layer in the backward pass; a fraction in (0, 1] recomputes this
+            share of each stage's layers, counted from its first; "selective" recomputes the attention kernels that
+            store their scores; None keeps all activations.
         custom_policy: how to shard a family that has no policy: a `Policy`, or a class of slots.
-        sharding_dim: None cuts weights as the family's policy says; -1 cuts the output features of every linear layer
-            and gathers them, 0 the input features and adds partial sums.
-        device_mapping: which device holds which piece, {"stage_0": {"shard_0": "cuda:3", ...}, ...}; None for ranks in
-            order.
-        tp_info: which modules are cut, by the ends of their names, in the place of a policy.
+        sharding_dim: None shards weights as the family's policy says; -1 shards the output features of every linear
+            layer and gathers them, 0 shards the input features and adds partial sums.
+        device_mapping: device of each shard, {"stage_0": {"shard_0": "cuda:3", ...}, ...}; None for ranks in order.
+        tp_info: modules to shard, by the suffixes of their names, instead of a policy.
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this times `tp_size`.
-        zero_bucket_size_in_mb: gradients are reduced in buckets of this size.
-        overlap_communication: reduce gradients while the backward pass runs.
-        overlap_allgather: gather updated parameters until the next forward pass needs them.
+        zero_bucket_size_in_mb: size of the buckets in which gradients are reduced.
+        overlap_communication: reduce gradients during the backward pass.
+        overlap_allgather: all-gather updated parameters in the background until the next forward pass needs them.
         master_weights: keep fp32 copies of 16-bit parameters for the optimizer.
-        seed: of the random streams; None for the seed that `launch` set.
-        record_schedule: a directory that gets the times of the pipeline's actions, for `booster inspect --recorded`.
-        debug: look into every module for nan and inf, at every collective for ranks that call another, and compare
-            what ranks have to share; `BOOSTER_DEBUG=1` in the environment does the same.
-        synchrony_interval: in debug mode, steps from one comparison of parameters over ranks to the next.
+        seed: seed of the random streams; None for the seed that `launch` set.
+        record_schedule: directory to which the times of pipeline actions are written, for `booster inspect --recorded`.
+        debug: check every module for nan and inf and every collective for mismatched calls, and compare what ranks must
+            share; `BOOSTER_DEBUG=1` in the environment has the same effect.
+        synchrony_interval: in debug mode, number of steps between two comparisons of parameters over ranks.
     """
 
     tp_size: int = 1
@@ -107,19 +110,19 @@ class HybridParallelConfig:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> HybridParallelConfig:
-        """The configuration of keyword options.
+        """Create the configuration from keyword options.
 
         Raises:
-            ConfigurationError: an option that does not exist, with the nearest one that does.
+            ConfigurationError: an option does not exist (the message names the closest one), or a value is invalid.
         """
         check_names(options, [field.name for field in fields(cls)], "HybridParallelPlugin")
         return cls(**options)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Data-parallel ranks in a world.
+        """Return the number of data-parallel ranks in a world.
 
         Raises:
-            ConfigurationError: the sizes do not fit the world.
+            ConfigurationError: the sizes do not fit the world size.
         """
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         sizes |= {"cp_size": self.cp_size} if self.cp_size > 1 else {}
@@ -146,39 +149,39 @@ class HybridParallelConfig:
 
     @property
     def context_mode(self) -> str:
-        """How attention sees the tokens of the other ranks of `cp_size`."""
+        """How attention accesses the tokens of the other context-parallel ranks: "all_to_all" or "ring_attn"."""
         return "all_to_all" if self.sequence_parallelism_mode == "all_to_all" else "ring_attn"
 
     @property
     def cuts_over_tp(self) -> bool:
-        """Whether the ranks of `tp_size` share the sequence."""
+        """Whether the sequence is split over the tensor-parallel ranks."""
         is_tp_mode = self.sequence_parallelism_mode == "split_gather" or self.cp_size == 1
         return self.enable_sequence_parallelism and is_tp_mode and self.tp_size > 1
 
     def _shares_over_context(self) -> bool:
-        """Whether `sp_size` is another name of `cp_size`, as of ColossalAI's modes that leave weights whole."""
+        """Return whether `sp_size` is an alias of `cp_size`, as in ColossalAI's modes that do not shard weights."""
         mode = self.sequence_parallelism_mode
         return mode == "ring_attn" or (mode == "all_to_all" and self.sp_size not in (1, self.tp_size))
 
     def microbatches_of(self, num_rows: int) -> int:
-        """Into how many micro-batches a batch of `num_rows` samples is cut."""
+        """Return the number of micro-batches that a batch of `num_rows` samples is split into."""
         if self.microbatch_size is not None:
             return -(-num_rows // self.microbatch_size)
         return min(self.num_microbatches or self.pp_size, num_rows)
 
     @property
     def schedule(self) -> Schedule:
-        """The pipeline schedule; a single stage needs none."""
+        """The pipeline schedule; "1f1b" if there is a single stage."""
         return SCHEDULES[self.pp_style if self.pp_size > 1 else "1f1b"]
 
     @property
     def chunks_per_rank(self) -> int:
-        """How many stages a rank holds."""
+        """Number of stages per rank."""
         return self.schedule.chunks or self.num_model_chunks or 2
 
     @property
     def least_batch_size(self) -> int:
-        """The smallest batch that fills the micro-batches asked for."""
+        """The smallest batch size that fills the requested micro-batches."""
         return self.num_microbatches or 1
 
     def _check_sizes(self) -> list[str]:

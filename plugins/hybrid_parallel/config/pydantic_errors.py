@@ -1,4 +1,4 @@
-"""What is wrong with a JSON object that a pydantic model describes, one sentence for each mistake."""
+"""Error messages for JSON objects that a pydantic model validates, one sentence per mistake."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ AUTO = "auto"
 
 
 def described(default: Any, rule: str, example: Any) -> Any:
-    """A field that says what its values may be.
+    """Create a field that describes its allowed values.
 
     Args:
-        default: `...` for a key that has to be there.
-        rule: goes behind a wrong value, "is not a positive integer; use 1 or more".
-        example: a value that would do.
+        default: default value; `...` for a required key.
+        rule: text that follows a wrong value, such as "is not a positive integer; use 1 or more".
+        example: a valid value.
     """
     return Field(default=default, description=rule, examples=[example])
 
 
 def unknown_key(name: str, known: Iterable[str], where: str = "") -> str:
-    """The sentence about a key that does not exist, with the nearest one that does."""
+    """Return the sentence about an unknown key, with the closest known one."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
     return f"the key '{where}{name}' is not known; use {where}{near}"
 
 
 def auto_value(where: str, example: Any) -> str:
-    """The sentence about a value that another program would have filled in."""
+    """Return the sentence about an "auto" value, which transformers' Trainer would have filled in."""
     return f"{where}='{AUTO}' is a value that transformers' Trainer fills in; use one such as {example!r}"
 
 
 def sentences(error: ValidationError, model: type[BaseModel], where: str = "") -> list[str]:
-    """pydantic's errors in our words.
+    """Convert the errors of pydantic to sentences.
 
     Args:
-        model: what was validated; all of its fields are `described`.
-        where: goes before the names of keys, "fp16.".
+        error: the validation error.
+        model: model that was validated; all of its fields are `described`.
+        where: prefix of the key names, such as "fp16.".
     """
     return [_sentence(each, model, where) for each in error.errors()]
 
@@ -61,7 +62,7 @@ def _sentence(error: Any, model: type[BaseModel], where: str) -> str:
 
 
 def _keys_of_models(path: Sequence[Any], model: type[BaseModel]) -> list[str]:
-    """The part of a path that leads through models, to a key of the last; keys of plain dicts follow."""
+    """Return the leading part of a path, down to a key of the innermost model; keys of plain dicts are dropped."""
     keys = []
     for key in path:
         keys.append(key)
@@ -73,6 +74,6 @@ def _keys_of_models(path: Sequence[Any], model: type[BaseModel]) -> list[str]:
 
 
 def _model_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model that a field holds, if it holds one or None."""
+    """Return the model type of a field, if it holds a model or None."""
     candidates = (field.annotation, *get_args(field.annotation))
     return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)

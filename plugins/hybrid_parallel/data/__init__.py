@@ -1,1 +1,1 @@
-"""Batches: shares of replicas, random numbers of loading, micro-batches, and checks of what ranks got."""
+"""Data loading: data-parallel shares, random streams, micro-batches, and checks of the batches across ranks."""

@@ -1,4 +1,4 @@
-"""What ranks have to agree on before a loader is shared out: its data, their order, and that they are no shares yet."""
+"""Checks before a loader is sharded: ranks have the same data in the same order, and the data is not sharded yet."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 
 _SHARES_OUT = "boost() shares the samples out by itself"
-# (number of shares, number of this one), as samplers and datasets that yield shares name them.
+# Attribute names of (number of shards, index of this shard) in sharding samplers and datasets.
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 
 
 def check_shareable(dataloader: DataLoader, rank: int, world_size: int) -> None:
-    """Refuse a loader that cannot be shared out, or has been in another way than the layout's.
+    """Refuse a loader that cannot be sharded, or is sharded differently from the layout.
 
     Args:
-        rank, world_size: of the data-parallel axis.
+        dataloader: the user's loader.
+        rank, world_size: position on the data-parallel axis.
+
+    Raises:
+        ConfigurationError: the loader cannot be sharded, or is already sharded in another way.
     """
     kind = type(dataloader)
     if kind.__iter__ is not DataLoader.__iter__:
@@ -55,17 +59,17 @@ def check_shareable(dataloader: DataLoader, rank: int, world_size: int) -> None:
 
 
 def is_shared_out(dataloader: DataLoader) -> bool:
-    """Whether a sampler of the user's yields shares, such as `DistributedSampler`."""
+    """Return whether the user's sampler yields shards already, as `DistributedSampler` does."""
     return any(True for _ in _shares(dataloader, ("batch_sampler", "sampler")))
 
 
 def _shares(owner: Any, attributes: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(class, (number of shares, number of this one)) of what yields shares, behind `attributes` at any depth."""
+    """Yield (class name, (number of shards, index of this shard)) of objects that shard, following `attributes`."""
     for attribute in attributes:
         part = getattr(owner, attribute, None)
         if part is None or isinstance(part, torch.Tensor | str):
             continue
-        for holder in (part, getattr(part, "_distributed", None)):  # of datasets.distributed.split_dataset_by_node
+        for holder in (part, getattr(part, "_distributed", None)):  # set by datasets.distributed.split_dataset_by_node
             share = next(filter(None, (_numbers(holder, *names) for names in _NAMES)), None)
             if share is not None and share[0] > 1:
                 yield type(part).__name__, share
@@ -79,10 +83,14 @@ def _numbers(holder: Any, *names: str) -> tuple[int, int] | None:
 
 
 def check_same_data(dataloader: DataLoader, group: ProcessGroup) -> None:
-    """Compare a loader over the ranks: its dataset, its length, the state of its generators.
+    """Compare a loader across ranks: its dataset, its length, and the states of its generators.
+
+    Args:
+        dataloader: the user's loader.
+        group: ranks to compare.
 
     Raises:
-        ConfigurationError: they differ, on all ranks alike.
+        ConfigurationError: the loaders differ; raised on all ranks.
     """
     found = all_gather_json(_description(dataloader), group)
     for rank, other in enumerate(found):
@@ -94,7 +102,7 @@ def check_same_data(dataloader: DataLoader, group: ProcessGroup) -> None:
 
 
 def _description(dataloader: DataLoader) -> dict[str, Any]:
-    """A sentence about a difference -> what would differ."""
+    """Return a dict from the sentence that reports a difference to the value to compare."""
     dataset, sampler = dataloader.dataset, dataloader.sampler
     generators = [each for each in (dataloader.generator, getattr(sampler, "generator", None)) if each is not None]
     indices = dataset.indices if isinstance(dataset, Subset) else ()
@@ -116,9 +124,10 @@ def _length(sized: Any) -> int | None:
 
 
 def _samples(dataloader: DataLoader) -> list[int | None]:
-    """Checksums of the first and the last sample, None where it says nothing.
+    """Return checksums of the first and the last sample, None for a sample that cannot be compared.
 
-    Not where workers load: what a dataset opens (HDF5) must not be open when they are forked.
+    Skipped if worker processes load the data: what a dataset opens on access (HDF5) must not be open when they are
+    forked.
     """
     dataset, length = dataloader.dataset, _length(dataloader.dataset)
     is_table = type(dataset).__module__.split(".")[0] == "datasets"
@@ -128,7 +137,7 @@ def _samples(dataloader: DataLoader) -> list[int | None]:
 
 
 def _checksum_of_sample(dataset: Any, index: int) -> int | None:
-    """None for a sample that is another one each time, or that cannot be described or asked for by number."""
+    """Return a sample's checksum, or None if the sample is random or cannot be accessed by index or described."""
     generators = [(generator, generator.get_state()) for generator in generators_of(dataset)]
     try:
         found = []
@@ -137,17 +146,17 @@ def _checksum_of_sample(dataset: Any, index: int) -> int | None:
                 found.append(checksum_of(_content(dataset[index])))
     except Exception:
         return None
-    finally:  # what a plain script would draw is still to come
+    finally:  # the check must not advance the dataset's generators
         for generator, state in generators:
             generator.set_state(state)
     return found[0] if found[0] == found[1] else None
 
 
 def _content(sample: Any) -> Any:
-    """What a sample is made of.
+    """Convert a sample to comparable plain values.
 
     Raises:
-        TypeError: of something whose content is not known.
+        TypeError: the content of the sample's type is unknown.
     """
     if isinstance(sample, Tensor):
         return [str(sample.dtype), list(sample.shape), checksum(sample)]

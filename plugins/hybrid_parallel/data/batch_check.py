@@ -1,4 +1,7 @@
-"""What ranks got and computed, compared in the first steps: one batch and loss a replica, other batches on others."""
+"""Checks of batches and losses across ranks in the first steps.
+
+The ranks of a replica must get the same batch and compute the same loss; different replicas must get different batches.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,18 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 
 _logger = get_logger(__name__)
 
-FIRST_STEPS = 2  # in which the check is made without being asked for
+FIRST_STEPS = 2  # number of steps that are checked by default
 
 
 def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
-    """Compare the batch over all ranks: its names and dtypes everywhere, its values within each replica.
+    """Compare the batch across all ranks: names and dtypes everywhere, values within each replica.
+
+    Args:
+        batch: batch of this rank.
+        mesh: mesh of ranks.
 
     Raises:
-        ConfigurationError: ranks differ, on all ranks alike, with the first that does.
+        ConfigurationError: the batches differ; raised on all ranks, and names the first difference.
     """
     if dist.get_world_size() == 1:
         return
@@ -44,10 +51,12 @@ def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
 
 
 def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
-    """The same for an ordinary loop, where only tensor- and context-parallel ranks have to call the model together.
+    """Compare the batch across tensor- and context-parallel ranks.
+
+    This is the check for an ordinary loop, where only these ranks have to call the model together.
 
     Raises:
-        ConfigurationError: they differ, on all of them alike.
+        ConfigurationError: the batches differ; raised on all of these ranks.
     """
     axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
     entries = {key: _entry(value) for key, value in batch.items()} if axes else {}
@@ -58,10 +67,10 @@ def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
 
 
 def check_loss(loss: Tensor, mesh: HybridMesh) -> None:
-    """Compare a loss that the user computed over the tensor- and context-parallel ranks of a replica.
+    """Compare a loss that the user computed across the tensor- and context-parallel ranks of a replica.
 
     Raises:
-        ConfigurationError: it differs, on all of them alike.
+        ConfigurationError: the loss differs; raised on all of these ranks.
     """
     tolerance = 1e-5 if loss.dtype.itemsize > 2 else 1e-2
     for axis in (axis for axis in ("cp", "tp") if mesh.size(axis) > 1):
@@ -77,11 +86,11 @@ def check_loss(loss: Tensor, mesh: HybridMesh) -> None:
 
 
 class ReplicaCheck:
-    """Whether replicas train on samples of their own, looked at in the first steps.
+    """Check, in the first steps, that replicas train on different samples.
 
     Args:
-        mesh: the grid of ranks.
-        loaders: the boosted ones of this rank, to which more may come.
+        mesh: mesh of ranks.
+        loaders: boosted loaders of this rank; the list may grow later.
     """
 
     def __init__(self, mesh: HybridMesh, loaders: Sequence[Any]) -> None:
@@ -90,10 +99,10 @@ class ReplicaCheck:
         self._has_warned = False
 
     def compare(self, batch: Mapping[str, Any]) -> None:
-        """Compare the batches of all ranks; warns where all replicas got the same from a loader that is not boosted.
+        """Compare the batches of all ranks; warn if all replicas got the same batch from a loader that is not boosted.
 
         Raises:
-            ConfigurationError: ranks iterated boosted loaders not equally often, on all ranks alike.
+            ConfigurationError: ranks iterated boosted loaders a different number of times; raised on all ranks.
         """
         if not self._steps_left:
             return
@@ -120,14 +129,14 @@ class ReplicaCheck:
 
 
 def _entry(value: Any) -> list[Any]:
-    """What a value is, its shape, and a number for its content."""
+    """Return the type or dtype, the shape and a checksum of a value."""
     if not isinstance(value, Tensor):
         return [type(value).__name__, [], checksum_of(value)]
     return [str(value.dtype).removeprefix("torch."), list(value.shape), checksum(value)]
 
 
 def _first_difference(found: list[list[Any]]) -> str:
-    """One sentence about the first two ranks whose batches do not go together."""
+    """Describe the first two ranks whose batches do not match, in one sentence."""
     for other_replica, other_place, other in found[1:]:
         replica, place, entries = next(each for each in found if each[0] == other_replica)
         rule = "all ranks of a replica need the same batch: boost() the dataloader, or seed it alike on all of them"

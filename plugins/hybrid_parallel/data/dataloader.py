@@ -1,10 +1,12 @@
 """Data loaders that give each data-parallel rank its share of every global batch.
 
-A global batch is `batch_size * dp_size` consecutive samples, and rank r's share its r-th part. The last one of an
-epoch may be short: it is split as evenly as possible and nothing is repeated, so that a rank's share may be empty.
-The order of the samples is that of torch's loader: a base seed is drawn first, then what the sampler draws, from the
-user's generator or from a stream that all loaders of a plugin share. Training can be resumed in the middle of an epoch:
-batches that were handed out are loaded and dropped, which draws what was drawn the first time.
+A global batch is `batch_size * dp_size` consecutive samples; the share of rank r is its r-th part. The last global
+batch of an epoch may be short: it is split as evenly as possible and no sample is repeated, so the share of a rank may
+be empty.
+
+The order of the samples is that of torch's loader: first a base seed is drawn, then the sampler draws, from the user's
+generator or from a stream that all loaders of a plugin share. Training can resume in the middle of an epoch: batches
+that were already handed out are loaded and dropped, which repeats their random draws.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ _OPTIONS = (
 
 
 class ShardedDataLoader(DataLoaderShard):
-    """A loader of this rank's shares; `state_dict` knows how far an epoch has come.
+    """Loader of this rank's shares; `state_dict` includes the position in the epoch.
 
     Attributes:
-        global_batch_size: samples of a batch over all data-parallel ranks; without a known batch size, of those ranks.
-        order: what orders are drawn from where the user gave no generator.
-        draws_from: the generator of the user's loader, for base seeds; None for `order`.
-        rank: what loading a sample draws depends on it, and on the base seed.
-        iterations: how often it was iterated.
-        collate: watches what collating draws.
+        global_batch_size: samples of a batch over all data-parallel ranks; `dp_size` if the batch size is unknown.
+        order: random stream of the sample order if the user gave no generator.
+        draws_from: generator of the user's loader, for base seeds; None to use `order`.
+        rank: data-parallel rank; seeds the random draws of samples together with the base seed.
+        iterations: number of times that the loader was iterated.
+        collate: collate function, which also checks for random draws.
     """
 
     global_batch_size = 1
@@ -62,10 +64,10 @@ class ShardedDataLoader(DataLoaderShard):
     rank = 0
     iterations = 0
     collate: ReplicaCollate | None = None
-    _position = 0  # batches of this epoch that were handed out
+    _position = 0  # number of batches of this epoch that were handed out
     _base_seed: int | None = None
-    _order_at_start: dict[str, Any] | None = None  # when this epoch began
-    _order_to_come: dict[str, Any] | None = None  # behind what is drawn once more after resuming
+    _order_at_start: dict[str, Any] | None = None  # state of the order when this epoch began
+    _order_to_come: dict[str, Any] | None = None  # state to set after the draws that are repeated on resume
     _is_open = False  # whether an epoch has begun, and its iterator has not ended
 
     def __iter__(self) -> Iterator[Any]:
@@ -78,7 +80,7 @@ class ShardedDataLoader(DataLoaderShard):
         return self._batches(LoadingStream.derived(self._base_seed, "samples", self.iteration, self.rank))
 
     def _draw(self) -> None:
-        """Draw what torch draws when a loader is iterated. A sampler draws the rest with its first batch."""
+        """Draw what torch draws when a loader is iterated; a sampler draws the rest with its first batch."""
         if isinstance(self.batch_sampler, DataParallelBatchSampler):
             self.batch_sampler.begin()
         if self._base_seed is None or not self.persistent_workers:
@@ -102,7 +104,7 @@ class ShardedDataLoader(DataLoaderShard):
                 batch = next(loaded, end)
             if batch is end:
                 break
-            if number < self._position:  # handed out by the run before this one
+            if number < self._position:  # handed out by the previous run
                 continue
             batch = send_to_device(batch, self.device, non_blocking=True)
             self._position += 1
@@ -112,23 +114,26 @@ class ShardedDataLoader(DataLoaderShard):
 
     @property
     def epoch(self) -> int:
-        """The epoch that training is in; one whose batches were all handed out is over."""
+        """The current epoch; an epoch whose batches were all handed out is over."""
         return self.iteration + self._is_over
 
     @property
     def position(self) -> int:
-        """Batches of this epoch that were handed out, also by a run before this one."""
+        """Number of batches of this epoch that were handed out, including those of a previous run."""
         return 0 if self._is_over else self._position
 
     @property
     def _is_over(self) -> bool:
-        """A loop that asks for `len(loader)` batches leaves its iterator just before its end."""
+        """Whether all batches of the epoch were handed out.
+
+        A loop that takes exactly `len(loader)` batches leaves the iterator just before its end.
+        """
         return not isinstance(self.dataset, IterableDataset) and 0 < self._position == len(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell a sampler or dataset that has `set_epoch` of the epoch that begins with the next iteration.
+        """Set the epoch of the next iteration, also in a sampler or dataset that has `set_epoch`.
 
-        Left to the user, as with torch's loader.
+        The user has to call it, as with torch's loader.
         """
         self._move_to(epoch)
         super().set_epoch(epoch)
@@ -138,7 +143,11 @@ class ShardedDataLoader(DataLoaderShard):
             self.iteration, self._position, self.skip_batches = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, and samples of it that are done on all ranks together: they do not depend on the layout."""
+        """Return the state of the sample order and the position in the epoch.
+
+        The position is the number of samples that all ranks together have processed, so it does not depend on the
+        layout.
+        """
         present = self._order_state()
         return {
             "epoch": self.epoch,
@@ -149,10 +158,10 @@ class ShardedDataLoader(DataLoaderShard):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch begin where the saved one was.
+        """Make the next iteration continue where the saved one stopped.
 
         Raises:
-            ConfigurationError: that is between two of this loader's batches.
+            ConfigurationError: the saved position is not at a batch boundary of this loader.
         """
         position, rest = divmod(state["samples"], self.global_batch_size)
         if rest:
@@ -173,12 +182,12 @@ class ShardedDataLoader(DataLoaderShard):
         return getattr(self.batch_sampler, "sampler", None)
 
     def _generators(self) -> dict[str, torch.Generator]:
-        """Those of the user's loader and of its sampler, where there are any."""
+        """Return the generators of the user's loader and its sampler, if there are any."""
         found = {"loader": self.draws_from, "sampler": getattr(self._sampler, "generator", None)}
         return {name: each for name, each in found.items() if isinstance(each, torch.Generator)}
 
     def _order_state(self) -> dict[str, Any]:
-        """What the order of the next samples depends on, as JSON."""
+        """Return the state that determines the order of the next samples, as JSON."""
         state = {
             "stream": self.order.state_dict(),
             "generators": {name: state_of_generator(each.get_state()) for name, each in self._generators().items()},
@@ -186,7 +195,7 @@ class ShardedDataLoader(DataLoaderShard):
         return state | ({"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {})
 
     def _load_order(self, state: dict[str, Any]) -> None:
-        """But for the state of a sampler, which is its position."""
+        """Restore the order, except the state of a stateful sampler, which also contains its position."""
         if "stream" in state:
             self.order.load_state_dict(state["stream"])
         for name, generator in self._generators().items():
@@ -197,16 +206,16 @@ class ShardedDataLoader(DataLoaderShard):
 def shard_dataloader(
     dataloader: DataLoader, rank: int, world_size: int, device: torch.device, order: LoadingStream
 ) -> ShardedDataLoader:
-    """A loader of one rank's shares of what `dataloader` yields; one that is such a loader already is returned.
+    """Return a loader of one rank's shares of `dataloader`; a loader that is already sharded is returned unchanged.
 
     Args:
-        dataloader: the user's, made alike on all ranks; its `batch_size` is that of one rank.
+        dataloader: the user's loader, created identically on all ranks; its `batch_size` is per rank.
         rank, world_size: position on the data-parallel axis.
-        device: where batches are put.
-        order: what the order of samples is drawn from where the user gave no generator; alike on all ranks.
+        device: device on which batches are placed.
+        order: random stream of the sample order if the user gave no generator; the same on all ranks.
 
     Raises:
-        ConfigurationError: it cannot be shared out, or was in a way that is not that of the layout.
+        ConfigurationError: the loader cannot be sharded, or is sharded differently from the layout.
     """
     if isinstance(dataloader, ShardedDataLoader):
         return dataloader
@@ -228,7 +237,7 @@ def shard_dataloader(
         sampler = DataParallelBatchSampler(dataloader.batch_sampler, *place)
         sampler.stream = order
         sharded = ShardedDataLoader(dataloader.dataset, device=device, batch_sampler=sampler, **options)
-        sharded.batch_size = dataloader.batch_size  # of one replica, as the user set it
+        sharded.batch_size = dataloader.batch_size  # per replica, as the user set it
     sharded.global_batch_size = (dataloader.batch_size or 1) * world_size
     sharded.order, sharded.draws_from, sharded.rank = order, dataloader.generator, rank
     sharded.collate = collate
@@ -236,10 +245,10 @@ def shard_dataloader(
 
 
 def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: LoadingStream) -> ShardedDataLoader:
-    """The same on all ranks of the grid, which have to give the same data.
+    """Call `shard_dataloader` on all ranks of the mesh, and check that their data is the same.
 
     Raises:
-        ConfigurationError: see `shard_dataloader`, or their data differ; on all ranks alike.
+        ConfigurationError: see `shard_dataloader`, or the data differs; raised on all ranks.
     """
     place, group = (mesh.rank("dp"), mesh.size("dp")), control_group()
     sharded = raise_on_all_ranks(lambda: shard_dataloader(dataloader, *place, mesh.device, order), group)

@@ -1,4 +1,4 @@
-"""torch's generators that a function or an object of the user's holds."""
+"""Search for the torch generators that a user's function or object holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 _DEPTH = 5
-_MANY = 64  # entries of a container: it is data then
+_MANY = 64  # containers with more entries are treated as data and not searched
 _METHODS = ("__call__", "__getitem__", "__iter__")
 
 
 def generators_of(*owners: Any) -> list[torch.Generator]:
-    """Those in closures, arguments, attributes and global names, five references away at most; each once."""
+    """Return generators in closures, arguments, attributes and globals, at most five references away, each once."""
     found: dict[int, torch.Generator] = {}
     seen: set[int] = set()
     level = list(owners)
@@ -28,7 +28,7 @@ def generators_of(*owners: Any) -> list[torch.Generator]:
 
 
 def _parts(owner: Any) -> Iterator[Any]:
-    """What `owner` refers to."""
+    """Yield the objects that `owner` refers to."""
     if owner is None or isinstance(owner, str | bytes | int | float | Tensor | nn.Module | ModuleType | type):
         return
     if isinstance(owner, Mapping | list | tuple):
@@ -49,14 +49,14 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a name that is not bound yet
+        except ValueError:  # the cell is not bound yet
             continue
     yield from (function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__)
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function reads, also in functions within it."""
+    """Yield the names that a function reads, including those in nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""Which entry of a batch holds an index that is outside of the vocabulary."""
+"""Error context for indices outside the vocabulary: the entry of the batch that holds the index."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardformer.layers.index_range import OutOfVocabularyError
 
 @contextmanager
 def naming_entry(batch: Mapping[str, Any]) -> Iterator[None]:
-    """Around a pass over `batch`: an index that is refused is told with its entry and sample.
+    """Add the batch entry and position to an out-of-vocabulary error raised by a pass over `batch`.
 
     Raises:
-        OutOfVocabularyError: the same, with the place.
+        OutOfVocabularyError: the original error, with its position in the batch.
     """
     try:
         yield
@@ -28,7 +28,10 @@ def naming_entry(batch: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _entry_with(error: OutOfVocabularyError, batch: Mapping[str, Any]) -> str | None:
-    """Labels first where it is a label; decoder inputs may be made of them."""
+    """Return the entry and position that hold the index.
+
+    Labels are searched first for a label error and last otherwise, because decoder inputs may be made of labels.
+    """
     names = sorted(batch, key=lambda name: ("label" in name) != (error.kind == "label"))
     for name in names:
         value = batch[name]

@@ -1,4 +1,4 @@
-"""What the loaders of one plugin share: the numbers that orders are drawn from, and a look at the first batches."""
+"""State shared by the loaders of one plugin: the random stream of sample orders, and the check of the first batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """The data side of a plugin.
+    """Data loading of a plugin.
 
     Args:
-        mesh: the grid of ranks.
-        seed: of the order of samples; None for the random numbers that rank 0 has when it boosts its first loader, from
-            which a plain loader would draw.
+        mesh: mesh of ranks.
+        seed: seed of the sample order; None to use rank 0's default random states when it boosts its first loader,
+            which a plain loader would also draw from.
 
     Attributes:
-        first_batches: compares them.
+        loaders: boosted loaders of this rank.
+        first_batches: check of the first batches.
     """
 
     def __init__(self, mesh: HybridMesh, seed: int | None) -> None:
@@ -35,7 +36,7 @@ class Loading:
 
     @cached_property
     def order(self) -> LoadingStream:
-        """What the order of samples is drawn from where the user gave no generator, alike on all ranks."""
+        """Random stream of the sample order for loaders without a generator of the user, the same on all ranks."""
         if self.seed is not None:
             return LoadingStream.seeded(self.seed)
         order = LoadingStream()
@@ -43,12 +44,12 @@ class Loading:
         return order
 
     def shard(self, dataloader: DataLoader) -> ShardedDataLoader:
-        """A loader of this rank's shares; called on all ranks alike.
+        """Return a loader of this rank's share; all ranks must call it.
 
         Raises:
-            ConfigurationError: it cannot be shared out, or ranks have other data.
+            ConfigurationError: the loader cannot be sharded, or the data differs between ranks.
         """
-        # Here, because of accelerate.
+        # Imported here to defer the import of accelerate.
         from plugins.hybrid_parallel.data.dataloader import shard_dataloader_alike
 
         sharded = shard_dataloader_alike(dataloader, self.mesh, self.order)

@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches."""
+"""Splitting of a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 
-# The inputs that say how many samples a batch has; without any of them the first tensor does.
+# Inputs that determine the number of samples of a batch; if none is present, the first tensor does.
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "labels")
 
 
 def next_batch(batches: Any) -> Any:
-    """The next of an iterator; a mapping is a batch itself.
+    """Return the next batch of an iterator; a mapping is itself a batch.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: the value is neither.
     """
     if isinstance(batches, Mapping):
         return batches
@@ -32,10 +32,10 @@ def next_batch(batches: Any) -> Any:
 
 
 def as_batch(value: Any) -> dict[str, Any]:
-    """A batch as keyword arguments of the model.
+    """Return a batch as keyword arguments of the model.
 
     Raises:
-        ConfigurationError: it is not a mapping.
+        ConfigurationError: the value is not a mapping.
     """
     if isinstance(value, Mapping):
         return dict(value)
@@ -45,7 +45,11 @@ def as_batch(value: Any) -> dict[str, Any]:
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
-    """How many samples a batch has."""
+    """Return the number of samples in a batch.
+
+    Raises:
+        ConfigurationError: the batch has no tensor.
+    """
     tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
     if not tensors:
         raise ConfigurationError(f"the batch has no tensor among {sorted(batch)}; give at least the model's main input")
@@ -54,7 +58,7 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
 
 def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
-    """Cut the samples into parts that differ by one at most; what has no sample dim goes to every part."""
+    """Split the samples into parts whose sizes differ by at most one; entries without a sample dim go to every part."""
     if num_microbatches == 0:
         return []
     rows = num_rows(batch)
@@ -66,7 +70,7 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
 
 
 def _pieces(key: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
-    """An entry's part for each micro-batch."""
+    """Return an entry's part for each micro-batch."""
     dim = _sample_dim(key, value, rows)
     if dim is not None:
         return value.tensor_split(num_pieces, dim=dim)
@@ -76,7 +80,7 @@ def _pieces(key: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
 
 
 def _sample_dim(key: str, value: Any, rows: int) -> int | None:
-    """The dim of samples; None for what all samples share."""
+    """Return the sample dim of an entry; None if all samples share the entry."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
     # Multimodal rotary positions are [time/height/width, batch, seq].
@@ -85,7 +89,7 @@ def _sample_dim(key: str, value: Any, rows: int) -> int | None:
 
 
 def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """One sample that an empty share stands for: zeros, and masks that hide nothing."""
+    """Return a placeholder sample for an empty share: zeros, and masks that hide nothing."""
     rows = num_rows(batch)
 
     def sample(name: str, value: Any) -> Any:
@@ -98,7 +102,7 @@ def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_rows(outputs: Any) -> Any:
-    """`outputs` of the sample that an empty share stands for, without it."""
+    """Remove the placeholder sample from `outputs`."""
     if isinstance(outputs, Tensor):
         return outputs[:0] if outputs.dim() else outputs
     if isinstance(outputs, Mapping):
@@ -107,20 +111,20 @@ def without_rows(outputs: Any) -> Any:
 
 
 def nothing_of(outputs: Any) -> Tensor:
-    """Zero (0-d) that depends on all outputs, so that a backward pass from it goes through the whole model."""
+    """Return a zero (0-d) that depends on all outputs, so that its backward pass goes through the whole model."""
     values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
     return sum(value.sum() * 0.0 for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
 
 def signature(batch: Mapping[str, Any]) -> tuple:
-    """What the shapes of a stage's activations depend on; neighbouring stages see the same."""
+    """Return what determines the shapes of a stage's activations; neighbouring stages compute the same."""
     return tuple((key, tuple(value.shape) if isinstance(value, Tensor) else None) for key, value in batch.items())
 
 
 def to_device(
     batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, uncast: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Move tensors to `device`; floating-point ones become `dtype` where it is given, but for those named `uncast`."""
+    """Move tensors to `device`; cast floating-point ones to `dtype`, if given, except those named in `uncast`."""
 
     def move(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,7 +1,8 @@
-"""Random numbers that loading draws: a plain script draws for a whole batch, and each replica for its share.
+"""Random numbers in data loading: a plain script draws for a whole batch, but each replica draws for its share.
 
-They cannot be the same then, which is said once. Nor are they the same on two replicas: the default generators stand at
-another place there (`LoadingStream`), and so do here those that a `collate_fn` holds.
+The numbers therefore differ from those of a plain script, and one warning says so. They must also differ between
+replicas: the default generators have different states there (`LoadingStream`), and this module does the same for the
+generators that a `collate_fn` holds.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from plugins.hybrid_parallel.data.generators import generators_of
 from plugins.hybrid_parallel.data.random_stream import default_states, state_of_generator
 
 _logger = get_logger(__name__)
-_FIRST_BATCHES = 2  # a collator may make its generator with the first
+_FIRST_BATCHES = 2  # a collator may create its generator with the first batch
 _OWN = "a torch.Generator of its own"
 
 
 class ReplicaCollate:
-    """The user's `collate_fn`, which draws other numbers on every replica.
+    """Wrapper of the user's `collate_fn` that draws different random numbers on every replica.
 
     Args:
-        collate_fn: the user's.
-        dataset: the user's.
-        ordering: what the order of samples may be drawn from, which is to be the same on all replicas.
+        collate_fn: the user's function.
+        dataset: the user's dataset.
+        ordering: objects whose generators may determine the sample order, which must be the same on all replicas.
         rank, world_size: position on the data-parallel axis.
     """
 
@@ -40,10 +41,10 @@ class ReplicaCollate:
         self.rank, self.world_size = rank, world_size
         self._numbers: dict[int, ReplicaNumbers] = {}
         self._num_batches, self._has_begun, self._has_warned = 0, False, False
-        self._left: dict[str, Any] | None = None  # the states behind the batch before
+        self._left: dict[str, Any] | None = None  # states after the previous batch
 
     def begin(self) -> None:
-        """To be called when an epoch has begun, with the random numbers that its samples draw from."""
+        """Record the random states at the start of an epoch; call it within the stream of the samples."""
         self._has_begun = True
         if self._num_batches < _FIRST_BATCHES:
             self._left = self._states()
@@ -74,12 +75,15 @@ class ReplicaCollate:
                     self._numbers.setdefault(id(generator), ReplicaNumbers(generator, self.rank))
 
     def _states(self) -> dict[str, Any]:
-        """Whose generator -> its state. With one replica, generators of its own draw what they do plainly."""
+        """Return generator states by owner.
+
+        With one replica, the user's own generators are left out: they draw as in a plain script.
+        """
         held = generators_of(self.collate_fn, self.dataset) if self.world_size > 1 else []
         return default_states() | {_OWN: [state_of_generator(generator.get_state()) for generator in held]}
 
     def _compare(self, who: str, before: dict[str, Any] | None, after: dict[str, Any]) -> None:
-        """Say once, on the first rank, that `who` has drawn."""
+        """Warn once, on the first rank, if `who` has drawn random numbers."""
         if before is None or self._has_warned or not self._is_first_process():
             return
         drawn = next((name for name, state in after.items() if before.get(name, state) != state), None)
@@ -101,14 +105,17 @@ class ReplicaCollate:
         )
 
     def _is_first_process(self) -> bool:
-        """Of all ranks and workers; workers of later epochs know nothing of what was said before."""
+        """Return whether this is the first process of all ranks and workers.
+
+        Workers of later epochs do not know whether the warning was given, so they do not count.
+        """
         worker = get_worker_info()
         is_first = worker is None or (worker.id == 0 and not self._has_begun)
         return is_first and (not dist.is_initialized() or dist.get_rank() == 0)
 
 
 class ReplicaNumbers:
-    """Numbers of one replica in the place of those of a generator that all replicas have in the same state."""
+    """Random numbers of one replica, used instead of those of a generator whose state is the same on all replicas."""
 
     def __init__(self, generator: torch.Generator, rank: int) -> None:
         self.generator, self.rank = generator, rank
@@ -116,7 +123,7 @@ class ReplicaNumbers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Draw them. They begin anew where the user has changed the generator (seeded it again)."""
+        """Switch the generator to the replica's numbers; they restart if the user changed (reseeded) the generator."""
         outer = self.generator.get_state()
         if torch.equal(outer, self._outer):
             self.generator.set_state(self._inner)

@@ -1,8 +1,8 @@
-"""Random numbers of data loading, apart from those of training.
+"""Random states of data loading, separate from those of training.
 
-A batch then depends on how often the loaders were iterated, and on the replica, alone: not on what the training loop
-drew in the meantime, nor on how often training was interrupted. All ranks of a replica load the same, which
-augmentations drawn from each rank's own numbers would not.
+A batch therefore depends only on the replica and on how often the loaders were iterated: not on what the training loop
+drew in the meantime, nor on how often training was interrupted. All ranks of a replica load the same data, which would
+not hold for augmentations drawn from each rank's own random state.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 
 
 class LoadingStream:
-    """torch's, Python's and numpy's default generators as loading sees them; at first, what they are now."""
+    """Generator states of torch, Python and numpy for data loading; initially copies of the current default states."""
 
     def __init__(self) -> None:
         self._states = _states()
 
     @classmethod
     def seeded(cls, seed: int) -> LoadingStream:
-        """What `torch.manual_seed(seed)` and its like in Python and numpy begin."""
+        """Create the stream that begins with `torch.manual_seed(seed)` and the equivalents in Python and numpy."""
         outer, stream = _states(), cls()
         _seed_all(seed)
         stream._states = _states()
@@ -34,13 +34,13 @@ class LoadingStream:
 
     @classmethod
     def derived(cls, *seed: Any) -> LoadingStream:
-        """A stream that depends on strings and numbers, and resembles none that depends on others."""
+        """Create a stream from strings and numbers; different values give independent streams."""
         digest = hashlib.sha256(repr(seed).encode()).digest()
         return cls.seeded(int.from_bytes(digest[:4], "little"))
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Loading draws from this stream; afterwards the others' numbers go on as if not interrupted."""
+        """Switch the default generators to this stream within the context, and restore the outer states afterwards."""
         outer = _states()
         _restore(self._states)
         try:
@@ -50,7 +50,7 @@ class LoadingStream:
             _restore(outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states, as JSON."""
+        """Return the states as JSON."""
         version, words, gauss = self._states["python"]
         state = {"torch": state_of_generator(self._states["torch"]), "python": [version, list(words), gauss]}
         if "numpy" in self._states:
@@ -59,7 +59,7 @@ class LoadingStream:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the stream was that the state is of."""
+        """Continue from a saved state."""
         version, words, gauss = state["python"]
         self._states |= {"torch": generator_state(state["torch"]), "python": (version, tuple(words), gauss)}
         if "numpy" in state:
@@ -70,7 +70,7 @@ class LoadingStream:
 
 
 def default_states() -> dict[str, Any]:
-    """Name of a default generator -> what its next numbers depend on, to be compared."""
+    """Return the states of the default generators by name, in a form that can be compared."""
     states = _states()
     comparable = {"torch's default generator": state_of_generator(states["torch"]), "random": states["python"]}
     if "numpy" in states:
@@ -80,12 +80,12 @@ def default_states() -> dict[str, Any]:
 
 
 def state_of_generator(state: torch.Tensor) -> str:
-    """What `torch.Generator.get_state` returns, as text."""
+    """Convert the result of `torch.Generator.get_state` to text."""
     return state.numpy().tobytes().hex()
 
 
 def generator_state(text: str) -> torch.Tensor:
-    """The other way round."""
+    """Convert the result of `state_of_generator` back to a tensor."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 

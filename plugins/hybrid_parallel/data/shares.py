@@ -1,4 +1,4 @@
-"""Shares of what samplers and iterable datasets yield: one for each replica, all together each sample once."""
+"""Sharding of samplers and iterable datasets: each replica gets a share, and every sample is in exactly one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from plugins.hybrid_parallel.data.random_stream import LoadingStream
 
 
 class DataParallelBatchSampler(BatchSampler):
-    """This rank's share of groups of `world_size` batches.
+    """Batch sampler that yields this rank's share of each group of `world_size` batches.
 
     Args:
-        batch_sampler: the user's, the same on all ranks.
-        rank, world_size: position on the data-parallel axis; 0 of 1 where the user's sampler yields shares already.
+        batch_sampler: the user's batch sampler, identical on all ranks.
+        rank, world_size: position on the data-parallel axis; 0 of 1 if the user's sampler already yields shards.
 
     Attributes:
-        empty_batches: positions of this epoch's batches that stand for an empty share.
-        stream: what samplers without a generator of their own draw from.
+        empty_batches: positions of the placeholder batches of this epoch, which represent an empty share.
+        stream: random stream for samplers without a generator of their own.
     """
 
     def __init__(self, batch_sampler: BatchSampler, rank: int, world_size: int) -> None:
@@ -35,7 +35,7 @@ class DataParallelBatchSampler(BatchSampler):
         self._begun: Iterator[list[int]] | None = None
 
     def begin(self) -> None:
-        """Ask the user's sampler for another epoch, now and not with its first batch."""
+        """Start the next epoch of the user's sampler now, instead of with its first batch."""
         with self._drawing():
             self._begun = iter(self.batch_sampler)
 
@@ -56,7 +56,7 @@ class DataParallelBatchSampler(BatchSampler):
         return batches // self.world_size if self.drop_last else math.ceil(batches / self.world_size)
 
     def _batches(self) -> Iterator[list[int]]:
-        """The order is to be the same on all ranks, however many numbers the samples draw in between."""
+        """Yield all batches, drawn from the stream: the order is the same on all ranks, whatever the samples draw."""
         batches, self._begun = self._begun or iter(self.batch_sampler), None
         while True:
             with self._drawing():
@@ -74,24 +74,24 @@ class DataParallelBatchSampler(BatchSampler):
         samples = [index for batch in group for index in batch]
         share = even_share(samples, self.rank, self.world_size)
         if not share:
-            # A loader cannot collate nothing: it collates one sample, whose row is cut off again.
+            # A loader cannot collate an empty list, so it collates one sample, and its row is removed afterwards.
             self.empty_batches.add(position)
             return samples[:1]
         return share
 
 
 class DataParallelIterable(IterableDataset):
-    """This rank's share of an iterable dataset, in groups of `batch_size * world_size` samples.
+    """Iterable dataset that yields this rank's share of each group of `batch_size * world_size` samples.
 
     Args:
-        dataset: the user's, which yields the same samples on all ranks.
-        batch_size: of one rank.
-        drop_last: whether a short last group is left out.
+        dataset: the user's dataset, which yields the same samples on all ranks.
+        batch_size: batch size of one rank.
+        drop_last: whether to drop a short last group.
         rank, world_size: position on the data-parallel axis.
 
     Attributes:
-        stream: what a dataset without a generator of its own draws from, in this process.
-        base_seed: of the same in worker processes.
+        stream: random stream for a dataset without a generator of its own, in this process.
+        base_seed: seed of the corresponding streams in worker processes.
     """
 
     def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, rank: int, world_size: int) -> None:
@@ -112,7 +112,7 @@ class DataParallelIterable(IterableDataset):
             yield from even_share(group, self.rank, self.world_size) or [_Unowned(group[0])]
 
     def _samples(self) -> Iterator[Any]:
-        """What the dataset draws is to be the same on all ranks, however many numbers collating draws in between."""
+        """Yield all samples, drawn from the stream: they are the same on all ranks, whatever collating draws."""
         stream, end = self._own_stream(), object()
         with nullcontext() if stream is None else stream.active():
             samples = iter(self.dataset)
@@ -127,20 +127,20 @@ class DataParallelIterable(IterableDataset):
         worker = get_worker_info()
         if worker is None:
             return self.stream
-        if self._workers_stream is None:  # one that stays goes on with it in the next epoch
+        if self._workers_stream is None:  # a persistent worker continues its stream in the next epoch
             self._workers_stream = LoadingStream.seeded(self.base_seed + worker.id)
         return self._workers_stream
 
 
 class _Unowned:
-    """A sample of another rank, which stands for an empty share."""
+    """Placeholder for an empty share: a sample that belongs to another rank."""
 
     def __init__(self, sample: Any) -> None:
         self.sample = sample
 
 
 class CollateShare:
-    """The user's `collate_fn`, for shares that may be empty."""
+    """Wrapper of the user's `collate_fn` that supports empty shares."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
@@ -152,12 +152,12 @@ class CollateShare:
 
 
 def even_share(samples: list[Any], rank: int, world_size: int) -> list[Any]:
-    """The part of `samples` that is the rank's; parts differ by one at most."""
+    """Return this rank's part of `samples`; the sizes of the parts differ by at most one."""
     return samples[len(samples) * rank // world_size : len(samples) * (rank + 1) // world_size]
 
 
 def without_rows(batch: Any) -> Any:
-    """The batch with no sample in its tensors."""
+    """Return the batch with zero samples in its tensors."""
     if isinstance(batch, Tensor):
         return batch[:0]
     if hasattr(batch, "items"):

@@ -1,1 +1,1 @@
-"""What tells the user where numbers went bad, and where ranks have come apart."""
+"""Diagnostics: where numbers became non-finite, and where ranks diverged."""

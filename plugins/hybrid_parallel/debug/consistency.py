@@ -1,6 +1,6 @@
-"""What ranks hold in common, compared: parameters, tied weights, learning rates, loss scale and random streams.
+"""Comparison of the state that ranks share: parameters, tied weights, learning rates, loss scale, random streams.
 
-Only checksums travel. Where two differ, the ranks that share the tensor exchange it to say by how much.
+Only checksums are exchanged. If two differ, the ranks that share the tensor exchange it to measure the difference.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
-# In the order of cause: another learning rate makes other parameters.
+# In causal order: a different learning rate leads to different parameters.
 _STRUCTURE, _NUMBERS, _PARAMETERS = range(3)
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """Something that several ranks hold alike.
+    """State that several ranks must hold identically.
 
     Attributes:
-        kind: what of all that differs is named first.
-        name: for messages, the same on all of them.
-        value: a tensor, or something that JSON can hold.
-        piece: ranks that hold another piece of the tensor have another number.
+        kind: position in causal order; of all differences, the smallest kind is reported.
+        name: name for messages, the same on all of these ranks.
+        value: a tensor, or a JSON-serializable value.
+        piece: number of the shard; ranks with another shard of the tensor have another number.
     """
 
     kind: int
@@ -50,7 +50,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Scope:
-    """The ranks among which things are shared; `group` None for all ranks."""
+    """A set of ranks and the state that they share; `group` is None for all ranks."""
 
     words: str
     group: ProcessGroup | None
@@ -62,13 +62,13 @@ class _Scope:
 
 
 class WholeNames(Protocol):
-    """What a model was called before it was sharded."""
+    """Names in a model before it was sharded."""
 
     aliases: Mapping[str, tuple[str, ...]]
 
 
 class SharedModel(Protocol):
-    """What the check reads of a boosted model."""
+    """The attributes of a boosted model that the check reads."""
 
     mesh: HybridMesh
     stream: Any
@@ -76,11 +76,11 @@ class SharedModel(Protocol):
     tied: Mapping[nn.Parameter, TiedParameter]
 
     def unwrap(self) -> nn.Module:
-        """The sharded model."""
+        """Return the sharded model."""
 
 
 class SynchronyCheck:
-    """Compares the ranks of one model and its optimizers.
+    """Compares the state of one model and its optimizers over ranks.
 
     Args:
         model: the boosted model.
@@ -91,10 +91,10 @@ class SynchronyCheck:
         self._last_good: int | None = None
 
     def run(self, optimizers: Sequence[HybridParallelOptimizer]) -> None:
-        """Compare; called on all ranks.
+        """Compare the ranks; must be called on all of them.
 
         Raises:
-            SynchronyError: ranks differ; on all ranks alike, with the first difference.
+            SynchronyError: if ranks differ; raised on all ranks, with the first difference.
         """
         if dist.get_world_size() == 1:
             return
@@ -146,12 +146,12 @@ class SynchronyCheck:
         first_names = {param: name for name, param in params.items()}
         for param, tie in sorted(self.model.tied.items(), key=lambda item: item[1].order):
             name = first_names[param]
-            common = min((name, *self.model.origin.aliases.get(name, ())))  # other stages call it differently
+            common = min((name, *self.model.origin.aliases.get(name, ())))  # its name differs between stages
             yield _Scope("tied", tie.group, [_Shared(_PARAMETERS, f"the tied weight {common}", param.data)])
 
 
 def _options(optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Shared]:
-    """Numbers in the parameter groups, the loss scale, the count of steps."""
+    """Yield the numbers in the parameter groups, the loss scale and the step count."""
     for index, optimizer in enumerate(optimizers):
         of = f" of optimizer {index}" if len(optimizers) > 1 else ""
         for number, group in enumerate(optimizer.param_groups):
@@ -164,7 +164,7 @@ def _options(optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Shared]
 
 
 def _state_steps(optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Shared]:
-    """How often the optimizer has updated each parameter of which this rank holds a piece."""
+    """Yield the optimizer's step count of each parameter that this rank holds a piece of."""
     for optimizer in optimizers:
         for bucket in optimizer.buckets:
             for piece in bucket.pieces:
@@ -175,7 +175,7 @@ def _state_steps(optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Sha
 
 
 def _differences(scope: _Scope) -> Iterator[list[Any]]:
-    """[kind, position, name, words, two ranks] of what is not the same in the scope."""
+    """Yield [kind, position, name, words, two ranks] for each difference in the scope."""
     if dist.get_world_size(scope.group) == 1:
         return
     tables = all_gather_json({shared.name: shared.digest() for shared in scope.shared}, scope.group)
@@ -190,7 +190,7 @@ def _differences(scope: _Scope) -> Iterator[list[Any]]:
 
 
 def _odd_one(ranks: Sequence[int], tables: Sequence[Mapping[str, Any]], name: str) -> list[int] | None:
-    """A rank with what most of them have, and the first that has something else."""
+    """Return a rank with the most common value and the first rank with another; None if all values are equal."""
     digests = {rank: repr(tables[rank][name]) for rank in ranks}
     counted = Counter(digests.values())
     if len(counted) == 1:
@@ -201,7 +201,7 @@ def _odd_one(ranks: Sequence[int], tables: Sequence[Mapping[str, Any]], name: st
 
 
 def _size_of_difference(scopes: Sequence[_Scope], name: str, words: str, ranks: list[int]) -> str | None:
-    """By how much the tensor or number of two ranks differs, where this rank is one of those that share it."""
+    """Describe how much the value differs between two ranks; None if this rank does not share it."""
     scope = next((each for each in scopes if each.words == words and set(ranks) <= set(each.ranks)), None)
     shared = next((each for each in scope.shared if each.name == name), None) if scope else None
     if shared is None:

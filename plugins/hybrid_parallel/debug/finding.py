@@ -1,4 +1,4 @@
-"""Finding: something that is not finite, and how ranks put what they found in the order of cause."""
+"""Finding: a non-finite value, and the causal order in which ranks sort their findings."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# In the order of cause: a weight that is nan makes the losses nan, and they the gradients.
+# In causal order: a nan weight makes the losses nan, and these make the gradients nan.
 WEIGHT, INPUT, MODULE, LOSS, BACKWARD, GRADIENT = KINDS = ("weight", "input", "module", "loss", "backward", "gradient")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not finite.
+    """A non-finite value that a rank has found.
 
     Attributes:
         kind: one of `KINDS`.
-        order: place among findings of its kind; the smallest was first.
-        text: what it is, with the number of its bad values.
-        place: the rank, in words; empty where the rank does not matter.
+        order: position among findings of its kind; the smallest came first.
+        text: description, with the number of bad values.
+        place: description of the rank; empty if the rank does not matter.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def describe(tensor: Tensor) -> str:
-    """How many of its values are what: "2 of 55 values nan"."""
+    """Describe how many values of a tensor are nan or inf: "2 nan of 55 values"."""
     tensor = tensor.detach()
     num_nan, num_inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     kinds = [f"{count} {kind}" for count, kind in ((num_nan, "nan"), (num_inf, "inf")) if count]
@@ -40,6 +40,6 @@ def describe(tensor: Tensor) -> str:
 
 
 def is_bad(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor has nan or inf."""
-    # Detached: what a check saves would be counted as a tensor that recomputation has to save again.
+    """Return whether a floating-point tensor has nan or inf."""
+    # Detached: otherwise recomputation would count a tensor that autograd saves for this check.
     return not bool(torch.isfinite(tensor.detach()).all())

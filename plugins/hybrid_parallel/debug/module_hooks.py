@@ -1,8 +1,8 @@
-"""ModuleWatch: looks at what every module returns, and at the gradients that pass through it. For debug mode: slow.
+"""ModuleWatch: checks the outputs of every module and the gradients that pass through it. Slow: for debug mode.
 
-The forward pass is read from module outputs. In the backward pass a module is to blame that was given a finite gradient
-and passed on one that is not: each module therefore reads its inputs through views of its own, whose gradients are what
-this module alone makes of them.
+In the forward pass, it checks module outputs. In the backward pass, the origin is a module that received a finite
+gradient and passed on a non-finite one. Each module therefore reads its inputs through its own views, whose gradients
+come from this module alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Call:
     """One call of a module.
 
     Attributes:
-        was_given_finite: whether the gradient of its output was finite; None where none was seen.
+        was_given_finite: whether the gradient of its output was finite; None if none was seen.
     """
 
     module: nn.Module
@@ -39,12 +39,12 @@ class _Call:
 
 @dataclass
 class _Sighting:
-    """What went bad first in one direction of one micro-batch.
+    """The first non-finite value in one direction of one micro-batch.
 
     Attributes:
-        clock: when, counted in calls; ranks that share a model's tensors count alike.
-        text: in words.
-        is_origin: whether nothing bad went into what is named.
+        clock: its time, as a number of calls; equal on ranks that share a model's tensors.
+        text: description of the value.
+        is_origin: whether it did not come from a bad input.
     """
 
     clock: int
@@ -56,17 +56,17 @@ _Key = tuple[int, int]  # pass, micro-batch
 
 
 class ModuleWatch:
-    """Hooks on all modules and parameters of a model.
+    """Hooks on all modules and parameters of a model that record the first non-finite values.
 
     Args:
-        model: sharded, on its device, with its parameters.
+        model: the sharded model, on its device, with its parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._forward: dict[_Key, _Sighting] = {}
         self._backward: dict[_Key, _Sighting] = {}
         self._suspects: set[str] = set()  # modules that returned nan or inf since the last step
-        self._accepted: set[str] = set()  # those that did in a step that ended well, as masks do
+        self._accepted: set[str] = set()  # modules that did so in a step that ended well, as masks do
         self._calls: list[_Call] = []
         self._key: _Key = (0, 0)
         self._clock = 0
@@ -79,28 +79,28 @@ class ModuleWatch:
                 param.register_post_accumulate_grad_hook(partial(self._on_parameter, name))
 
     def begin_pass(self, number: int) -> None:
-        """A new pass; `begin_microbatch` follows where it has several."""
+        """Begin a pass; `begin_microbatch` follows if it has several micro-batches."""
         self._key = (number, 0)
         self.begin_microbatch(0)
 
     def begin_microbatch(self, index: int) -> None:
-        """Either direction of a micro-batch begins."""
+        """Begin either direction of a micro-batch."""
         self._key, self._clock = (self._key[0], index), 0
-        self._calls.clear()  # a stage leaves the model by an exception
+        self._calls.clear()  # a stage leaves the model by an exception, so calls may remain
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Forget what was seen, because a new step begins."""
         self._forward.clear()
         self._backward.clear()
         self._suspects.clear()
 
     def accept(self) -> None:
-        """The step ended well: what its modules returned was meant."""
+        """Accept the outputs of the step's modules as intended, because the step ended well."""
         self._accepted |= self._suspects
         self.forget()
 
     def findings(self, mesh: HybridMesh) -> Iterator[Finding]:
-        """What went bad first on this rank, in each direction of each micro-batch."""
+        """Yield what became non-finite first on this rank, in each direction of each micro-batch."""
         for kind, sightings, stage in (
             (MODULE, self._forward, mesh.rank("pp")),
             (BACKWARD, self._backward, -mesh.rank("pp")),
@@ -112,7 +112,7 @@ class ModuleWatch:
     # ----- forward -----
 
     def _before(self, title: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if _in_backward():  # recomputation: the first time was looked at
+        if _in_backward():  # recomputation: already checked the first time
             return _mapped(args, _view), _mapped(kwargs, _view)
         call = _Call(module, title)
         self._calls.append(call)
@@ -158,7 +158,7 @@ class ModuleWatch:
             f"with {describe(output)}, from {came_from}{own}"
         )
         self._forward[self._key] = _Sighting(self._clock, text, is_origin=bool(weights) or not call.bad_inputs)
-        _logger.warning("not finite: %s", text)  # at once: the step may not come to its end
+        _logger.warning("not finite: %s", text)  # at once, because the step may not finish
 
     # ----- backward -----
 
@@ -182,7 +182,7 @@ class ModuleWatch:
             self._see(f"the gradient of {name}", grad, is_origin=self._key not in self._backward)
 
     def _see(self, what: str, grad: Tensor, is_origin: bool) -> None:
-        """Take note of the first bad gradient, and of where it came from once that is known."""
+        """Record the first bad gradient, and its origin once that is known."""
         seen = self._backward.get(self._key)
         if seen is not None and (seen.is_origin or not is_origin):
             return
@@ -193,8 +193,11 @@ class ModuleWatch:
 
 
 def _view(tensor: Tensor) -> Tensor:
-    """The tensor under a name of its own in the graph. Also while a layer is recomputed, where no hook is needed:
-    layers that share an input find out by its identity, and must do so both times."""
+    """Return a view of the tensor that is a separate node in the graph.
+
+    This is also done while a layer is recomputed, where no hook is needed: layers that share an input detect that by
+    its identity, and must do so both times.
+    """
     return tensor.view_as(tensor) if tensor.requires_grad and _may_look(tensor) else tensor
 
 
@@ -203,12 +206,12 @@ def _in_backward() -> bool:
 
 
 def _may_look(tensor: Tensor) -> bool:
-    """Whether the values are there: a tensor with attributes is one that a collective is still writing to."""
+    """Return whether the values are available: a collective still writes to tensors that have attributes."""
     return tensor.is_floating_point() and not vars(tensor)
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in arguments or outputs, with their names or positions."""
+    """Yield the floating-point tensors in arguments or outputs, with their names or positions."""
     if isinstance(value, Tensor):
         if _may_look(value):
             yield name or "0", value
@@ -221,7 +224,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Arguments with `change` applied to each tensor; containers of other kinds are left alone."""
+    """Apply `change` to each tensor in arguments; containers of other types are left unchanged."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is dict:

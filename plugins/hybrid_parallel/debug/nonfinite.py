@@ -1,7 +1,7 @@
-"""Where nan and inf came from: asked once a step has gone bad, so that a sound step pays nothing for the answer.
+"""Search for the origin of nan and inf. It runs only after a bad step, so that a good step pays nothing for it.
 
-Every rank looks at what it still has of the step (weights, inputs, losses, gradients); what they find is brought
-together and put in the order of cause, so that all ranks say the same.
+Every rank checks what it still has of the step (weights, inputs, losses, gradients). The findings are gathered and
+sorted in causal order, so that all ranks report the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _logger = get_logger(__name__)
 
 
 def first_findings(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> list[Finding]:
-    """The first finding of each kind over all ranks, in the order of cause; called on all ranks."""
+    """Return the first finding of each kind over all ranks, in causal order; must be called on all ranks."""
     here = [*_weights(optimizer, mesh), *_inputs(trace, mesh), *_losses(trace, mesh), *_gradients(optimizer, mesh)]
     if trace.watch is not None:
         here += trace.watch.findings(mesh)
@@ -41,7 +41,7 @@ def _first_of_each_kind(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def report(optimizer: HybridParallelOptimizer, findings: list[Finding], is_watched: bool) -> str:
-    """One sentence about a step that went bad."""
+    """Describe a bad step in one sentence."""
     found = "; ".join(str(found) for found in findings) or "their norm is beyond the largest number"
     scale = optimizer.loss_scale
     at_floor = f", at the smallest loss scale of {scale.value:g}," if scale.watches_overflow else ""
@@ -53,10 +53,10 @@ def report(optimizer: HybridParallelOptimizer, findings: list[Finding], is_watch
 
 
 def refuse_or_skip(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> None:
-    """Raise, or say once why a step is left out; called on all ranks.
+    """Raise an error, or log why a step is skipped; must be called on all ranks.
 
     Raises:
-        NonFiniteError: the optimizer's policy is to raise, or a weight is bad, so that no later step can be better.
+        NonFiniteError: if the optimizer's policy is to raise, or if a weight is bad, which no later step can repair.
     """
     findings = first_findings(optimizer, trace, mesh)
     text = report(optimizer, findings, trace.watch is not None)
@@ -67,7 +67,7 @@ def refuse_or_skip(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: H
 
 
 def _weights(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator[Finding]:
-    """The first parameter in the order of the model whose value is bad."""
+    """Yield the first parameter with a bad value, in the order of the model."""
     for position, (param, name) in enumerate(reversed(optimizer.names.items())):
         if param.is_floating_point() and is_bad(param):
             order = (mesh.rank("pp"), position, mesh.rank("dp"), mesh.rank("tp"))
@@ -80,7 +80,7 @@ def _inputs(trace: StepTrace, mesh: HybridMesh) -> Iterator[Finding]:
         for position, (key, value) in enumerate(microbatch.items()):
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
-            if "mask" in key:  # -inf is what an additive mask is made of
+            if "mask" in key:  # additive masks contain -inf
                 value = value.masked_fill(value == -torch.inf, 0.0)
             if is_bad(value):
                 order = (index, mesh.rank("dp"), mesh.rank("pp"), mesh.rank("tp"), position)
@@ -98,12 +98,12 @@ def _losses(trace: StepTrace, mesh: HybridMesh) -> Iterator[Finding]:
 
 
 def _gradients(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator[Finding]:
-    """Every bad gradient: as this rank computed it where that is still there, else as it was reduced."""
+    """Yield every bad gradient: this rank's own if it is still available, otherwise the reduced one."""
     arrival = optimizer.reducer.arrival
     for bucket in optimizer.buckets:
         for param, gradient, is_own in _bad_gradients(bucket):
             name = optimizer.names[param]
-            # A tied weight has the sum over its places, so that it may be bad before it was reached.
+            # The gradient of a tied weight is a sum over its uses, so it may be bad before the weight is reached.
             is_tied = int(name in optimizer.aliases)
             order = (is_tied, -mesh.rank("pp"), arrival.get(param, len(arrival)), int(not is_own))
             text = f"the gradient of {name} is the first in the backward pass, with {describe(gradient)}"

@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same options: with others they make other groups, and hang."""
+"""Check that all ranks have the same options: different options create different groups, and hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_options(config: HybridParallelConfig) -> None:
     """Compare the options of all ranks.
 
     Raises:
-        ConfigurationError: they differ, on all ranks alike, with the first that does.
+        ConfigurationError: if they differ; raised on all ranks, with the first difference.
     """
     if dist.get_world_size() == 1:
         return
@@ -42,7 +42,7 @@ def check_options(config: HybridParallelConfig) -> None:
 
 
 def _plain(value: object) -> str:
-    """What has to be the same of an option's value: of a policy, its class."""
+    """Return the comparable part of an option's value as text: for a policy, its class."""
     if isinstance(value, Mapping):
         return json.dumps(value, sort_keys=True, default=repr)
     if value is None or isinstance(value, str | int | float | list | tuple | Path | TPInfo):

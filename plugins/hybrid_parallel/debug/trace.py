@@ -1,4 +1,4 @@
-"""StepTrace: what is kept of a step until its optimizer has taken it. References, no copies."""
+"""StepTrace: references to the data of a step, kept until its optimizer has stepped. It makes no copies."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Microbatches = Sequence[Mapping[str, Any]]
 
 
 class PassWatch(Protocol):
-    """What looks at the modules of a pass while it goes on."""
+    """Observer of the modules in a pass."""
 
     def begin_pass(self, number: int) -> None:
-        """Pass `number` since the last step begins."""
+        """Begin pass `number` since the last step."""
 
     def forget(self) -> None:
-        """The passes so far belong to a step that is over."""
+        """Forget the passes so far, because their step is over."""
 
     def accept(self) -> None:
-        """The gradients of the step are finite."""
+        """Accept what was seen, because the gradients of the step are finite."""
 
     def findings(self, mesh: HybridMesh) -> list[Finding]:
-        """What this rank saw that was not finite."""
+        """Return the non-finite values that this rank saw."""
 
 
 class StepTrace:
-    """The inputs and losses of the passes since the last step of an optimizer.
+    """Inputs and losses of the passes since the last step of an optimizer.
 
     Attributes:
-        microbatches: of the last pass.
-        losses: of each pass, micro-batch and share of the loss in the order of its backward passes.
-        watch: what watches single modules, in debug mode.
+        microbatches: the micro-batches of the last pass.
+        losses: for each pass, (micro-batch, share of the loss) pairs in the order of its backward passes.
+        watch: observer of single modules, in debug mode.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class StepTrace:
         self._is_over = False
 
     def begin(self, microbatches: Microbatches, losses: list[tuple[int, Tensor]]) -> None:
-        """A pass begins; `losses` is filled while it goes on."""
+        """Begin a pass; `losses` is filled while it runs."""
         if self._is_over:
             self.losses, self._is_over = [], False
             if self.watch is not None:
@@ -56,16 +56,16 @@ class StepTrace:
             self.watch.begin_pass(len(self.losses) - 1)
 
     def add_loss(self, loss: Tensor) -> None:
-        """The loss of an ordinary loop, whose pass has one micro-batch."""
+        """Add the loss of an ordinary loop, in which a pass has one micro-batch."""
         if not self.losses or self._is_over:
             self.begin((), [])
         self.losses[-1].append((0, loss))
 
     def end_step(self) -> None:
-        """An optimizer takes its step; what is here stays readable until the next pass begins."""
+        """Record that an optimizer takes its step; the data stays readable until the next pass begins."""
         self._is_over = True
 
     def accept(self) -> None:
-        """The step's gradients are finite."""
+        """Record that the step's gradients are finite."""
         if self.watch is not None:
             self.watch.accept()

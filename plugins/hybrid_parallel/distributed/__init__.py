@@ -1,1 +1,1 @@
-"""Process groups: the mesh, which devices its ranks have, and agreement between ranks."""
+"""Process groups: the mesh, the mapping of ranks to devices, and agreement between ranks."""

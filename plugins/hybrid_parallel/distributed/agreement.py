@@ -1,4 +1,4 @@
-"""Agreement between ranks about files: what one finds, all know. JSON travels, never pickle."""
+"""Agreement between ranks: values are exchanged as JSON, never as pickle, and errors are raised on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _logger = get_logger(__name__)
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in rank order."""
+    """Gather every rank's value, in rank order."""
     payload = json.dumps(value).encode()
     world_size = dist.get_world_size(group)
     if world_size == 1:
@@ -34,7 +34,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in rank order, on the group's first rank; an empty list on the others."""
+    """Gather every rank's value, in rank order, on the group's first rank; return an empty list on the others."""
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = all_gather_json(len(payload), group)
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -47,7 +47,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
-    """The value of the rank `source` (of all ranks, not of the group)."""
+    """Broadcast the value of `source`, a global rank, and return it."""
     is_source = dist.get_rank() == source
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor(len(payload) if is_source else 0)
@@ -58,12 +58,12 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
 
 
 def raise_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """Do file work on this rank; if it fails on any rank of the group, it is an error on all.
+    """Do file work on this rank; if it fails on any rank of the group, raise on all of them.
 
-    Every kind of error is agreed upon: after one that was not, the others would wait for this rank.
+    Errors of every kind are shared: after an error that was not, the other ranks would wait for this one.
 
     Raises:
-        ConfigurationError: the first failure, in one sentence; on the rank that failed, from its own error.
+        ConfigurationError: for the first failure, in one sentence; on the rank that failed, chained to its own error.
     """
     result, problem, cause = None, None, None
     try:
@@ -80,7 +80,6 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, ConfigurationError | WeightFileError):
         return str(error)
     if not isinstance(error, OSError | ValueError | KeyError | MemoryError):
-        _logger.error(
-            "%s on rank %d", type(error).__name__, dist.get_rank(), exc_info=error
-        )  # nobody's mistake but ours
+        # A mistake of this library, not of the user.
+        _logger.error("%s on rank %d", type(error).__name__, dist.get_rank(), exc_info=error)
     return f"{type(error).__name__} on rank {dist.get_rank()}: {error}"

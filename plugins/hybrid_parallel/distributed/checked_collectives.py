@@ -1,7 +1,7 @@
-"""Collectives that look before they run: torch's own ProcessGroupWrapper, with ranks as the user counts them.
+"""Collectives that are compared before they run: torch's own ProcessGroupWrapper, with global ranks in its errors.
 
-In a group that is made under `checked_collectives`, operation, shape and dtype of every collective are compared over
-its ranks first. Point-to-point messages are not: those of pipelines say their shapes themselves.
+In a group that is created under `checked_collectives`, the operation, shape and dtype of every collective are compared
+over its ranks first. Point-to-point messages are not compared: pipelines send the shapes of their messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CALL = re.compile(
 
 @contextmanager
 def checked_collectives(enabled: bool) -> Iterator[None]:
-    """Make groups that compare their collectives, where `enabled`."""
+    """Create groups that compare their collectives, if `enabled`."""
     before = dist.get_debug_level()
     if enabled:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -37,10 +37,10 @@ def checked_collectives(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def naming_ranks() -> Iterator[None]:
-    """Around work with collectives: a mismatch is told by the ranks of the job, where torch counts within the group.
+    """Report mismatched collectives in this context by their global ranks; torch counts ranks within the group.
 
     Raises:
-        SynchronyError: ranks of a group called different collectives, on all of its ranks alike.
+        SynchronyError: if ranks of a group called different collectives; raised on all of its ranks.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def naming_ranks() -> Iterator[None]:
 
 
 def _in_words(message: str, ranks: list[int]) -> str:
-    """A rank reads another's call as if it had as many dims as its own, and may not make sense of it."""
+    """Describe a mismatch; a rank parses another's call with its own number of dims, and may fail to do so."""
     involved = [ranks[int(number)] for number in _RANK.findall(message)]
     calls = {
         ranks[int(call["rank"])]: f"{call['operation']} of {call['dtype'] or ''} {call['shape'] or 'nothing'}"
@@ -62,7 +62,7 @@ def _in_words(message: str, ranks: list[int]) -> str:
 
 
 def _ranks_of(traceback: TracebackType | None) -> list[int]:
-    """Global ranks of the group that the failing call was made in: the innermost argument of the name `group`."""
+    """Return the global ranks of the group of the failing call: the innermost local variable named `group`."""
     group = None
     while traceback is not None:
         found = traceback.tb_frame.f_locals.get("group")

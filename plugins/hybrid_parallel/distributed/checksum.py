@@ -1,4 +1,4 @@
-"""Numbers that tell whether two tensors, or a tensor and its bytes in a file, are the same."""
+"""Checksums that tell whether two tensors, or a tensor and its bytes in a file, are the same."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 _ROW = 512  # integers of 8 bytes
-CHUNK = 256 * _ROW * 8  # bytes that are looked at together: 1 MiB, which stays in a core's cache
+CHUNK = 256 * _ROW * 8  # bytes that are processed at a time: 1 MiB, which stays in a core's cache
 
 
 def checksum(tensor: Tensor) -> int:
-    """32 bits about a tensor's bytes, from memory at more than half the speed at which it can be read.
+    """Compute 32 bits from a tensor's bytes, at more than half the speed at which memory can be read.
 
-    Each chunk of 1 MiB is a table of integers of 8 bytes, 512 in a row. The CRC-32 of the sums of its rows and of its
-    columns is taken, and that of the bytes behind the last whole row. Any change of one integer is found, and of rows,
-    columns or parts of them that change places; a change that keeps all sums takes four integers at least. A CRC-32
-    of all bytes takes three times as long.
+    Each chunk of 1 MiB is a table of 8-byte integers, 512 in a row. The result is the CRC-32 of the sums of its rows
+    and of its columns, and of the bytes after the last whole row. It detects any change of one integer, and any
+    swap of rows, columns or parts of them. A change that keeps all sums takes at least four integers. A CRC-32 of all
+    bytes takes three times as long.
     """
     running = 0
     for chunk in bytes_of(tensor).split(CHUNK):
@@ -29,7 +29,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksum_in_file(file: int, begin: int, size: int) -> int:
-    """`checksum` of the `size` bytes from `begin` on in an open file; of fewer if the file ends before."""
+    """Compute `checksum` for `size` bytes from `begin` in an open file, or for fewer if the file ends earlier."""
     buffer, running, end = np.empty(min(size, CHUNK), dtype=np.uint8), 0, begin + size
     while begin < end:
         chunk = buffer[: min(end - begin, CHUNK)]
@@ -40,7 +40,7 @@ def checksum_in_file(file: int, begin: int, size: int) -> int:
 
 
 def read_at(file: int, position: int, buffer: memoryview) -> int:
-    """Fill `buffer` from an open file; returns the number of bytes, fewer only where the file ends."""
+    """Fill `buffer` from an open file; return the number of bytes, which is smaller only if the file ends."""
     filled = 0
     while filled < len(buffer):
         read = os.preadv(file, [buffer[filled:]], position + filled)
@@ -51,17 +51,17 @@ def read_at(file: int, position: int, buffer: memoryview) -> int:
 
 
 def checksum_of(value: Any) -> int:
-    """Of anything whose `repr` says all."""
+    """Compute the checksum of a value whose `repr` describes it completely."""
     return zlib.crc32(repr(value).encode())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, one after the other."""
+    """Return a tensor's bytes as a flat tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def add_to_checksum(running: int, data: np.ndarray) -> int:
-    """Take in `data`, at most one chunk; only the last of a tensor may be a part of one."""
+    """Add `data`, at most one chunk, to a running checksum; only the last chunk of a tensor may be smaller."""
     whole = data.size - data.size % (_ROW * 8)
     if whole:
         table = data[:whole].view(np.uint64).reshape(-1, _ROW)

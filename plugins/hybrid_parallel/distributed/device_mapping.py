@@ -1,4 +1,4 @@
-"""Which rank holds which piece, where the user says so by the names of devices."""
+"""Placement of shards on ranks that the user gives by device names."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 
 _logger = get_logger(__name__)
-# `cuda:3`, `cpu:2`, `node-1/cuda:3`; TensorFlow's way too, `/device:XLA_DTU:3`.
+# `cuda:3`, `cpu:2`, `node-1/cuda:3`; also TensorFlow's `/device:XLA_DTU:3`.
 _NAME = re.compile(r"^(?:(?P<host>[^/:\s]+)/)?(?:/device:)?(?P<kind>[A-Za-z_]\w*):(?P<index>\d+)$")
 _EXAMPLE = "'cuda:3', 'cpu:2', 'host/cuda:3' or a rank such as 3"
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a name says.
+    """A parsed device name.
 
     Attributes:
-        index: the device's number on its host, or a rank where `kind` is None.
+        index: the device's number on its host, or a rank if `kind` is None.
         kind: "cuda", "cpu" or another.
-        host: None where there is only one.
+        host: the host's name; None if there is only one host.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Device:
 
     @staticmethod
     def of(name: Any) -> Device | None:
-        """None if it is no name of a device."""
+        """Parse a device name; return None if it is not one."""
         if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
             return Device(name)
         if not isinstance(name, str):
@@ -50,7 +50,7 @@ class Device:
 
 
 def check_mapping(mapping: Any, num_stages: int, num_shards: int) -> list[str]:
-    """What is wrong with a `device_mapping`, in sentences; empty if nothing is."""
+    """Return the problems of a `device_mapping` as sentences; an empty list if there are none."""
     if not isinstance(mapping, Mapping):
         return [f"device_mapping={mapping!r} is no mapping; use {{'stage_0': {{'shard_0': 'cuda:0'}}}}"]
     problems = _compare_keys("device_mapping", mapping, "stage", num_stages, "stage_cnt (pp_size)")
@@ -72,10 +72,10 @@ def check_mapping(mapping: Any, num_stages: int, num_shards: int) -> list[str]:
 
 
 def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
-    """Stage by stage the ranks of its shards; all ranks of the world call this alike.
+    """Return the ranks of the shards, stage by stage; all ranks of the world must call this.
 
     Raises:
-        ConfigurationError: a device that no rank has, or that two names mean.
+        ConfigurationError: if no rank has one of the devices, or if two names mean the same device.
     """
     places = [tuple(place) for place in all_gather_json([socket.gethostname(), _local_rank()])]
     stages = [mapping[f"stage_{stage}"] for stage in range(len(mapping))]
@@ -91,10 +91,10 @@ def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
 
 
 def in_blocks(ranks: Sequence[Sequence[int]], world_size: int) -> list[list[list[int]]]:
-    """Replica by replica, stage by stage: the first replica as mapped, the others alike behind it.
+    """Return the ranks by replica and stage: the first replica as mapped, the others in the same order after it.
 
     Raises:
-        ConfigurationError: there are further replicas, and the first is not made of the first ranks.
+        ConfigurationError: if there are further replicas, and the first does not consist of the first ranks.
     """
     block = sum(map(len, ranks))
     named = sorted(rank for row in ranks for rank in row)

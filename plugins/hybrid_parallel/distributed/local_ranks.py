@@ -1,4 +1,4 @@
-"""Ranks of this machine that commands start for a moment: every wait has a limit, and none outlives its parent."""
+"""Short-lived ranks on this machine, started by commands: every wait has a limit, and none outlives its parent."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from typing import Any
 
 from booster.errors import ConfigurationError
 
-# Imported once for all ranks: what they need takes longer to import than to use.
+# Imported once for all ranks: the imports take longer than the work.
 _PRELOAD = (
-    "hybrid_booster",  # first: it finds the others beside folders of their names
+    "hybrid_booster",  # first: it finds the other packages even next to folders with their names
     "torch.distributed.device_mesh",
     "transformers.modeling_utils",
     "transformers.loss.loss_utils",
     "plugins.hybrid_parallel",
     "shardformer.policies.registry",
 )
-_GRACE_S = 1.0  # for the other ranks to answer too, once one has failed
+_GRACE_S = 1.0  # time for the other ranks to answer after one has failed
 _HOST = "127.0.0.1"
 
 
 class RankFailure(RuntimeError):
-    """A rank failed, or did not answer in time: which, and why."""
+    """A rank failed or did not answer in time; the message names the rank and the reason."""
 
 
 def run_on_local_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float, device: str = "cpu"
 ) -> list[Any]:
-    """Run a module-level function on ranks of a process group of their own.
+    """Run a module-level function on new ranks with a process group of their own.
 
     Args:
-        arguments: of the function, the same on every rank.
-        timeout_s: seconds for all of it, start included.
+        arguments: arguments of the function, the same on every rank.
+        timeout_s: seconds for everything, including the start.
         device: "cpu" for gloo, "cuda" for NCCL with a GPU for each rank.
 
     Returns:
-        What it returned, in the order of ranks.
+        The function's results, in rank order.
 
     Raises:
-        ConfigurationError: it raised one on some rank.
-        RankFailure: it failed otherwise, or did not end in time.
+        ConfigurationError: if the function raised one on a rank.
+        RankFailure: if a rank failed otherwise, or did not end in time.
     """
     import torch.distributed as dist
 
@@ -79,7 +79,7 @@ def run_on_local_ranks(
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """A new process would run the script that this one was started with: training scripts seldom guard against it."""
+    """Hide the main module: a new process would run the training script, which seldom guards against that."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -92,21 +92,21 @@ def _start(process: Any) -> None:
     try:
         with _without_main():
             process.start()
-    except Exception as error:  # what cannot be sent says so in its own way
+    except Exception as error:  # objects that cannot be pickled raise errors of many types
         raise ConfigurationError(
             f"other processes cannot be given what they need ({error}); define the model's class in a module of its own"
         ) from None
 
 
 def devices_for(world_size: int) -> str:
-    """ "cuda" where there is a GPU for each of so many ranks, else "cpu"."""
+    """Return "cuda" if there is a GPU for each of `world_size` ranks, otherwise "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
 
 
 def _collect(connections: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
-    """What the ranks return, in order; the first failure brings the deadline near."""
+    """Collect the results of the ranks, in order; the first failure shortens the deadline."""
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     results: dict[int, Any] = {}
     failures: dict[int, tuple[bool, str]] = {}
@@ -142,9 +142,9 @@ def _serve(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    logging.disable(logging.WARNING)  # what ranks would say one by one
+    logging.disable(logging.WARNING)  # warnings that every rank would repeat
     failure, result = None, None
     try:
         _join(*place)
@@ -157,7 +157,7 @@ def _serve(
         where = f"{os.path.basename(last.filename)}, line {last.lineno}"
         failure = (False, f"{type(error).__name__}: {text} ({where})")
     connection.send((failure, result))
-    connection.poll(None)  # not gone before the others have read what they were sent
+    connection.poll(None)  # stay until the other ranks have read what they were sent
     os._exit(0)
 
 

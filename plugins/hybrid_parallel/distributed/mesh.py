@@ -17,22 +17,22 @@ from shardformer.distributed.collectives import world_timeout
 from shardformer.shard_spec import EXPERTS, TENSOR
 
 AXES = ("pp", "dp", "cp", "tp")
-# The ranks that hold the same parameters, and see other tokens: other samples, or other parts of the same sequences.
+# The ranks that hold the same parameters and see other tokens: other samples, or other parts of the same sequences.
 DP_CP = "dp_cp"
-# Of these, neighbours that hold other experts, and the ranks that hold the same.
+# Its subgroups: neighbours that hold different experts, and ranks that hold the same experts.
 EP, EXPERT_REPLICAS = "ep", "ep_replicas"
 
 
 @dataclass(frozen=True)
 class HybridMesh:
-    """This rank's place in the grid, and the groups it talks in.
+    """This rank's position in the grid, and its process groups.
 
     Attributes:
         device_mesh: torch's mesh with the four axes.
         device: the device of this rank.
         stage_ranks: global ranks of the pipeline that this rank is part of, first stage first.
-        axis_groups: the groups of the axes; of `dp_cp`, which is both of these as one; of `ep` and `ep_replicas`, which
-            are its rows and columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks.
+        axis_groups: the groups of the axes; of `dp_cp`, which combines both axes; of `ep` and `ep_replicas`, which are
+            its rows and columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks.
         replica_group: all ranks with this tensor-parallel coordinate, over which a step's loss is summed.
     """
 
@@ -43,30 +43,30 @@ class HybridMesh:
     axis_groups: Mapping[str, ProcessGroup]
 
     def group(self, axis: str) -> ProcessGroup:
-        """The process group of an axis."""
+        """Return the process group of an axis."""
         return self.axis_groups[axis]
 
     def size(self, axis: str) -> int:
         return dist.get_world_size(self.axis_groups[axis])
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         return dist.get_rank(self.axis_groups[axis])
 
     @property
     def place(self) -> str:
-        """Where this rank is, for messages: "rank 3 (stage 1, tp rank 1)"."""
+        """Position of this rank, for messages: "rank 3 (stage 1, tp rank 1)"."""
         names = {"pp": "stage", "dp": "replica", "cp": "cp rank", "tp": "tp rank"}
         words = ", ".join(f"{name} {self.rank(axis)}" for axis, name in names.items() if self.size(axis) > 1)
         return f"rank {dist.get_rank()}" + (f" ({words})" if words else "")
 
 
 def replicate_axis(axis: str) -> str:
-    """The axis of the ranks that hold the same pieces of what is cut over `axis`, see `ShardSpec.axis`."""
+    """Return the axis of ranks that hold the same shards of tensors sharded over `axis`, see `ShardSpec.axis`."""
     return EXPERT_REPLICAS if axis == EXPERTS else DP_CP
 
 
-# One grid a layout and world: process groups are costly and are never given back.
+# One grid per layout and world: process groups are costly and are never released.
 _MESHES: dict[tuple, HybridMesh] = {}
 _TIED_GROUPS: dict[tuple, ProcessGroup | None] = {}
 _LINK_GROUPS: dict[tuple, ProcessGroup] = {}
@@ -82,14 +82,14 @@ def build_mesh(
     placement: list[list[list[int]]] | None = None,
     ep_size: int = 1,
 ) -> HybridMesh:
-    """The grid of a layout; all ranks of the world call this alike.
+    """Build the grid of a layout, once; all ranks of the world must call this.
 
     Args:
-        placement: the ranks, [dp][pp][tp]; None for all of them in order.
-        ep_size: neighbours of a line of `dp_cp` that share the experts; divides its length.
+        placement: the ranks as [dp][pp][tp]; None for default order.
+        ep_size: number of neighbours on the `dp_cp` axis that share the experts; divides the size of that axis.
 
     Raises:
-        ConfigurationError: this torch cannot make groups in the order of the placement.
+        ConfigurationError: if this torch cannot create groups in the order of the placement.
     """
     grid = torch.arange(dist.get_world_size()).view(pp_size, dp_size, cp_size, tp_size)
     if placement is not None:
@@ -103,7 +103,7 @@ def build_mesh(
 
 def _build(grid: torch.Tensor, ep_size: int) -> HybridMesh:
     device, tp_size = current_device(), grid.shape[-1]
-    # Groups of our own: torch's mesh would make its with a timeout of its own, whatever the job was launched with.
+    # Groups of our own: torch's mesh would create groups with its own timeout instead of the job's.
     axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
     device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
     axis_groups[DP_CP] = axis_groups["dp"]
@@ -124,7 +124,7 @@ def _build(grid: torch.Tensor, ep_size: int) -> HybridMesh:
 def _expert_groups(
     grid: torch.Tensor, ep_size: int, axis_groups: Mapping[str, ProcessGroup]
 ) -> dict[str, ProcessGroup]:
-    """The groups of expert parallelism; where every rank has all experts, groups that there are already."""
+    """Create the groups of expert parallelism; if every rank has all experts, reuse existing groups."""
     if ep_size == 1:
         alone = next((axis_groups[axis] for axis, size in zip(AXES, grid.shape, strict=True) if size == 1), None)
         return {
@@ -141,15 +141,15 @@ def _expert_groups(
 
 
 def _axis_group(grid: torch.Tensor, axis: str) -> ProcessGroup:
-    """This rank's line of the grid along an axis."""
+    """Create the groups along an axis of the grid; return this rank's."""
     position = AXES.index(axis)
     return _own_group(grid.movedim(position, -1).reshape(-1, grid.shape[position]).tolist())
 
 
 def control_group() -> ProcessGroup:
-    """All ranks, on the CPU, for what is agreed upon beside training: it must not mix with what training sends.
+    """Return a CPU group of all ranks for agreement outside of training, whose messages must not mix with it.
 
-    All ranks of the world call this alike.
+    All ranks of the world must call this.
     """
     key = id(dist.group.WORLD)
     if key not in _CONTROL_GROUPS:
@@ -158,14 +158,14 @@ def control_group() -> ProcessGroup:
 
 
 def pipelines_of(device_mesh: DeviceMesh) -> list[list[int]]:
-    """The ranks of every pipeline of the grid, first stage first."""
-    return device_mesh.mesh.flatten(1).t().tolist()  # [pp, dp * cp * tp] -> one row a pipeline
+    """Return the ranks of every pipeline of the grid, first stage first."""
+    return device_mesh.mesh.flatten(1).t().tolist()  # [pp, dp * cp * tp] -> one row per pipeline
 
 
 def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
-    """The pipeline's ranks once for every `link`: what two ranks send each other on several must not queue up.
+    """Return the pipeline's group for one `link`, so that messages of two ranks on several links do not queue up.
 
-    All ranks of the world call this alike.
+    All ranks of the world must call this.
     """
     key = (id(mesh.device_mesh), *link)
     if key not in _LINK_GROUPS:
@@ -174,23 +174,23 @@ def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
 
 
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:
-    """The ranks at the positions `stages` of this pipeline, which hold the same tied parameter; None elsewhere.
+    """Return the group of this pipeline's ranks at `stages`, which hold the same tied parameter; None elsewhere.
 
-    All ranks of the world call this alike.
+    All ranks of the world must call this.
     """
     key = (id(mesh.device_mesh), stages)
     if key not in _TIED_GROUPS:
         pipelines = pipelines_of(mesh.device_mesh)
         others = [stage for stage in range(mesh.size("pp")) if stage not in stages]
-        # The other stages get a group too: torch names locally synchronised groups (the copies of key/value heads)
-        # after the number of groups that a rank is in, which therefore must not differ between ranks.
+        # The other stages get a group too: torch names locally synchronised groups (the copies of key/value heads) by
+        # the number of groups that a rank is in, which therefore must not differ between ranks.
         parts = [part for part in (stages, others) if part]
         _TIED_GROUPS[key] = _own_group([[ranks[stage] for stage in part] for part in parts for ranks in pipelines])
     return _TIED_GROUPS[key] if mesh.rank("pp") in stages else None
 
 
 def _own_group(partition: list[list[int]]) -> ProcessGroup | None:
-    """Make a group of each list of ranks; every rank makes all of them, in order, and keeps the one it is in."""
+    """Create a group for each list of ranks, on all ranks in the same order; return the one this rank is in."""
     own = None
     for ranks in partition:
         group = dist.new_group(ranks, timeout=world_timeout(), **_in_order(ranks))
@@ -199,7 +199,7 @@ def _own_group(partition: list[list[int]]) -> ProcessGroup | None:
 
 
 def _in_order(ranks: list[int]) -> dict[str, bool]:
-    """What `new_group` has to be told so that it keeps the order of the ranks."""
+    """Return the arguments with which `new_group` keeps the order of the ranks."""
     if ranks == sorted(ranks):
         return {}
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -211,13 +211,13 @@ def _in_order(ranks: list[int]) -> dict[str, bool]:
 
 
 def forget_groups() -> None:
-    """After `destroy_process_group`: another world may get the number of the one that is gone."""
+    """Forget groups after `destroy_process_group`: a new world may get the id of the destroyed one."""
     for groups in (_MESHES, _TIED_GROUPS, _LINK_GROUPS, _CONTROL_GROUPS):
         groups.clear()
 
 
 def current_device() -> torch.device:
-    """The device that this rank trains on: its GPU where there is one, else the CPU."""
+    """Return the device that this rank trains on: its GPU if there is one, otherwise the CPU."""
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

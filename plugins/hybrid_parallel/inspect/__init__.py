@@ -1,1 +1,1 @@
-"""Reports and pictures: which rank holds which parameters, and the timeline of a pipeline."""
+"""Reports and plots: the parameters that each rank holds, and the timeline of a pipeline."""

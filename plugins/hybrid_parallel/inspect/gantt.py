@@ -1,4 +1,4 @@
-"""Pictures of a pipeline's timeline: text, PNG, and a trace for Chrome's and Perfetto's viewers."""
+"""Plots of a pipeline timeline: text, PNG, and a trace for the viewers of Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _COLORS = {
     Kind.BACKWARD_WEIGHT: "#54a24b",
 }
 _WIDEST = 240  # characters
-_LABELLED = 400  # actions, above which their numbers would not be legible
+_LABELLED = 400  # maximum number of actions to label; more labels would not be legible
 
 
 def to_text(timeline: Timeline) -> str:
-    """A line a rank, as wide as time: `F3` is a forward of micro-batch 3, with a mark for each chunk behind the first.
+    """Format a timeline as text: one line per rank, proportional to time, and a table of idle shares.
 
-    Where that would be too wide only the table of bubbles is left.
+    `F3` is a forward pass of micro-batch 3; the number of apostrophes after it is the index of the model chunk on the
+    rank. Lines that would be too wide are left out.
     """
     rows = [_shares(timeline)]
     cells = list(_rows_of_cells(timeline))
@@ -40,10 +41,11 @@ def to_text(timeline: Timeline) -> str:
 
 
 def to_trace(timeline: Timeline, unit_us: float = 1.0) -> dict[str, Any]:
-    """Events for `chrome://tracing` and ui.perfetto.dev.
+    """Return trace events for `chrome://tracing` and ui.perfetto.dev.
 
     Args:
-        unit_us: microseconds in a unit of the timeline.
+        timeline: timeline to convert.
+        unit_us: microseconds per unit of the timeline.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
@@ -68,7 +70,7 @@ def to_trace(timeline: Timeline, unit_us: float = 1.0) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: Path, unit_us: float = 1.0) -> None:
-    """Write `to_trace`.
+    """Write the result of `to_trace` to a JSON file.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -80,7 +82,7 @@ def write_trace(timeline: Timeline, path: Path, unit_us: float = 1.0) -> None:
 
 
 def draw(timeline: Timeline, path: Path, title: str, unit: str = "time") -> None:
-    """Draw bars, one row a rank; darker where the chunk is a later one.
+    """Draw one row of bars per rank; chunks alternate between full and reduced opacity.
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the file cannot be written.
@@ -146,7 +148,7 @@ def _rows_of_cells(timeline: Timeline) -> Iterator[str]:
 
 
 def _with_chunks(actions: Iterator[TimedAction] | list[TimedAction]) -> list[tuple[TimedAction, int]]:
-    """Each action with the chunk of its rank that it runs."""
+    """Pair each action with the index of its model chunk on the rank."""
     actions = list(actions)
     stages = sorted({timed.action.stage for timed in actions})
     return [(timed, stages.index(timed.action.stage)) for timed in actions]

@@ -1,4 +1,4 @@
-"""A page that shows who holds what: parameters in rows, ranks in columns, one colour a stage."""
+"""HTML page that shows the shards of each rank: one row per parameter, one column per rank, one colour per stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ td.none { color: #bbb; text-align: center; }
 
 
 def write_page(ranks: list[RankShards], title: str, path: Path) -> None:
-    """Write the page; it needs nothing beside itself.
+    """Write the page to a self-contained file.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -31,7 +31,7 @@ def write_page(ranks: list[RankShards], title: str, path: Path) -> None:
 
 
 def page(ranks: list[RankShards], title: str) -> str:
-    """The HTML text."""
+    """Return the page as HTML text."""
     head = "".join(f"<th>rank {each.rank}<br>stage {each.stage}, tp {each.tp_rank}</th>" for each in ranks)
     total = "".join(f"<th>{in_bytes(each.bytes)}</th>" for each in ranks)
     body = "\n".join(

@@ -1,4 +1,7 @@
-"""What each rank of a layout holds of a model: found by sharding it on the meta device, without devices or weights."""
+"""Report of the parameters that each rank of a layout holds.
+
+The model is sharded on the meta device, without devices or weights.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ from shardformer.shard_spec import spec_of
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A rank's part of a parameter.
+    """A rank's shard of a parameter.
 
     Attributes:
-        name: as in the whole model.
-        shape, full_shape: of the part, padding included, and of the whole.
-        dim: along which it is cut, None where it is whole.
-        dtype: that it is trained in.
-        trains: whether it has a gradient.
+        name: name in the whole model.
+        shape, full_shape: shape of the shard, including padding, and of the whole parameter.
+        dim: sharded dim; None if the parameter is not sharded.
+        dtype: dtype in training.
+        trains: whether the parameter requires a gradient.
     """
 
     name: str
@@ -51,13 +54,13 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class RankShards:
-    """A rank of the first replica, or of the first ones that share the experts.
+    """Shards of one rank of the first replica (with expert parallelism: of the first expert-parallel group).
 
     Attributes:
-        rank: its number.
-        stage, tp_rank: its place.
-        pieces: in the model's order.
-        ep_rank: its place among those that share the experts.
+        rank: global rank.
+        stage, tp_rank: coordinates of the rank.
+        pieces: shards, in the order of the model.
+        ep_rank: coordinate on the expert-parallel axis.
     """
 
     rank: int
@@ -72,14 +75,15 @@ class RankShards:
 
 
 def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankShards]:
-    """What the ranks of the first replica hold; the others hold the same.
+    """Return the shards of each rank of the first replica; the other replicas hold the same.
 
     Args:
-        build: makes the whole model; called on the meta device, once for each of these ranks.
-        world_size: ranks of the layout.
+        build: function that builds the whole model; called on the meta device, once for each of these ranks.
+        config: options of the layout.
+        world_size: number of ranks of the layout.
 
     Raises:
-        ConfigurationError: the model cannot be cut like this, or process groups exist already.
+        ConfigurationError: the model cannot be sharded this way, or process groups already exist.
     """
     if dist.is_initialized():
         raise ConfigurationError("a job's ranks cannot play others; look at a layout in a process of its own")
@@ -99,10 +103,10 @@ def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world
 
 @contextmanager
 def playing(rank: int, world_size: int) -> Iterator[None]:
-    """Process groups whose collectives do nothing, as rank `rank` of `world_size` sees them."""
+    """Set up fake process groups, whose collectives do nothing, from the view of rank `rank` of `world_size`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which torch wraps at every start, to name the rank
+    hook = sys.excepthook  # init_process_group wraps it each time, to add the rank
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -114,7 +118,7 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
 
 
 def in_words(ranks: list[RankShards]) -> str:
-    """A table of the parameters, layers that are alike together, and one of the ranks."""
+    """Format a table of the parameters, with identical layers merged, and a list of the ranks."""
     rows = rows_of(ranks)
     width = max((len(name) for name, _, _ in rows), default=0)
     lines = [f"{name:<{width}}  {_who(ranks, pieces)}" for name, _, pieces in rows]
@@ -129,7 +133,7 @@ def in_words(ranks: list[RankShards]) -> str:
 
 
 def rows_of(ranks: list[RankShards]) -> list[tuple[str, tuple[int, ...], list[ParamShard | None]]]:
-    """(name with ranges of layers, whole shape, what each rank has of one of them), each parameter once."""
+    """Return rows of (name with layer ranges, full shape, shard of each rank); identical layers share one row."""
     by_name: dict[str, dict[int, ParamShard]] = {}
     for each in ranks:
         for piece in each.pieces:
@@ -165,7 +169,7 @@ def _who(ranks: list[RankShards], pieces: list[ParamShard | None]) -> str:
 
 
 def _pattern(name: str) -> tuple[str, int]:
-    """The name with its first number left out, and that; -1 where there is none."""
+    """Replace the first number in a name by "*", and return both; the number is -1 if there is none."""
     found = re.search(r"(?<=\.)\d+(?=\.)", name)
     return (name, -1) if found is None else (f"{name[: found.start()]}*{name[found.end() :]}", int(found[0]))
 
@@ -177,7 +181,7 @@ def _range(numbers: list[int]) -> str:
 
 
 def in_bytes(count: float) -> str:
-    """`1.5 MiB`."""
+    """Format a byte count, such as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,1 +1,1 @@
-"""The loss of a step: which one, how it is weighted over ranks, and the fp16 scale."""
+"""The loss of a step: its choice, its weighting over ranks, and the fp16 loss scale."""

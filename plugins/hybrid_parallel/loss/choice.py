@@ -1,4 +1,4 @@
-"""Which loss counts for a batch: the user's criterion, the head's where the logits lie, or the model's own."""
+"""Choice of the loss for a batch: the user's criterion, the head's loss on sharded logits, or the model's own."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shardformer.policies.head_losses import head_loss_of, own_loss_reason, rout
 
 
 class LossChoice:
-    """The choice for one model.
+    """Chooses the loss of each step for one model.
 
     Args:
-        model: the sharded model, which may be inside of peft's wrappers.
+        model: the sharded model, possibly inside peft's wrappers.
         mesh: the grid of ranks.
 
     Attributes:
-        head_loss: what the head of the model's class computes; None where that is not known.
+        head_loss: loss of the model's head class; None if it is not known.
     """
 
     def __init__(self, model: nn.Module, mesh: HybridMesh) -> None:
@@ -42,18 +42,18 @@ class LossChoice:
 
     @property
     def axis(self) -> ZigzagSharding | None:
-        """The ranks that each have outputs of a part of every sequence; None where outputs are of whole ones."""
+        """The ranks that have outputs of different parts of every sequence; None if outputs are of whole sequences."""
         return self.model.context_axis if getattr(self.model, "returns_parts", False) else None
 
     def step_loss(
         self, microbatches: Microbatches, criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
     ) -> StepLoss:
-        """How the loss of a step over `microbatches`, the parts of `batch`, is computed.
+        """Return the loss of a step over `microbatches`, the parts of `batch`.
 
-        An empty share of a batch has the keys of the others but none of their rows; it asks like they do.
+        An empty share of a batch has the same keys as the other shares but no rows, so that it makes the same choice.
 
         Raises:
-            ConfigurationError: it cannot be put together from these parts, on all ranks alike.
+            ConfigurationError: if the loss cannot be combined from these parts; raised on all ranks.
         """
         if criterion is not None:
             return CriterionStepLoss(microbatches, self.mesh, criterion)
@@ -68,14 +68,14 @@ class LossChoice:
         return HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers)
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the head computes no loss for `batch`."""
+        """Return whether the head computes no loss for `batch`."""
         return self.head_loss is not None and not self.head_loss.applies_to(batch)
 
     def own_reason(self, batch: Mapping[str, Any]) -> str | None:
-        """Why the model's forward has to compute the loss of `batch` itself; None where the head's loss is the same.
+        """Return why the model's forward must compute the loss of `batch` itself; None if the head's loss is the same.
 
         Raises:
-            ConfigurationError: it would find parts of sequences.
+            ConfigurationError: if the forward would only see parts of sequences.
         """
         reason = own_loss_reason(self.model, self.head_loss, batch)
         if reason is not None and self.axis is not None:
@@ -88,10 +88,10 @@ class LossChoice:
         return reason
 
     def _check_routers(self, microbatches: Microbatches, is_known: bool) -> None:
-        """Refuse what leaves no rank the scores that an auxiliary loss reads: those of all layers and tokens.
+        """Refuse layouts in which no rank has the router scores of all layers and tokens for an auxiliary loss.
 
         Args:
-            is_known: whether the loss is one that is put together over replicas.
+            is_known: whether the loss can be combined over replicas.
         """
         sizes = {axis: self.mesh.size(axis) for axis in ("pp", "cp", "dp")}
         fewest = most = len(microbatches)

@@ -1,38 +1,38 @@
 """The fp16 loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
-A model has one, which all of its optimizers share, as they would share a `torch.amp.GradScaler`: each leaves out its
-own step where its own gradients overflow, and once all have stepped the scale shrinks if any of them overflowed.
+A model has one loss scale, which all of its optimizers share, as they would share a `torch.amp.GradScaler`. Each
+optimizer skips its own step if its own gradients overflow. Once all have stepped, the scale shrinks if any overflowed.
 """
 
 from __future__ import annotations
 
 import math
 
-_FLOOR = 1.0  # unscaled: gradients that overflow here do so by themselves
+_FLOOR = 1.0  # no scaling: gradients that overflow at this scale overflow by themselves
 
 
 class LossScale:
-    """No scaling: fp32 and bf16."""
+    """Constant scale of 1, for fp32 and bf16."""
 
     value = 1.0
     watches_overflow = False
     can_shrink = False
 
     def record(self, overflowed: bool) -> None:
-        """Take note of one optimizer's step."""
+        """Record whether one optimizer's step overflowed."""
 
     def update(self) -> None:
-        """All optimizers that have gradients have stepped: choose the next scale; nothing where none has stepped."""
+        """Choose the next scale, after all optimizers with gradients have stepped; do nothing if none has stepped."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over a saved scale."""
+        """Load a saved scale."""
 
 
 class DynamicLossScale(LossScale):
-    """Halves on an overflow, doubles after `growth_interval` steps without one.
+    """Scale that halves on an overflow and doubles after `growth_interval` steps without one.
 
     Args:
         initial_scale: the scale of the first step.
@@ -44,7 +44,7 @@ class DynamicLossScale(LossScale):
     def __init__(self, initial_scale: float, growth_interval: int) -> None:
         self.value, self.growth_interval = float(initial_scale), growth_interval
         self.good_steps = 0
-        self._overflowed: bool | None = None  # whether any step since the last update did; None where there was none
+        self._overflowed: bool | None = None  # whether a step since the last update overflowed; None without steps
 
     @property
     def can_shrink(self) -> bool:

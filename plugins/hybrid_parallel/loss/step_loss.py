@@ -1,8 +1,8 @@
 """The loss of one step, weighted globally.
 
-A mean over the whole global batch is a sum over micro-batches and data-parallel ranks, divided once by the global
-count. `HeadStepLoss` knows the counts before the step (they depend on labels alone) and divides each share by them;
-`CriterionStepLoss` may learn them only afterwards and then says by what the reduced gradients have to be multiplied.
+A mean over the global batch is a sum over micro-batches and data-parallel ranks, divided once by the global count.
+`HeadStepLoss` knows the counts before the step, because they depend only on labels, and divides each share by them.
+`CriterionStepLoss` may learn them only afterwards, and then returns a factor for the reduced gradients.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Microbatches = Sequence[Mapping[str, Any]]
 
 
 class StepLoss:
-    """The loss of one step.
+    """Base class for the loss of one step.
 
     Args:
-        microbatches: this replica's batch, cut; whole mappings, with labels.
+        microbatches: the micro-batches of this replica, as whole mappings with labels.
         mesh: the grid of ranks.
 
     Attributes:
-        reads_parallel_logits: whether it takes logits that are cut over the vocabulary.
-        reads_parts: whether it takes outputs of this rank's part of each sequence.
-        copies: context-parallel ranks that find the same, because they see whole sequences.
-        own_entries: names of entries of the batch that it alone reads.
+        reads_parallel_logits: whether it reads logits that are sharded over the vocabulary.
+        reads_parts: whether it reads outputs of this rank's part of each sequence.
+        copies: number of context-parallel ranks that compute the same value, because they see whole sequences.
+        own_entries: names of batch entries that only the loss reads.
     """
 
     reads_parallel_logits = False
@@ -50,14 +50,18 @@ class StepLoss:
         self.microbatches, self.mesh = microbatches, mesh
         self.copies = mesh.size("cp")
         self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        self.shares: list[tuple[int, Tensor]] = []  # micro-batch -> what it added
+        self.shares: list[tuple[int, Tensor]] = []  # (micro-batch, its share of the loss)
 
     def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
-        """How the heads of `model` leave their logits in a pass for this loss, whose outputs may be kept besides."""
+        """Return a context in which the heads of `model` produce the logits that this loss reads.
+
+        Args:
+            keeps_outputs: whether the outputs of the pass may also be kept.
+        """
         return parallel_logits(model) if self.reads_parallel_logits else nullcontext()
 
     def share(self, outputs: Any, index: int) -> Tensor | None:
-        """What micro-batch `index` adds to the global loss (0-d, differentiable), on the last stage."""
+        """Return the share of micro-batch `index` in the global loss (0-d, differentiable), on the last stage."""
         loss = self._share(outputs, index)
         if loss is not None:
             loss = loss if self.copies == 1 else loss / self.copies
@@ -69,11 +73,11 @@ class StepLoss:
         raise NotImplementedError
 
     def finish(self, return_loss: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The global loss where asked for, and a factor for the gradients of this step where one is due."""
+        """Return the global loss if asked for, and a factor for this step's gradients if one is needed."""
         return (self._sum_over_replicas(self.total) if return_loss else None), None
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        """Sum over stages (only the last has anything), data- and context-parallel ranks."""
+        """Sum over stages (only the last one has a value), data- and context-parallel ranks."""
         if dist.get_world_size(self.mesh.replica_group) > 1:
             dist.all_reduce(value, group=self.mesh.replica_group)
         return value
@@ -84,7 +88,7 @@ class StepLoss:
         return value
 
     def _least_over_data(self, *values: float) -> list[float]:
-        """The smallest of each value over the data-parallel ranks."""
+        """Return the minimum of each value over the data-parallel ranks."""
         least = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.size("dp") > 1:
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
@@ -92,7 +96,7 @@ class StepLoss:
 
 
 class NoLoss(StepLoss):
-    """A pass that only wants outputs: the batch has no labels and there is no criterion."""
+    """No loss: the pass only computes outputs, because the batch has no labels and there is no criterion."""
 
     def _share(self, outputs: Any, index: int) -> None:
         return None
@@ -102,18 +106,18 @@ class NoLoss(StepLoss):
 
 
 class HeadStepLoss(StepLoss):
-    """The loss of the model's own head.
+    """Loss of the model's own head.
 
     Args:
-        head_loss: its sums and counts.
-        batch: of which the micro-batches are parts; with its keys also where this replica's share is empty.
-        axis: over which the model leaves sequences cut; None where its outputs are of whole sequences.
-        adds_routers: whether the auxiliary loss of the model's routers comes to it.
+        head_loss: computes sums and counts of the loss.
+        batch: the batch that the micro-batches are parts of; it has its keys even if this replica's share is empty.
+        axis: the axis over which the model leaves sequences split; None if its outputs are of whole sequences.
+        adds_routers: whether to add the auxiliary loss of the model's routers.
     """
 
     reads_parallel_logits = True
     reads_parts = True
-    aux_loss: Tensor | None = None  # of the routers, over all replicas, of the last pass
+    aux_loss: Tensor | None = None  # of the routers in the last pass, over all replicas
 
     def __init__(
         self,
@@ -142,7 +146,7 @@ class HeadStepLoss(StepLoss):
         self.global_counts = self._sum_over_data(counts)
 
     def _check_divisor(self, divisor: float) -> None:
-        """The sum over all replicas is divided once; a user who counts in his own share divides by too little."""
+        """Refuse a divisor that counts the labels of one replica: the sum over all replicas is divided by it once."""
         labels = [microbatch["labels"] for microbatch in self.microbatches if "labels" in microbatch]
         counts = [sum(int((each[..., skipped:] != IGNORE_INDEX).sum()) for each in labels) for skipped in (0, 1)]
         least, most, counts_share = self._least_over_data(divisor, -divisor, float(divisor in counts))
@@ -170,10 +174,11 @@ class HeadStepLoss(StepLoss):
 
 
 class CriterionStepLoss(StepLoss):
-    """The loss of a user's criterion: a mean over samples, or a (sum, count).
+    """Loss of a user's criterion: a mean over samples, or a (sum, count).
 
     Args:
-        criterion: (outputs, batch) -> mean, or (sum, count). It may say what it reads by the attributes above.
+        criterion: (outputs, batch) -> mean, or (sum, count). Its attributes `reads_parallel_logits` and `own_entries`
+            may say what it reads.
     """
 
     def __init__(
@@ -201,8 +206,8 @@ class CriterionStepLoss(StepLoss):
             raise ConfigurationError(
                 f"criterion returned {_describe(value)}; return a 0-d tensor (a mean over samples) or (sum, count)"
             )
-        # The global count is not known yet where the criterion counts by itself: the number of samples keeps
-        # gradients in range until `finish` corrects it.
+        # If the criterion counts by itself, the global count is not known yet: the number of samples keeps gradients in
+        # range until `finish` corrects it.
         return value / self.global_rows.clamp(min=1.0).to(value.dtype)
 
     def finish(self, return_loss: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -214,13 +219,14 @@ class CriterionStepLoss(StepLoss):
 
 
 class ModelStepLoss(StepLoss):
-    """The loss that a model computes itself, taken as a mean over its samples.
+    """Loss that a model computes itself, taken as a mean over its samples.
 
-    A mean over labels is the same only where all parts of the batch have as many a sample, or where there is one part.
+    A mean over labels gives the same result only if all parts of the batch have equally many labels per sample, or if
+    there is one part.
 
     Args:
-        batch: of which the micro-batches are parts.
-        reason: why the model computes it, for messages.
+        batch: the batch that the micro-batches are parts of.
+        reason: why the model computes it, for error messages.
     """
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh, batch: Mapping[str, Any], reason: str) -> None:
@@ -256,7 +262,7 @@ class ModelStepLoss(StepLoss):
 
 
 def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """The class numbers that a mean may be over."""
+    """Return the class labels that the loss may average over; None if there are none."""
     labels = batch.get("labels")
     is_counted = isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point()
     return labels if is_counted and len(labels) else None

@@ -1,4 +1,4 @@
-"""Outputs of micro-batches: put together again, and sent from the last stage to all."""
+"""Outputs of micro-batches: merging, and broadcast from the last stage to all stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 
 
 def detached(outputs: Any) -> Any:
-    """The tensors of `outputs`, which may lie in mappings and tuples, without their graph; None for anything else."""
+    """Detach the tensors of `outputs`, which may be nested in mappings and tuples; other values become None."""
     if isinstance(outputs, Tensor):
         return outputs.detach()
     if isinstance(outputs, Mapping):
@@ -25,10 +25,10 @@ def detached(outputs: Any) -> Any:
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
-    """Concatenate the outputs of micro-batches along the samples; a single number and a cache are left out.
+    """Concatenate the outputs of micro-batches along the samples; scalars and caches in them are left out.
 
     Raises:
-        ConfigurationError: micro-batches have values that differ in more than the number of samples.
+        ConfigurationError: if values of micro-batches differ in more than the number of samples.
     """
     if isinstance(outputs[0], Tensor) and not outputs[0].dim():
         return torch.stack(list(outputs))
@@ -54,7 +54,7 @@ def _merge(values: Sequence[Any], name: str) -> Any:
 
 
 def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
-    """Send the last stage's outputs, from rank `source`, to all stages: a JSON header, then each tensor. No pickle."""
+    """Broadcast the outputs of rank `source` to all stages: a JSON header, then each tensor. No pickle."""
     group = mesh.group("pp")
     header = broadcast_json(None if outputs is None else _describe(outputs), group, source)
     mine = iter(()) if outputs is None else _tensors(outputs)
@@ -80,7 +80,7 @@ def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
 
 
 def _describe(value: Any) -> dict[str, Any] | None:
-    """What JSON can say of nested outputs."""
+    """Describe nested outputs in a JSON-serializable form."""
     if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if isinstance(value, Mapping):
@@ -101,7 +101,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _output_class(module: str, name: str) -> type:
-    """transformers' own output class of that name; any other becomes a plain dict."""
+    """Return transformers' output class of that name; dict for any other module."""
     if not module.startswith("transformers."):
         return dict
     return getattr(importlib.import_module(module), name)

@@ -1,9 +1,9 @@
-"""Point-to-point communication between neighbouring stages, of other ranks or of the same.
+"""Point-to-point communication between neighbouring stages, on different ranks or on the same rank.
 
-Receives are posted ahead and waited for when the tensor is needed; sends are never waited for until the end of the
-step. A message is the hidden state and what else a stage's layers need, some of it None. It may have any shapes: the
-first time two neighbours see a micro-batch of some signature, a small header with shapes and dtypes travels ahead;
-later ones are known on both sides.
+Receives are posted early and waited for when the tensor is needed. Sends are only waited for at the end of the step.
+A message is the hidden state and the other tensors that a stage's layers need, some of which may be None. Shapes are
+arbitrary: the first time two neighbours see a micro-batch of some signature, a small header with shapes and dtypes is
+sent first. Later messages need no header, because both sides know the shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADER_LENGTH = 1 + _MAX_TENSORS * _SPEC_LENGTH
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that travels, and whether its gradient comes back."""
+    """Shape and dtype of a sent tensor, and whether its gradient comes back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,12 +43,12 @@ Specs = tuple[TensorSpec | None, ...]
 
 
 def specs_of(message: StageMessage) -> Specs:
-    """What a message looks like."""
+    """Return the specs of a message's tensors."""
     return tuple(None if tensor is None else TensorSpec.of(tensor) for tensor in message)
 
 
 def to_header(specs: Specs) -> Tensor:
-    """A tensor of fixed size that describes a message of up to 12 tensors."""
+    """Encode the specs of a message of up to 12 tensors in a tensor of fixed size."""
     header = torch.full((_HEADER_LENGTH,), -1, dtype=torch.int64)
     header[0] = len(specs)
     for row, spec in zip(header[1:].view(_MAX_TENSORS, _SPEC_LENGTH), specs, strict=False):
@@ -59,7 +59,7 @@ def to_header(specs: Specs) -> Tensor:
 
 
 def from_header(header: Tensor) -> Specs:
-    """The inverse of `to_header`."""
+    """Decode the specs of a message; the inverse of `to_header`."""
     count, rows = int(header[0]), header[1:].view(_MAX_TENSORS, _SPEC_LENGTH).tolist()
     return tuple(
         None if dtype < 0 else TensorSpec(tuple(dims[:num_dims]), _DTYPES[dtype], bool(needs_grad))
@@ -74,10 +74,10 @@ class PendingReceive:
         self.message, self.works, self.what = message, works, what
 
     def wait(self) -> StageMessage:
-        """The message, once it is here.
+        """Wait for the message and return it.
 
         Raises:
-            RuntimeError: it did not come, with who was waiting for what.
+            RuntimeError: if it did not arrive; the error names the waiting rank and the missing message.
         """
         try:
             for work in self.works:
@@ -88,13 +88,13 @@ class PendingReceive:
 
 
 class Channel:
-    """One direction between this stage and a neighbour.
+    """One direction of communication between this stage and a neighbour.
 
     Args:
         peer: global rank of the neighbour.
-        group: the group of this direction.
-        device: where payloads live.
-        name: what travels and where to, for messages.
+        group: process group of this direction.
+        device: device of the payloads.
+        name: description of what is sent, for error messages.
     """
 
     def __init__(self, peer: int, group: ProcessGroup, device: torch.device, name: str) -> None:
@@ -103,7 +103,7 @@ class Channel:
         self._sends: list[tuple[Any, Tensor]] = []
 
     def send(self, message: StageMessage, key: tuple) -> None:
-        """Send tensors for a micro-batch of signature `key`; returns at once."""
+        """Send the tensors for a micro-batch with signature `key`; returns at once."""
         if key not in self._known:
             self._known[key] = specs_of(message)
             self._isend(to_header(self._known[key]))
@@ -116,13 +116,13 @@ class Channel:
         self._isend(torch.tensor([number]))
 
     def receive_number(self) -> int:
-        """The number that the neighbour sends."""
+        """Receive a number from the neighbour."""
         number = torch.zeros(1, dtype=torch.int64)
         PendingReceive((number,), [dist.irecv(number, self.peer, group=self.group)], self.name).wait()
         return int(number)
 
     def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> PendingReceive:
-        """Post the receive of the next message; `specs` where this side knows them (gradients are like activations)."""
+        """Post the receive of the next message; `specs` if this side knows them (gradients are like activations)."""
         what = f"{self.name} of micro-batch {microbatch} from rank {self.peer}"
         if specs is None:
             specs = self._known.get(key)
@@ -138,26 +138,26 @@ class Channel:
         return PendingReceive(message, works, what)
 
     def specs(self, key: tuple) -> Specs:
-        """What a message for a micro-batch of signature `key` looks like, once one was sent or received."""
+        """Return the specs of messages for micro-batches with signature `key`, after one was sent or received."""
         return self._known[key]
 
     def knows(self, key: tuple) -> bool:
-        """Whether a receive can be posted without waiting for a header."""
+        """Return whether a receive can be posted without waiting for a header."""
         return key in self._known
 
     def mark_known(self, key: tuple, specs: Specs) -> None:
-        """Both sides know the shapes without a header (gradients)."""
+        """Record specs that both sides know without a header (gradients)."""
         self._known[key] = specs
 
     def release(self) -> None:
-        """Let go of the tensors whose sends are complete."""
+        """Release the tensors whose sends are complete."""
         self._sends = [(work, tensor) for work, tensor in self._sends if not work.is_completed()]
 
     def flush(self) -> None:
         """Wait until every send is complete.
 
         Raises:
-            RuntimeError: the neighbour did not take one, with who was sending what.
+            RuntimeError: if the neighbour did not take one; the error names the sender and what it sent.
         """
         for work, _ in self._sends:
             try:
@@ -173,39 +173,39 @@ class Channel:
 
 
 class LocalChannel:
-    """One direction between two stages of this rank: what is sent is handed over."""
+    """One direction between two stages of this rank: tensors are handed over directly."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Specs] = {}
         self._waiting: deque[StageMessage] = deque()
 
     def send(self, message: StageMessage, key: tuple) -> None:
-        """Leave tensors for a micro-batch of signature `key`."""
+        """Store the tensors for a micro-batch with signature `key`."""
         self._known[key] = specs_of(message)
         self._waiting.append(tuple(None if tensor is None else tensor.detach() for tensor in message))
 
     def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> LocalChannel:
-        """The next message is taken by `wait`."""
+        """Return this channel, whose `wait` takes the next message."""
         return self
 
     def wait(self) -> StageMessage:
-        """The oldest message that was left."""
+        """Take the oldest stored message."""
         return self._waiting.popleft()
 
     def specs(self, key: tuple) -> Specs:
-        """What a message for a micro-batch of signature `key` looks like, once one was sent."""
+        """Return the specs of messages for micro-batches with signature `key`, after one was sent."""
         return self._known[key]
 
     def knows(self, key: tuple) -> bool:
-        """A receive never waits for a header."""
+        """Return True: a receive never waits for a header."""
         return True
 
     def mark_known(self, key: tuple, specs: Specs) -> None:
-        """There are no headers."""
+        """Record the specs of messages; there are no headers."""
         self._known[key] = specs
 
     def release(self) -> None:
-        """Nothing is kept once it was taken."""
+        """Do nothing: messages are not kept after they are taken."""
 
     def flush(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: there are no pending sends."""

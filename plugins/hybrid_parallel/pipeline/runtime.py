@@ -23,7 +23,7 @@ from shardformer.matmul.weight_grad import DeferredWeightGrads, run_deferred, sp
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
-# (outputs, index of the micro-batch) -> its share of the loss, 0-d, or None when there is nothing to differentiate
+# (outputs, index of the micro-batch) -> its share of the loss, 0-d; None if there is nothing to differentiate
 LossFunction = Callable[[Any, int], Tensor | None]
 AnyChannel = Channel | LocalChannel
 
@@ -42,13 +42,13 @@ class Links:
 
 
 class PipelineRuntime:
-    """Runs micro-batches through the stages of this rank. A pipeline of one stage is the simplest case of it.
+    """Runs micro-batches through the stages of this rank. A single stage is the simplest case of a pipeline.
 
     Args:
-        module: the model, cut to these stages.
+        module: the model, reduced to these stages.
         mesh: the grid of ranks.
-        schedule: which rank holds which stages.
-        num_chunks: stages a rank holds.
+        schedule: the pipeline schedule, which also assigns stages to ranks.
+        num_chunks: number of stages per rank.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class PipelineRuntime:
         self.has_last_stage = self.num_stages - 1 in self.stages
         self.rank_of_last_stage = mesh.stage_ranks[schedule.rank_of(self.num_stages - 1, mesh.size("pp"))]
         self.links = self._connect()
-        self.before_microbatch: Callable[[int], None] | None = None  # in debug mode, either direction
+        self.before_microbatch: Callable[[int], None] | None = None  # in debug mode, for both directions
         self.recorder: ScheduleRecorder | None = None
 
     def actions(self, num_microbatches: int, trains: bool) -> list[Action]:
-        """What this rank does with a batch of so many micro-batches."""
+        """Return the actions of this rank for a batch of `num_microbatches` micro-batches."""
         make = self.schedule.actions if trains else self.schedule.forward_only
         return make(self.mesh.rank("pp"), self.mesh.size("pp"), num_microbatches, self.num_chunks)
 
@@ -74,7 +74,7 @@ class PipelineRuntime:
         return {stage: frozenset(self.parameters_of(stage)) for stage in self.stages}
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that a stage of this rank runs."""
+        """Return the parameters that a stage of this rank uses."""
         views = getattr(self.module, "stage_views", None)
         with views.running(stage, None) if views is not None else nullcontext():
             return list(self.module.parameters())
@@ -92,11 +92,11 @@ class PipelineRuntime:
 
         Args:
             actions: this rank's schedule.
-            microbatches: the model's inputs, one mapping a micro-batch.
-            loss_function: takes the outputs of a micro-batch on the last stage, returns its share of the loss.
+            microbatches: the model's inputs, one mapping per micro-batch.
+            loss_function: maps the outputs of a micro-batch on the last stage to its share of the loss.
             scale: factor on the loss in the backward pass (the fp16 loss scale).
             before_last, after_last: called around the last backward action of each stage, after which the gradients
-                of what only this stage holds are complete.
+                of parameters that only this stage holds are complete.
         """
         step = _Step(self, microbatches, loss_function, scale)
         last = {action.stage: action for action in actions if action.kind is not Kind.FORWARD}
@@ -123,7 +123,7 @@ class PipelineRuntime:
                 channel.release()
 
     def _connect(self) -> dict[int, Links]:
-        """The channels of the stages here; all ranks make the groups of all of them, in one order."""
+        """Create the channels of this rank's stages; all ranks create the groups of all channels, in one order."""
         num_ranks, here = self.mesh.size("pp"), self.mesh.rank("pp")
         links = {stage: Links() for stage in self.stages}
         for stage in range(self.num_stages - 1):
@@ -133,7 +133,7 @@ class PipelineRuntime:
                     links[stage].activations_out = links[stage + 1].activations_in = LocalChannel()
                     links[stage + 1].gradients_out = links[stage].gradients_in = LocalChannel()
                 continue
-            # Between two ranks, each way of each chunk has a group of its own.
+            # Between two ranks, each direction of each chunk has its own group.
             link = stage // num_ranks, source < target
             forward = link_group(self.mesh, "activations", *link)
             backward = link_group(self.mesh, "gradients", *link)
@@ -148,7 +148,7 @@ class PipelineRuntime:
 
 
 class _Step:
-    """The state of one run: what is on its way, and what waits for its backward pass."""
+    """State of one run: posted receives, and forwards that wait for their backward pass."""
 
     def __init__(
         self,
@@ -159,21 +159,19 @@ class _Step:
     ) -> None:
         self.runtime, self.microbatches = runtime, microbatches
         self.loss_function, self.scale = loss_function, scale
-        # Whether gradients come back, and in which precision, is part of what both sides know of a message.
+        # Keys that both sides of a message know; they also tell whether gradients come back, and in which precision.
         state = torch.is_grad_enabled(), autocast_dtype(runtime.mesh.device)
         self.keys = [(signature(microbatch), *state) for microbatch in microbatches]
-        # Which parameters are trained up to the entry and the exit of a stage, as a number: what is frozen between two
-        # steps changes whether gradients come back, which the neighbour cannot see.
+        # Which parameters are trained up to the entry and the exit of a stage, as a number: freezing between two steps
+        # changes whether gradients come back, which the neighbour cannot see.
         self.trained_before: dict[int, int] = {}
         self.trained_after: dict[int, int] = {}
         self.posted: dict[Action, PendingReceive | LocalChannel] = {}
         # By stage and micro-batch:
-        self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # the tensors whose gradients go back
+        self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # tensors whose gradients are sent back
         # Edges instead of tensors: an activation is freed as soon as it is sent.
         self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | None] = {}
-        self.deferred: dict[
-            tuple[int, int], DeferredWeightGrads
-        ] = {}  # gradients of weights that are still to be computed
+        self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}  # weight gradients still to be computed
 
     def post_receive(self, action: Action, only_if_known: bool = False) -> None:
         """Post the receive that `action` waits for, if there is one."""
@@ -205,14 +203,14 @@ class _Step:
             with self._splitting():
                 self._forward(action, message)
             return
-        # Autocast is over where `loss.backward()` stands in an ordinary loop.
+        # Outside autocast, like `loss.backward()` in an ordinary loop.
         with torch.autocast(self.runtime.mesh.device.type, enabled=False):
             self._execute_backward(action, message)
 
     def _execute_backward(self, action: Action, message: StageMessage | None) -> None:
         where = action.stage, action.microbatch
         if action.kind is Kind.BACKWARD:
-            with self._splitting():  # of what is recomputed
+            with self._splitting():  # for layers that are recomputed
                 self._backward(action, message)
         elif action.kind is Kind.BACKWARD_INPUT:
             with self._splitting(self.deferred.setdefault(where, [])):
@@ -242,7 +240,7 @@ class _Step:
             self.roots[action.stage, index] = (edges, specs_of(differentiable))
 
     def _key_before(self, stage: int, index: int) -> tuple:
-        """What both sides know of the message that stage `stage` gets for a micro-batch."""
+        """Return the key, known to both sides, of the message that a stage receives for a micro-batch."""
         if stage not in self.trained_before:
             source = self.runtime.links[stage].activations_in
             if not torch.is_grad_enabled():
@@ -255,7 +253,7 @@ class _Step:
         return (*self.keys[index], self.trained_before[stage])
 
     def _key_after(self, stage: int, index: int) -> tuple:
-        """The same of the message that it sends."""
+        """Return the key, known to both sides, of the message that a stage sends for a micro-batch."""
         if stage not in self.trained_after:
             target = self.runtime.links[stage].activations_out
             flags = [param.requires_grad for param in self.runtime.stage_parameters[stage]]

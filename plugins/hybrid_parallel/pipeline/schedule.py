@@ -1,8 +1,8 @@
-"""Pipeline schedules as pure generators of actions. Nothing here knows tensors or processes.
+"""Pipeline schedules as pure generators of actions, independent of tensors and processes.
 
-A *stage* is a piece of the model, a *rank* a position on the `pp` axis, which holds one stage or several *chunks*.
-Within a stage, passes of one kind run in the order of micro-batches, so that whatever travels between two stages
-travels in that order too.
+A *stage* is a part of the model. A *rank* is a position on the `pp` axis, which holds one stage or several *chunks*.
+Within a stage, passes of one kind run in the order of micro-batches, so messages between two stages keep that order
+too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a pass does; the backward pass is one, or has two halves."""
+    """Kind of a pass; a backward pass is whole or split into two halves."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    BACKWARD_INPUT = "I"  # gradients of activations, and of parameters that are not matrices of linear layers
-    BACKWARD_WEIGHT = "W"  # gradients of those matrices
+    BACKWARD_INPUT = "I"  # gradients of activations, and of parameters other than matrices of linear layers
+    BACKWARD_WEIGHT = "W"  # gradients of matrices of linear layers
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class Action:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
-# (rank, number of ranks, number of micro-batches, chunks a rank) -> (kind, chunk, micro-batch)
+# (rank, number of ranks, number of micro-batches, chunks per rank) -> (kind, chunk, micro-batch)
 Passes = Iterator[tuple[Kind, int, int]]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which order the ranks of a pipeline run their passes.
+    """Order in which the ranks of a pipeline run their passes.
 
     Attributes:
-        passes: what one rank does; of micro-batches, as many as `least` of them at least.
-        chunks: how many stages a rank holds; None where the user chooses.
-        least_chunks: the fewest that may be chosen.
-        in_v: the second chunk of a rank is as far from the end as the first from the beginning, so that the first rank
-            holds the first stage and the last; else the chunks are dealt out in turn.
-        splits_backward: the backward pass may come in two halves.
-        least: number of ranks -> number of micro-batches from which on the order is made for; with fewer, those that
-            are missing are left out of it.
+        passes: yields the passes of one rank, for `least` micro-batches or more.
+        chunks: number of stages per rank; None if the user chooses it.
+        least_chunks: smallest number of chunks that may be chosen.
+        in_v: whether the second chunk of a rank is as far from the end as the first is from the beginning, so that the
+            first rank holds the first and the last stage; otherwise stages are assigned to ranks in turn.
+        splits_backward: whether backward passes may be split into two halves.
+        least: number of ranks -> smallest number of micro-batches that the order is made for; with fewer, the missing
+            ones are left out of it.
     """
 
     passes: Callable[[int, int, int, int], Passes]
@@ -61,19 +61,19 @@ class Schedule:
     least: Callable[[int], int] = lambda num_ranks: 1
 
     def stages_of(self, rank: int, num_ranks: int, num_chunks: int) -> list[int]:
-        """The stages of a rank, by chunk."""
+        """Return the stages of a rank, by chunk."""
         if self.in_v:
             return [rank, 2 * num_ranks - 1 - rank]
         return [chunk * num_ranks + rank for chunk in range(num_chunks)]
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
-        """The rank that holds a stage."""
+        """Return the rank that holds a stage."""
         if self.in_v:
             return min(stage, 2 * num_ranks - 1 - stage)
         return stage % num_ranks
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
-        """What `rank` does in a training step."""
+        """Return the actions of `rank` in a training step."""
         stages = self.stages_of(rank, num_ranks, num_chunks)
         full = max(num_microbatches, self.least(num_ranks))
         passes = self.passes(rank, num_ranks, full, num_chunks) if num_microbatches else ()
@@ -84,33 +84,34 @@ class Schedule:
         ]
 
     def forward_only(self, rank: int, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
-        """What `rank` does in an evaluation step: each micro-batch, or group of one for each rank, chunk by chunk."""
+        """Return the actions of `rank` in an evaluation step: each round of micro-batches, chunk by chunk."""
         stages = self.stages_of(rank, num_ranks, num_chunks)
         order = _in_rounds(num_ranks, num_microbatches, range(len(stages)))
         return [Action(Kind.FORWARD, stages[chunk], microbatch) for chunk, microbatch in order]
 
 
 def gpipe(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965); every activation is kept until then."""
+    """Yield all forwards, then all backwards (Huang et al., arXiv 1811.06965); all activations are kept until then."""
     yield from ((Kind.FORWARD, 0, index) for index in range(num_microbatches))
     yield from ((Kind.BACKWARD, 0, index) for index in range(num_microbatches))
 
 
 def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
-    """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1).
+    """Yield the passes of 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1).
 
-    Warm-up: a rank runs ahead by as many forwards as there are ranks behind it. Steady state: one forward, one
-    backward, so that at most `num_ranks - rank` activations are alive. Cool-down: the remaining backwards.
+    Warm-up: a rank runs ahead by as many forwards as there are later ranks. Steady state: one forward, one backward,
+    so that at most `num_ranks - rank` activations are alive. Cool-down: the remaining backwards.
     """
     order = [(0, index) for index in range(num_microbatches)]
     return _alternate(order, order, num_ranks - rank - 1)
 
 
 def interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2.2): a bubble `num_chunks` times smaller, more communication.
+    """Yield the passes of interleaved 1F1B (arXiv 2104.04473, section 2.2.2).
 
-    Micro-batches go through the chunks in rounds of about one for each rank. A rank runs ahead by two forwards for each
-    rank behind it, and by the first round through all chunks but one.
+    The bubble is `num_chunks` times smaller, at the cost of more communication. Micro-batches go through the chunks in
+    rounds of about one micro-batch per rank. A rank runs ahead by two forwards for each later rank, and by the first
+    round through all chunks but one.
     """
     forwards, backwards = _both_ways(num_ranks, num_microbatches, num_chunks)
     ahead = (num_chunks - 1) * _rounds(num_ranks, num_microbatches)[0]
@@ -118,10 +119,11 @@ def interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: in
 
 
 def zero_bubble(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
-    """Interleaved 1F1B with the backward pass in halves (ZB-H1 of Qi et al., arXiv 2401.10241, section 3.1).
+    """Yield interleaved 1F1B with split backward passes (ZB-H1 of Qi et al., arXiv 2401.10241, section 3.1).
 
-    Gradients of activations go on their way first; those of weights are `rank` passes late, and fill the end. A rank
-    runs ahead by half as many forwards as in `interleaved`, so that no more activations are alive.
+    Gradients of activations are computed first. Gradients of weights follow `rank` passes later and fill the bubble at
+    the end. A rank runs ahead by one forward for each later rank instead of two as in `interleaved`, so that no more
+    activations are alive.
     """
     forwards, backwards = _both_ways(num_ranks, num_microbatches, num_chunks)
     ahead = (num_chunks - 1) * _rounds(num_ranks, num_microbatches)[0] + num_ranks - rank - 1
@@ -138,12 +140,13 @@ def zero_bubble(rank: int, num_ranks: int, num_microbatches: int, num_chunks: in
 
 
 def zbv(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
-    """ZB-V (arXiv 2401.10241, section 6): two chunks in the shape of a V, the activations of 1F1B, hardly a bubble.
+    """Yield the passes of ZB-V (arXiv 2401.10241, section 6), which has almost no bubble.
 
-    The rank with the first stage has the last one too, so that a micro-batch comes back to where it started.
+    Each rank has two chunks, in the shape of a V, and keeps as many activations as in 1F1B. The rank with the first
+    stage also has the last one, so that a micro-batch returns to where it started.
     """
     behind = num_ranks - rank
-    later = num_microbatches - 2 * num_ranks + rank + 1  # forwards of the first chunk behind the warm-up
+    later = num_microbatches - 2 * num_ranks + rank + 1  # forwards of the first chunk after the warm-up
     return _in_phases(
         (2 * behind - 1, "F0"),
         (rank, "F1 F0"),
@@ -158,12 +161,13 @@ def zbv(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Pa
 
 
 def dualpipev(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
-    """DualPipeV (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, cut in half): a V in which forwards meet backwards.
+    """Yield the passes of DualPipeV (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, cut in half).
 
-    In the middle a forward of one chunk stands beside a backward of the other, whose communication it can hide.
+    Stages form a V in which forwards meet backwards: in the middle, a forward of one chunk runs next to a backward of
+    the other chunk, and can hide the communication of that backward.
     """
     behind = num_ranks - rank - 1
-    # Of the last backwards of both chunks in turn, the first half is whole.
+    # The last backwards alternate between both chunks; the first half of them is whole, the rest is split.
     last = [f"{'B' if number <= rank else 'I'}{1 - number % 2}" for number in range(2 * rank + 2)]
     return _in_phases(
         (2 * behind, "F0"),
@@ -188,14 +192,14 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def _rounds(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Sizes of the groups in which micro-batches go through the chunks: one for each rank or more, the larger first."""
+    """Return the sizes of the rounds of micro-batches: one micro-batch per rank or more, the larger rounds first."""
     count = max(1, num_microbatches // num_ranks)
     size, rest = divmod(num_microbatches, count)
     return [size + (index < rest) for index in range(count)]
 
 
 def _in_rounds(num_ranks: int, num_microbatches: int, chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """(chunk, micro-batch): each round through all chunks."""
+    """Return (chunk, micro-batch) pairs: each round goes through all chunks."""
     order, start = [], 0
     chunks = list(chunks)
     for size in _rounds(num_ranks, num_microbatches):
@@ -207,13 +211,13 @@ def _in_rounds(num_ranks: int, num_microbatches: int, chunks: Iterable[int]) -> 
 def _both_ways(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(chunk, micro-batch) of the forwards and of the backwards, each in order."""
+    """Return (chunk, micro-batch) pairs of the forwards and of the backwards, each in order."""
     chunks = range(num_chunks)
     return tuple(_in_rounds(num_ranks, num_microbatches, way) for way in (chunks, reversed(chunks)))
 
 
 def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], ahead: int) -> Passes:
-    """`ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from ((Kind.FORWARD, *each) for each in forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -223,7 +227,7 @@ def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]]
 
 
 def _in_phases(*phases: tuple[int, str]) -> Passes:
-    """Phases of (how often, passes): `F1` is the next forward of chunk 1, `W` the weights of the oldest `I`."""
+    """Yield phases of (repetitions, passes): `F1` is the next forward of chunk 1, `W` the weights of the oldest `I`."""
     done: Counter[str] = Counter()
     late: deque[tuple[int, int]] = deque()
     for times, passes in phases:
@@ -232,7 +236,7 @@ def _in_phases(*phases: tuple[int, str]) -> Passes:
                 yield Kind.BACKWARD_WEIGHT, *late.popleft()
                 continue
             kind, chunk = Kind(name[0]), int(name[1])
-            # A whole backward pass and the first half of one take the next micro-batch of the same row.
+            # Whole backward passes and first halves of split ones take micro-batches from the same sequence.
             row = f"I{chunk}" if kind is Kind.BACKWARD else name
             yield kind, chunk, done[row]
             if kind is Kind.BACKWARD_INPUT:

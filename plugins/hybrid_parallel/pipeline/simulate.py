@@ -1,4 +1,4 @@
-"""What a pipeline schedule takes: every action's time, if each lasts as long as it is said to."""
+"""Simulation of a pipeline schedule: the time of every action, given the duration of each."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A whole step, rank by rank.
+    """Timeline of a whole step, rank by rank.
 
     Attributes:
-        ranks: what each rank did, in order.
+        ranks: the actions of each rank, in order.
     """
 
     ranks: Sequence[Sequence[TimedAction]]
@@ -36,13 +36,13 @@ class Timeline:
 
     @property
     def bubbles(self) -> list[float]:
-        """The share of the step in which each rank has nothing to do."""
+        """Fraction of the step in which each rank is idle."""
         busy = [sum(timed.end - timed.begin for timed in rank) for rank in self.ranks]
         return [1 - each / self.length if self.length else 0.0 for each in busy]
 
     @property
     def peaks(self) -> list[int]:
-        """How many activations of stages each rank holds at most: from the forward to the end of the backward pass."""
+        """Maximum number of stage activations that each rank holds, from a forward to the end of its backward pass."""
         return [_peak(timed.action for timed in rank) for rank in self.ranks]
 
 
@@ -51,15 +51,15 @@ def simulate(
     duration: Callable[[Action], float],
     latency: Callable[[int, int], float] = lambda source, target: 0.0,
 ) -> Timeline:
-    """Let every rank run its actions in order, each as soon as what it needs is there.
+    """Simulate ranks that run their actions in order, each action as soon as its inputs have arrived.
 
     Args:
         tables: the actions of each rank.
-        duration: how long an action takes.
-        latency: (rank, other rank) -> how long a message takes between them, while both go on.
+        duration: returns how long an action takes.
+        latency: (rank, other rank) -> how long a message between them takes, while both continue.
 
     Raises:
-        ValueError: the ranks wait for each other for ever; names the actions.
+        ValueError: if the ranks wait for each other forever; the message names the actions.
     """
     rank_of = {action: rank for rank, table in enumerate(tables) for action in table}
     last_stage = max((action.stage for action in rank_of), default=0)
@@ -87,7 +87,7 @@ def simulate(
 
 
 def _needs(action: Action, last_stage: int, known: dict[Action, int]) -> Iterator[Action]:
-    """The actions that have to be over before this one."""
+    """Yield the actions that must end before this one."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         if stage > 0:

@@ -1,4 +1,4 @@
-"""What a pipeline did and when, written while it trains and read by `booster inspect --recorded`."""
+"""Recording of a pipeline's actions during training, for `booster inspect --recorded`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from plugins.hybrid_parallel.pipeline.simulate import TimedAction, Timeline
 
 
 class ScheduleRecorder:
-    """Takes the times of a pipeline's actions; on a GPU the device's own.
+    """Records the times of a pipeline's actions; on a GPU, device times.
 
-    Each step starts with a barrier of the pipeline's ranks, which is time 0 of all of them. Of the pipelines and their
-    tensor-parallel ranks the first is recorded.
+    Each step starts with a barrier of the pipeline's ranks, which is time 0 for all of them. Only one pipeline is
+    recorded: the first replica's, on the first tensor-parallel ranks.
 
     Args:
-        directory: gets a file of JSON lines for each rank of the pipeline.
+        directory: receives a file of JSON lines for each rank of the pipeline.
         mesh: the grid of ranks.
     """
 
@@ -40,7 +40,7 @@ class ScheduleRecorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step of training."""
+        """Record a training step."""
         self._step, self._marks = self._step + 1, []
         dist.barrier(group=self._mesh.group("pp"))
         begin = self._now()
@@ -63,7 +63,7 @@ class ScheduleRecorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """One action, from when what it needs is there."""
+        """Record one action, from the time its inputs have arrived."""
         start = self._now()
         yield
         self._marks.append((action, start, self._now()))
@@ -77,15 +77,15 @@ class ScheduleRecorder:
 
     @staticmethod
     def _between(begin: Any, end: Any) -> float:
-        """Milliseconds."""
+        """Return the milliseconds between two times."""
         return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
 def read_timelines(directory: Path) -> dict[int, Timeline]:
-    """Step -> what its ranks did, in milliseconds.
+    """Read the timeline of each recorded step, in milliseconds.
 
     Raises:
-        ConfigurationError: the directory holds no recording, or one that is not whole.
+        ConfigurationError: if the directory has no recording, or an incomplete one.
     """
     paths = sorted(directory.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
     if not paths:

@@ -1,1 +1,1 @@
-"""What a layout costs, known before it runs."""
+"""Predict the memory and time of parallel layouts without running them, and rank them."""

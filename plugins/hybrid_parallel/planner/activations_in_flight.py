@@ -1,4 +1,4 @@
-"""How many activations the ranks of a pipeline hold at the same time."""
+"""Count the micro-batches whose activations each pipeline rank holds at its peak."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 
 @cache
 def peak_activations(style: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[set[tuple[int, ...]]]:
-    """For each rank: how many activations of each of its chunks are alive, wherever that is most."""
+    """Return, for each rank, the peak numbers of live activations of its chunks.
+
+    Each element is a set of tuples with one count per chunk; none of them is exceeded by another one in every chunk.
+    """
     schedule = SCHEDULES[style] if num_ranks > 1 else SCHEDULES["1f1b"]
-    # With more micro-batches a rank does more of the same, but for GPipe, which keeps them all.
+    # More micro-batches only repeat the steady state, except for GPipe, which keeps the activations of all of them.
     few = num_microbatches if style == "gpipe" else min(num_microbatches, 3 * num_ranks)
     found = []
     for rank in range(num_ranks):
@@ -33,7 +36,7 @@ def _alive(actions: Sequence[Action], own: Sequence[int]) -> set[tuple[int, ...]
 
 
 def _largest(found: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Those that no other exceeds everywhere."""
+    """Keep the maximal tuples: those that no other tuple matches or exceeds in every position."""
     return {
         each
         for each in found

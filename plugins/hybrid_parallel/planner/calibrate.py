@@ -1,4 +1,4 @@
-"""This machine as a device: what its ranks reach together, with the layers of the model that is planned."""
+"""Measure this machine as a `Device`: link, kernels and the layers of the planned model, on all ranks concurrently."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """Measurements of this machine.
 
     Attributes:
         device: this machine.
-        parts: what the model's parts took; those that cannot be cut like this are left out.
+        parts: case -> the times of the model's parts; cases in which the model cannot be sharded are left out.
     """
 
     device: Device
@@ -46,15 +46,18 @@ def calibrate(
     cases: Sequence[Case],
     timeout_s: float = _TIMEOUT_S,
 ) -> Calibration:
-    """Measure on as many ranks of this machine as it has room for, all at work at the same time.
+    """Measure this machine with as many concurrent ranks as it has GPUs (or CPU cores), `world_size` at most.
 
     Args:
-        build: makes the model, in other processes too: a function of a module, or a `functools.partial` of one.
-        world_size: ranks of the layouts that are planned.
-        cases: what may be asked of the model's layers.
+        build: builds the model. It is also called in other processes, so it must be a module-level function or a
+            `functools.partial` of one.
+        world_size: number of ranks of the planned layouts.
+        length: tokens of a sample.
+        precision: training precision, "fp32", "bf16" or "fp16".
+        cases: combinations of sharding and micro-batch size to measure.
 
     Raises:
-        ConfigurationError: the model cannot be trained here.
+        ConfigurationError: the model cannot be trained on this machine.
     """
     kind = devices_for(1)
     room = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
@@ -74,7 +77,7 @@ def _total(parts: MeasuredParts) -> float:
 def _measure(
     build: Callable[[], nn.Module], length: int, precision: str, cases: Sequence[Case]
 ) -> tuple[Device, dict[Case, MeasuredParts]]:
-    """On each rank: the connection, kernels, and then, in a world of its own, the layers."""
+    """Measure the link and the kernels on each rank, then the layers without the process group."""
     device, ranks = current_device(), dist.get_world_size()
     link = measure_link(device)
     rate, half, bandwidth = _kernels(device, precision)
@@ -85,7 +88,7 @@ def _measure(
         try:
             config = HybridParallelConfig(**options, precision=precision)
             found[case] = measure_parts(build, config, case.rows, length)
-        except ConfigurationError:  # told by the plan, which tries it too
+        except ConfigurationError:  # the search runs into the same error and reports it
             continue
     if not found:
         raise ConfigurationError("this model cannot be trained on this machine; plan for a device by its name")
@@ -103,13 +106,13 @@ def _measure(
         node_size=max(ranks, 8),
         operator=0.0,
         optimizer_bytes=update * bandwidth,
-        overlap=0.0 if device.type == "cpu" else 0.7,  # gloo and the passes share the cores
+        overlap=0.0 if device.type == "cpu" else 0.7,  # gloo and the passes compete for the same cores
     )
     return described, found
 
 
 def measure_link(device: torch.device) -> Link:
-    """Latency and bandwidths between all ranks."""
+    """Measure the latency and the bandwidth of each collective over all ranks."""
     if dist.get_world_size() == 1:
         return Link(0.0, float("inf"))
     found = measure_axis(dist.group.WORLD, device)
@@ -117,14 +120,14 @@ def measure_link(device: torch.device) -> Link:
     rates = {}
     for each in found.collectives:
         if each.num_bytes == largest:
-            # Latencies vary: what they leave of a large buffer's time is never next to nothing.
+            # Latencies are noisy: subtracting them must leave at least 10 % of the time of a large buffer.
             seconds = max(each.seconds - each.steps * found.latency_s, 0.1 * each.seconds)
             rates[each.operation] = each.bus_bandwidth * each.seconds / seconds
     return Link(found.latency_s, rates["all_reduce"], rates)
 
 
 def _kernels(device: torch.device, precision: str) -> tuple[float, float, float]:
-    """FLOP/s of large products, FLOPs of one that reaches half of it, bytes a second of elementwise operators."""
+    """Measure the FLOP/s of large matmuls, the FLOPs at which half of that is reached, and elementwise bytes/s."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     times = {}
     for size in _MATMUL_SIZES if device.type == "cpu" else [each * 8 for each in _MATMUL_SIZES]:

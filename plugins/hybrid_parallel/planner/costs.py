@@ -1,4 +1,4 @@
-"""What a prediction is made of: costs of stages, memory and seconds of a layout."""
+"""Data types of a prediction: the cost of a stage, and the memory and seconds of a layout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PEAKS = ("forward_peak", "backward_peak")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """Peak memory of one rank, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: kept between steps; `optimizer` has states and fp32 copies.
-        activations: kept for backward passes, at most.
-        temporary: of the pass that needs most beside these.
+        parameters, gradients, optimizer: persistent memory; `optimizer` counts states and fp32 master weights.
+        activations: the peak of the activations saved for backward passes.
+        temporary: additional memory of the pass that needs the most.
     """
 
     parameters: float
@@ -38,10 +38,10 @@ class Memory:
 
 
 class TooLarge(ConfigurationError):
-    """A layout does not fit into a device.
+    """A layout needs more memory than a device has.
 
     Attributes:
-        need: bytes.
+        need: bytes that the fullest rank needs.
     """
 
     def __init__(self, memory: Memory, rank: int, limit: float) -> None:
@@ -56,14 +56,15 @@ class TooLarge(ConfigurationError):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step, on the rank that works longest.
+    """Breakdown of the time of a step, for the busiest rank of the pipeline.
 
     Attributes:
-        compute: forward and backward passes.
-        talk: collectives over tensor-parallel ranks, which nothing hides.
-        bubble: waiting in the pipeline.
-        reduction: of gradients and parameters over replicas, as far as no backward pass hides it.
-        optimizer: the update.
+        compute: seconds of the forward and backward passes.
+        comm: seconds of the tensor-parallel collectives, which do not overlap with computation.
+        bubble: idle seconds in the pipeline.
+        reduction: seconds of the reduction of gradients and the all-gather of parameters over replicas that do not
+            overlap with a backward pass.
+        optimizer: seconds of the update.
     """
 
     compute: float
@@ -79,13 +80,14 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A layout and what it costs.
+    """Predicted cost of a layout.
 
     Attributes:
-        memory: of the fullest rank.
-        rank: its position on the pipeline axis.
-        seconds: of a step.
-        model_flops: of a step over all ranks: three forward passes, no recomputation.
+        layout: the layout.
+        memory: memory of the fullest rank.
+        rank: position of that rank on the pipeline axis.
+        seconds: time of a step.
+        model_flops: FLOPs of a step over all ranks: three forward passes, without recomputation.
     """
 
     layout: Layout
@@ -97,12 +99,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage and one micro-batch.
+    """Cost of one micro-batch on one stage.
 
     Attributes:
-        cost: the sum over its parts, peaks the largest of theirs.
-        output: bytes that it sends to the next stage.
-        seconds: of each pass, with the collectives in it.
+        cost: the sum over the parts of the stage; peaks are the maximum over the parts.
+        output: bytes that the stage sends to the next one.
+        seconds: time of each kind of pass, including its collectives.
     """
 
     cost: PartCost
@@ -111,7 +113,7 @@ class StageCost:
 
     @staticmethod
     def of(cost: PartCost, output: float) -> StageCost:
-        """With the halves of a backward pass, of which the late one is no more than most of it."""
+        """Split the backward pass into its input half and its weight half; the latter is at most 60 % of it."""
         late = min(cost.weights, 0.6 * cost.backward)
         seconds = {
             Kind.FORWARD: cost.forward + cost.forward_talk,
@@ -123,8 +125,13 @@ class StageCost:
 
 
 def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> PartCost:
-    """A part of which each of `cp_size` ranks has its share of a sequence, and attends to all of it: the keys and
-    values, `gathered` times as much as the hidden state, come together."""
+    """Return the cost of a part whose sequence is sharded over `cp_size` context-parallel ranks.
+
+    Each rank attends to the whole sequence, so both passes all-gather the keys and values.
+
+    Args:
+        gathered: size of the keys and values relative to the hidden state.
+    """
     if cp_size == 1:
         return cost
     share = PartCost().mixed(cost, 1 / cp_size)
@@ -133,7 +140,7 @@ def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> Pa
 
 
 def recomputed(cost: PartCost) -> PartCost:
-    """A layer that keeps its input alone, and runs again in front of its backward pass."""
+    """Return the cost of a layer that saves only its input and is recomputed before its backward pass."""
     return replace(
         cost,
         backward=cost.backward + cost.forward,
@@ -144,7 +151,7 @@ def recomputed(cost: PartCost) -> PartCost:
 
 
 def added(costs: Sequence[tuple[PartCost, int]]) -> PartCost:
-    """Of parts and how often each runs; peaks are the largest, as one part runs at a time."""
+    """Add up (cost, number of runs) pairs; peaks are maxima, because one part runs at a time."""
     totals = {name: sum(getattr(cost, name) * count for cost, count in costs) for name in _ADDED}
     peaks = {name: max((getattr(cost, name) for cost, _ in costs), default=0.0) for name in _PEAKS}
     return PartCost(**totals, **peaks)

@@ -1,4 +1,4 @@
-"""What the planner knows of devices: how fast they compute, how much they hold, how they are connected."""
+"""Device models of the planner: compute speed, memory and links, with presets for common GPUs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """A connection, by the alpha-beta model (Hockney): a message of n bytes takes `latency + n / bandwidth`.
+    """Link in the alpha-beta model (Hockney): a message of n bytes takes `latency + n / bandwidth`.
 
     Attributes:
-        latency: seconds a message takes at least.
-        bandwidth: bytes a second that one rank sends while it receives as many.
-        rates: kind of collective -> its own bandwidth, where that is known.
+        latency: minimum seconds of a message.
+        bandwidth: bytes per second that one rank sends while it receives as many.
+        rates: kind of collective -> its measured bandwidth, if known.
     """
 
     latency: float
@@ -25,11 +25,12 @@ class Link:
     rates: Mapping[str, float] = field(default_factory=dict)
 
     def collective(self, kind: str, size: float, ranks: int) -> float:
-        """Seconds of a collective over a ring of `ranks` (Thakur et al., 2005, for the number of steps).
+        """Return the seconds of a collective over a ring (Thakur et al., 2005, for the number of steps).
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
-            size: bytes of the whole: what an all-gather ends with, a reduce-scatter begins with.
+            size: bytes of the whole buffer: the output of an all-gather, the input of a reduce-scatter.
+            ranks: number of ranks of the ring.
         """
         if ranks < 2 or not size:
             return 0.0
@@ -41,21 +42,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, and what is around it.
+    """Device and the links around it.
 
     Attributes:
+        name: name of the preset, or "this-machine".
         memory: bytes that a rank may use.
-        flops: precision -> dense FLOP/s that the maker promises.
-        matmul_efficiency: the share of these that large products of matrices reach.
-        matmul_half: FLOPs of a product that reaches half of that share; smaller ones fill the device less.
-        attention_efficiency: the share that fused attention reaches.
-        bandwidth: bytes a second that elementwise operators reach.
-        elementwise: the share of the traffic of elementwise operators that is left: 1 for those of transformers as
-            they are, less where they are fused.
-        operator: seconds that an operator takes at least, launched from Python.
-        node_size: devices that `inside` connects; `between` connects the others.
-        optimizer_bytes: bytes that a step of the optimizer moves for each parameter that it updates.
-        overlap: the share of the last backward pass behind which the reduction of gradients can hide.
+        flops: precision -> dense peak FLOP/s by the vendor's specification.
+        matmul_efficiency: fraction of the peak that large matmuls reach.
+        bandwidth: bytes per second that elementwise operators reach.
+        inside: link between the devices of a node.
+        between: link between nodes.
+        node_size: number of devices of a node.
+        matmul_half: FLOPs of a matmul that reaches half of that fraction; smaller ones utilize the device less.
+        attention_efficiency: fraction of the peak that fused attention reaches.
+        elementwise: fraction of the memory traffic of elementwise operators that remains: 1 for the unfused operators
+            of transformers, less if they are fused.
+        operator: minimum seconds of an operator launched from Python.
+        optimizer_bytes: bytes that an optimizer step moves per updated parameter element.
+        overlap: fraction of the last backward pass that the reduction of gradients can overlap with.
     """
 
     name: str
@@ -74,18 +78,18 @@ class Device:
     overlap: float = 0.7
 
     def link(self, span: int) -> Link:
-        """What connects ranks of which the first and the last are `span` apart."""
+        """Return the link of a group of ranks whose first and last rank are `span` apart."""
         return self.inside if span < self.node_size else self.between
 
     def matmul_seconds(self, flops: float, size: float, precision: str) -> float:
-        """A product of matrices of `size` bytes in all."""
+        """Return the seconds of a matmul of `flops` FLOPs whose matrices have `size` bytes in total."""
         rate = self.flops[precision] * self.matmul_efficiency * flops / (flops + self.matmul_half)
         return max(flops / rate, size / self.bandwidth)
 
 
-# Peaks, memory and connections are the makers' (one direction of NVLink; the usual network of such a node: eight
-# adapters of 200, 400, 400 and 400 Gb/s). Shares are what large kernels and NCCL reach, as published measurements of
-# bf16 products and all-reduces have them; the page docs/planner.md compares what comes of them with published runs.
+# Peak FLOP/s, memory and links are from the vendors' specifications (one direction of NVLink; the usual network of such
+# a node: eight adapters of 200, 400, 400 and 400 Gb/s). Efficiencies are those that large kernels and NCCL reach in
+# published measurements of bf16 matmuls and all-reduces; docs/planner.md compares the predictions with published runs.
 PRESETS: dict[str, Device] = {
     device.name: device
     for device in (
@@ -133,7 +137,7 @@ PRESETS: dict[str, Device] = {
 
 
 def preset(name: str, **changes: float | int | Link | None) -> Device:
-    """A device by its name, with what the user knows better.
+    """Return the preset called `name` (in any case), with the fields in `changes` replaced unless they are None.
 
     Raises:
         ConfigurationError: there is no such preset.

@@ -1,4 +1,4 @@
-"""The parts of a model timed on this machine, on one device, with the ranks beside it played."""
+"""Time the parts of a model on one device of this machine, with the other tensor-parallel ranks simulated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 
 @dataclass(frozen=True)
 class Case:
-    """One way of cutting layers, for one size of a micro-batch."""
+    """Measured case: a way of sharding layers, and a micro-batch size."""
 
     tp_size: int
     sequence: bool
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Seconds of one part for one micro-batch."""
+    """Seconds that one part takes for one micro-batch."""
 
     forward: float
     backward: float
@@ -37,11 +37,11 @@ class PartTimes:
 
 @dataclass(frozen=True)
 class MeasuredParts:
-    """What one size of a micro-batch took.
+    """Measured times for one micro-batch size.
 
     Attributes:
-        parts: of the skeleton.
-        optimizer: seconds behind the passes, the update above all, for each element that is trained.
+        parts: part of the skeleton -> its times.
+        optimizer: seconds after the passes (mainly the update) per trained element.
     """
 
     parts: Mapping[Part, PartTimes]
@@ -49,7 +49,7 @@ class MeasuredParts:
 
 
 class PartTimer:
-    """Adds up the time of each part; told which one runs by the hooks of `watch_layers`."""
+    """Listener that adds up the time of each part; the hooks of `watch_layers` call it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, {}
@@ -57,27 +57,27 @@ class PartTimer:
         self._since = 0.0
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Start a forward pass."""
         self.backwards, self.part = False, ("gap", 0)
         self._since = self.now()
 
     def enter(self, part: Part) -> None:
-        """`part` runs from now on."""
+        """Book the time since the last call on the previous part, and switch to `part`."""
         now = self.now()
         key = (self.part, self.backwards)
         self.seconds[key] = self.seconds.get(key, 0.0) + now - self._since
         self.part, self._since = part, now
 
     def turn(self) -> None:
-        """The backward pass begins."""
+        """Start the backward pass."""
         self.enter(self.part)
         self.backwards = True
 
     def give(self, hidden: Tensor) -> None:
-        """Sizes are of no interest here."""
+        """Ignore the hidden state: timing does not need sizes."""
 
     def now(self) -> float:
-        """Seconds, with all that was launched done."""
+        """Return the current time in seconds, after all launched kernels are done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -91,12 +91,15 @@ def measure_parts(
     repeats: int = 5,
     pause: Callable[[], None] = lambda: None,
 ) -> MeasuredParts:
-    """Train a model with few layers on this device for some steps.
+    """Train the skeleton of a model on this device for a few steps, and time its parts.
 
     Args:
-        config: whose tensor parallelism is played; all else is left to the prediction.
-        repeats: of which the median is taken, after one to warm up.
-        pause: called in front of every step, for several processes to keep pace.
+        build: builds the whole model.
+        config: only its tensor parallelism is simulated, in its precision; the prediction accounts for the rest.
+        rows: samples of a micro-batch.
+        length: tokens of a sample.
+        repeats: number of timed steps, after one warm-up step; the median is taken.
+        pause: called before every step, so that several processes can synchronize.
     """
     alone = {"tp_size": config.tp_size, "enable_sequence_parallelism": config.enable_sequence_parallelism}
     config = HybridParallelConfig(**alone, precision=config.precision)
@@ -105,7 +108,7 @@ def measure_parts(
         model, lists, wrapped = skeleton(build, config, optimizer=torch.optim.AdamW, device=device)
         (optimizer,) = wrapped.optimizers
         batch = batch_of(model, rows, length, str(device))
-        if "input_ids" in batch:  # different tokens, which go to different experts
+        if "input_ids" in batch:  # random tokens, so that they are routed to different experts
             batch["input_ids"] = torch.randint_like(batch["input_ids"], model.config.get_text_config().vocab_size)
         timer = PartTimer(device)
         watch_layers(model, lists, timer)

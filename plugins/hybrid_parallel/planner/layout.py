@@ -1,4 +1,4 @@
-"""The layouts that a plan chooses from."""
+"""Parallel layouts, and the space of layouts that a plan chooses from."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ RECOMPUTATIONS = (None, 0.5, "full")
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of training.
+    """Parallel layout of a training job.
 
     Attributes:
-        dp_size, tp_size, pp_size, cp_size: ranks on each axis.
-        sequence: whether activations are cut along the sequence over the tensor-parallel ranks.
-        pp_style, num_chunks: the schedule, and the stages of a rank.
+        dp_size, tp_size, pp_size, cp_size: number of ranks on each axis.
+        sequence: whether activations are sharded along the sequence over the tensor-parallel ranks.
+        pp_style, num_chunks: pipeline schedule, and number of stages per rank.
         rows: samples of a micro-batch.
-        num_microbatches: of a step, for each replica.
-        recomputation: as `gradient_checkpointing`.
+        num_microbatches: micro-batches of a step, for each replica.
+        recomputation: value of the option `gradient_checkpointing`.
         zero_stage: 0 or 1.
-        precision: of parameters and activations.
+        precision: precision of parameters and activations.
     """
 
     dp_size: int
@@ -49,7 +49,7 @@ class Layout:
         return self.pp_size * self.num_chunks
 
     def options(self) -> dict[str, Any]:
-        """The options of `HybridParallelPlugin` that are not at their defaults, or say how ranks are laid out."""
+        """Return the options of `HybridParallelPlugin`: the mesh sizes, and all that differ from the defaults."""
         options: dict[str, Any] = {
             "tp_size": self.tp_size,
             "pp_size": self.pp_size,
@@ -72,15 +72,15 @@ class Layout:
 
     @cached_property
     def config(self) -> HybridParallelConfig:
-        """The same as checked options.
+        """The layout as validated options.
 
         Raises:
-            ConfigurationError: this version has no such layout.
+            ConfigurationError: this version does not support the layout.
         """
         return HybridParallelConfig(**self.options())
 
     def description(self) -> dict[str, Any]:
-        """The JSON form that `HybridParallelPlugin.from_config` reads."""
+        """Return the JSON form that `HybridParallelPlugin.from_config` reads."""
         options = self.options()
         sizes = {"sharding_size": options.pop("tp_size"), "stage_cnt": options.pop("pp_size")}
         return {"mode": "hybrid", **sizes, "accum_degree": options.pop("num_microbatches"), **options}
@@ -100,18 +100,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Space:
-    """What layouts may be made of.
+    """Search space of layouts.
 
     Attributes:
-        world_size: devices.
+        world_size: number of devices.
         global_batch: samples of a step, over all replicas.
-        precision: of parameters and activations.
-        num_layers: no pipeline is longer.
-        largest_tp: tensor-parallel ranks at most; usually those of a node.
+        precision: precision of parameters and activations.
+        num_layers: number of layers, which limits the number of pipeline stages.
+        largest_tp: maximum tensor-parallel size; usually the number of devices of a node.
         cp_sizes: context-parallel sizes.
-        styles: (schedule, stages of a rank).
-        rows: sizes of micro-batches.
-        zero_stages: 0, 1 or both.
+        styles: pairs (pipeline schedule, stages per rank).
+        rows: micro-batch sizes, in samples.
+        zero_stages: ZeRO stages, 0, 1 or both.
     """
 
     world_size: int
@@ -134,7 +134,7 @@ class Space:
     zero_stages: tuple[int, ...] = (0, 1)
 
     def layouts(self) -> Iterator[Layout]:
-        """All of them, whether they fit or not."""
+        """Iterate over all layouts, whether or not they fit into memory."""
         for tp_size, cp_size, pp_size in self._grids():
             dp_size = self.world_size // (tp_size * pp_size * cp_size)
             if self.global_batch % dp_size:
@@ -161,7 +161,7 @@ class Space:
                                 )
 
     def left_out(self) -> list[tuple[str, str]]:
-        """(grids of ranks, why none of their layouts is looked at)."""
+        """Return (mesh, reason) for each mesh whose layouts are all excluded."""
         found = []
         for tp_size, cp_size, pp_size in self._grids():
             dp_size = self.world_size // (tp_size * pp_size * cp_size)
@@ -173,7 +173,7 @@ class Space:
         return found
 
     def cuts(self) -> list[tuple[int, bool]]:
-        """(tensor-parallel size, whether activations are cut along the sequence) of the layouts."""
+        """Return the pairs (tensor-parallel size, whether activations are sequence-sharded) of the layouts."""
         sizes = sorted({tp_size for tp_size, _, _ in self._grids()})
         return [(size, sequence) for size in sizes for sequence in ((False, True) if size > 1 else (False,))]
 
@@ -198,5 +198,5 @@ class Space:
 
 
 def divisors(count: int) -> list[int]:
-    """All divisors, the smallest first."""
+    """Return all divisors of `count` in ascending order."""
     return [size for size in range(1, count + 1) if count % size == 0]

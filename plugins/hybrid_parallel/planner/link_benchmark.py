@@ -1,8 +1,8 @@
-"""How fast ranks reach each other along an axis of the mesh: latency and bandwidth, measured by what training does.
+"""Benchmark the links along an axis of the mesh: latency and bandwidth of the operations that training uses.
 
-A step of an algorithm is a message that has to arrive before the next is sent. Rings of n ranks take n - 1 steps for an
-all-gather or a reduce-scatter and 2 (n - 1) for an all-reduce, in which a rank sends (n - 1) / n, or twice that, of the
-buffer: the time of a collective is modelled as steps * latency + sent bytes / bandwidth.
+A step of an algorithm is a message that must arrive before the next one is sent. A ring of n ranks takes n - 1 steps
+for an all-gather or a reduce-scatter and 2 (n - 1) for an all-reduce. A rank sends (n - 1) / n of the buffer, or twice
+that for an all-reduce. The time of a collective is modelled as steps * latency + sent bytes / bandwidth.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_
 _SMALL_BYTES = 8
 LARGE_BYTES = (2**20, 2**23)
 _REPEATS = 7
-_SMALL_CALLS = 20  # of one measurement of latency
+_SMALL_CALLS = 20  # calls averaged in one latency measurement
 _WARM_UPS = 2
 
 
 @dataclass(frozen=True)
 class CollectiveMeasurement:
-    """One operation on a large buffer.
+    """Measurement of one operation on a large buffer.
 
     Attributes:
         operation: "all_reduce", "all_gather", "reduce_scatter" or "send".
-        num_bytes: of the whole buffer.
-        steps: of the algorithm, see above.
-        seconds: median, of the slowest rank.
-        algorithm_bandwidth: bytes of the buffer a second.
-        bus_bandwidth: bytes that a rank sends a second.
+        num_bytes: size of the whole buffer.
+        steps: steps of the algorithm, see the module docstring.
+        seconds: median time of the slowest rank.
+        algorithm_bandwidth: buffer bytes per second.
+        bus_bandwidth: bytes that a rank sends per second.
     """
 
     operation: str
@@ -49,14 +49,14 @@ class CollectiveMeasurement:
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """An axis.
+    """Measurement of the links along one mesh axis.
 
     Attributes:
-        num_ranks: on the axis.
-        latency_s: of a message of a few bytes; for collectives, of one step of an all-reduce.
-        small_s: of the whole small operation, a message or an all-reduce.
-        bandwidth_bytes_per_s: that a rank sends, of the fastest measurement.
-        collectives: the measurements on large buffers.
+        num_ranks: number of ranks on the axis.
+        latency_s: latency of a message of a few bytes; for collectives, of one step of an all-reduce.
+        small_s: time of the whole small operation, a message or an all-reduce.
+        bandwidth_bytes_per_s: bytes that a rank sends per second, in the fastest measurement.
+        collectives: measurements on large buffers.
     """
 
     num_ranks: int
@@ -68,12 +68,13 @@ class LinkMeasurement:
 
 @dataclass(frozen=True)
 class _Operation:
-    """What is measured.
+    """Operation to be measured.
 
     Attributes:
         name, steps: see `CollectiveMeasurement`.
-        sent: share of the buffer that a rank sends.
-        run: the operation, `times` times.
+        sent: fraction of the buffer that a rank sends.
+        run: runs the operation `times` times.
+        times: number of operations in one call of `run`.
     """
 
     name: str
@@ -90,13 +91,17 @@ def measure_axis(
     sizes: Sequence[int] = LARGE_BYTES,
     repeats: int = _REPEATS,
 ) -> LinkMeasurement:
-    """Measure a group; all of its ranks call this alike, and other groups may be measured at the same time.
+    """Measure the links of a process group.
+
+    Collective: all ranks of the group must call this with the same arguments. Other groups may be measured
+    concurrently.
 
     Args:
-        device: of the buffers.
-        point_to_point: messages between neighbours, as the stages of a pipeline send them, in the place of collectives.
+        group: the process group.
+        device: device of the buffers.
+        point_to_point: measure messages between neighbours, as pipeline stages send them, instead of collectives.
         sizes: bytes of the large buffers.
-        repeats: measurements, of which the median counts.
+        repeats: number of measurements; the median is reported.
     """
     operations_on = _messages if point_to_point else _collectives
     small, *_ = operations_on(_SMALL_BYTES, group, device)
@@ -117,7 +122,7 @@ def _collectives(num_bytes: int, group: ProcessGroup, device: torch.device) -> l
     whole = torch.ones(part.numel() * num_ranks, device=device)
     steps, share = num_ranks - 1, (num_ranks - 1) / num_ranks
     return [
-        # The largest, not the sum: numbers stay what they are.
+        # MAX instead of SUM: the values stay the same over repeated calls.
         _Operation("all_reduce", 2 * steps, 2 * share, lambda: dist.all_reduce(whole, dist.ReduceOp.MAX, group=group)),
         _Operation("all_gather", steps, share, lambda: all_gather_flat(whole, part, group=group)),
         _Operation("reduce_scatter", steps, share, lambda: reduce_scatter_flat(part, whole, group=group)),
@@ -125,7 +130,7 @@ def _collectives(num_bytes: int, group: ProcessGroup, device: torch.device) -> l
 
 
 def _messages(num_bytes: int, group: ProcessGroup, device: torch.device) -> list[_Operation]:
-    """Pairs of neighbours send each other a message and back, first those that begin at an even rank."""
+    """Send messages back and forth between pairs of neighbours, first the pairs whose lower rank is even."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     buffer = torch.ones(max(num_bytes // 4, 1), device=device)
     phases = 1 if num_ranks == 2 else 2
@@ -148,7 +153,7 @@ def _messages(num_bytes: int, group: ProcessGroup, device: torch.device) -> list
 def _median_time(
     operation: _Operation, group: ProcessGroup, device: torch.device, repeats: int, calls: int = 1
 ) -> float:
-    """Seconds of one: the median over repeats of the slowest rank's mean over `calls`."""
+    """Return the seconds of one operation: the mean over `calls`, the maximum over ranks, the median over repeats."""
     for _ in range(_WARM_UPS):
         operation.run()
     times = []

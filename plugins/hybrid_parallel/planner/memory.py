@@ -1,7 +1,7 @@
-"""Bytes that a rank keeps from step to step: parameters, gradients, optimizer states.
+"""Persistent memory of a rank: parameters, gradients and optimizer states.
 
-They are not computed from formulas. A rank is played on the meta device: the model is sharded, its parameters go into
-buckets, gradients arrive, and the optimizer takes a step, by the code that does so in training.
+No formulas are used. A rank is simulated on the meta device with the code that runs in training: the model is sharded,
+its parameters are placed into buckets, gradients are accumulated, and the optimizer takes a step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from shardformer.utils.parameter_names import names_of_parameters
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes of one rank, between two steps of training.
+    """Bytes that one rank holds between two training steps.
 
     Attributes:
-        parameters: as they are trained in, in flat buffers, those that are not trained beside.
-        masters: the optimizer's fp32 copies of 16-bit parameters.
-        gradients: accumulated and reduced ones.
-        states: of the optimizer.
-        buffers: of the model.
+        parameters: parameters in the training dtype: flat buffers of the trained ones, plus the frozen ones.
+        masters: fp32 master weights of 16-bit parameters.
+        gradients: accumulated and reduced gradients.
+        states: optimizer states.
+        buffers: buffers of the model.
     """
 
     parameters: int
@@ -51,14 +51,17 @@ def static_memory(
     rank: int,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> StaticMemory:
-    """What rank `rank` of `world_size` keeps.
+    """Measure the persistent memory of rank `rank` of `world_size`.
 
     Args:
-        build: makes the whole model; called on the meta device.
-        optimizer: makes the optimizer of its parameters.
+        build: builds the whole model; called on the meta device.
+        config: the layout.
+        world_size: number of ranks.
+        rank: the rank to simulate.
+        optimizer: builds the optimizer of the model's parameters.
 
     Raises:
-        ConfigurationError: the model cannot be cut like this.
+        ConfigurationError: the model cannot be sharded like this.
     """
     with playing(rank, world_size):
         sizes = config.pp_size, config.data_parallel_size(world_size), config.cp_size, config.tp_size
@@ -83,7 +86,7 @@ def static_memory(
 
 
 def memory_of(model: HybridParallelModel) -> StaticMemory:
-    """What this rank keeps of a boosted model and its optimizers; each piece of memory counted once."""
+    """Count the bytes that this rank holds of a boosted model and its optimizers, each storage once."""
     seen: set[int] = set()
 
     def count(tensors: Iterable[Tensor | None]) -> int:

@@ -1,4 +1,4 @@
-"""Bytes that a rank keeps between two steps, counted from sizes alone: what `static_memory` finds by building."""
+"""Compute the persistent memory of a rank from sizes alone; `static_memory` finds the same by building the model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from plugins.hybrid_parallel.planner.stage_map import StageParts
 from plugins.hybrid_parallel.zero.bucket_layout import places_in_bucket
 from plugins.hybrid_parallel.zero.grouping import chunks_of
 
-# AdamW has two moments of each element, and a number of steps for each parameter.
+# AdamW has two moments per element, and a step counter per parameter.
 _STATES, _STEP_BYTES = 2, 4
 
 
 def count_static(
     stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig, dp_size: int, dp_rank: int = 0
 ) -> StaticMemory:
-    """Bytes of a rank that holds `stages` and trains with AdamW.
+    """Count the persistent bytes of a rank that holds `stages` and trains with AdamW.
 
     Args:
-        stages: the number of each of its stages -> what is in it.
-        profile: of the layout's tensor-parallel size.
-        dp_rank: whose share of the optimizer is counted.
+        stages: index of each stage of the rank -> its parts.
+        profile: the profile for the layout's tensor-parallel size.
+        config: the layout.
+        dp_size: data-parallel size.
+        dp_rank: data-parallel rank whose optimizer shard is counted.
     """
     groups, frozen = _bucketed(stages, profile, config)
     num_shards = dp_size if config.zero_stage else 1
@@ -51,7 +53,7 @@ def count_static(
 
 
 def updated_elements(stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig) -> int:
-    """Elements that the ranks of one replica's place train together."""
+    """Count the trained elements of a rank that holds `stages`, before they are sharded over replicas."""
     groups, _ = _bucketed(stages, profile, config)
     return sum(param.size for members in groups for param in members)
 
@@ -59,14 +61,15 @@ def updated_elements(stages: Mapping[int, StageParts], profile: Profile, config:
 def _bucketed(
     stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig
 ) -> tuple[list[Sequence[LocalParameter]], int]:
-    """The parameters that are reduced together, the last first, and the bytes of those that are not trained."""
+    """Group the trained parameters by bucket, in reverse order, and count the bytes of the frozen ones."""
     held: dict[tuple, LocalParameter] = {}
     for number, stage in sorted(stages.items()):
         for position, name in enumerate(stage.names):
             order, holders = stage.tied.get(position, (None, ()))
             ranks = {config.schedule.rank_of(each, config.pp_size) for each in holders}
             param = profile.parameters[name]
-            # One that several stages of this rank hold is there once; that several ranks hold has a bucket of its own.
+            # A tied parameter that several stages of this rank hold exists once; one that several ranks hold has a
+            # bucket of its own.
             key = (order,) if order is not None else (None, number, position)
             held[key] = (param, order if len(ranks) > 1 else -1)
     groups: dict[tuple, list[LocalParameter]] = {}

@@ -1,7 +1,7 @@
-"""What a forward and a backward pass do, operator by operator, found without doing it: on fake tensors.
+"""Record the operators of a forward and a backward pass by running them on fake tensors.
 
-Nothing is computed and nothing allocated, so that a layer of a model of any size is looked at in milliseconds, with
-the operators, the saved tensors and the collectives of the sharded model itself.
+Nothing is computed or allocated, so a layer of any size is recorded in milliseconds, with the operators, the saved
+tensors and the collectives of the actual sharded model.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from torch.utils.flop_counter import flop_registry
 from booster.errors import ConfigurationError
 from shardformer.cross_entropy.chunking import finds_gradients
 
-# Part of a model: ("layer", list, kind), or ("gap", list) for what runs in front of a list; the last gap is the head.
+# Part of a model: ("layer", list, kind), or ("gap", list) for what runs before that list; the last gap is the head.
 Part = tuple
 
 
 class TooManyOperators(ConfigurationError):
-    """A pass has more than `MOST_OPERATORS`: a mistake of all layouts."""
+    """A pass has more than `MOST_OPERATORS` operators, whatever the layout."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel: a product of matrices, attention, or what moves memory only.
+    """Recorded operator: a matmul, attention, or a memory-bound operator.
 
     Attributes:
         kind: "matmul", "attention" or "memory".
-        flops: multiplications and additions, 0 where only memory counts.
-        bytes: read and written.
-        early: whether a forward pass finds gradients by it.
+        flops: multiplications and additions; 0 for memory-bound operators.
+        bytes: bytes read and written.
+        early: whether it computes gradients during the forward pass.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Operator:
 
 @dataclass
 class PassRecord:
-    """What one direction of a part does.
+    """Recorded pass of a part, in one direction.
 
     Attributes:
-        operators: in order.
-        collectives: (kind, bytes of the whole).
-        peak: bytes alive at most, beyond those at the begin or, in a forward pass, at the end.
+        operators: operators in order of execution.
+        collectives: pairs (kind, bytes of the whole buffer).
+        peak: peak bytes above those alive at the start (for a forward pass: at the start or the end, the larger one).
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -64,11 +64,11 @@ class PassRecord:
 
 @dataclass
 class PartRecord:
-    """One part.
+    """Recorded part of a model.
 
     Attributes:
         forward, backward: its passes.
-        saved: bytes that its forward pass keeps for the backward pass.
+        saved: bytes that its forward pass saves for the backward pass.
         output: bytes of the hidden state that it returns.
     """
 
@@ -78,7 +78,7 @@ class PartRecord:
     output: float = 0.0
 
 
-# Of one pass in both directions; a model that runs its tokens one after the other would take hours.
+# Limit for a forward and a backward pass together; a model that processes tokens one by one would take hours.
 MOST_OPERATORS = 50_000
 _COLLECTIVES = {
     "allreduce": "all_reduce",
@@ -92,16 +92,16 @@ _MOVES_NOTHING = ("empty", "_unsafe_view", "detach", "alias", "lift_fresh", "rec
 
 
 class Recorder(TorchDispatchMode):
-    """Sorts operators by the part that runs.
+    """Dispatch mode that records operators, grouped by the part that runs.
 
     Args:
-        parameters: whose storage is no activation.
+        parameters: tensors whose storage does not count as activations.
 
     Attributes:
-        parts: part -> what was seen of it.
-        part: the one that runs.
-        backwards: whether a backward pass runs.
-        num_operators: so far.
+        parts: part -> its record.
+        part: the part that is running.
+        backwards: whether the backward pass is running.
+        num_operators: number of operators so far.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -116,24 +116,24 @@ class Recorder(TorchDispatchMode):
         self._alive_bytes = self._base = self._peak = 0
 
     def enter(self, part: Part) -> None:
-        """`part` runs from now on."""
+        """Switch to `part`."""
         self._leave()
         self.part = part
         self._base = self._peak = self._alive_bytes
 
     def turn(self) -> None:
-        """The backward pass begins."""
+        """Start the backward pass."""
         self._leave()
         self.backwards = True
         self._base = self._peak = self._alive_bytes
 
     def give(self, hidden: Tensor) -> None:
-        """The part that runs returns this hidden state."""
+        """Record the size of the hidden state that the running part returns."""
         self._record.output = float(hidden.numel() * hidden.element_size())
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Watch what is kept for the backward pass."""
+        """Record the tensors that autograd saves for the backward pass."""
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
             yield
 
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
         self.num_operators += 1
         if self.num_operators > MOST_OPERATORS:
             raise TooManyOperators(f"a pass has more than {MOST_OPERATORS:,} operators")
-        if name == "aten::_local_scalar_dense":  # a number that Python asks for: there are no values
+        if name == "aten::_local_scalar_dense":  # `item()`: fake tensors have no values
             return 0.0 if args[0].dtype.is_floating_point else 0
         result = _run(func, name, args, kwargs or {})
         if name.startswith("prim"):
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         return self._record.backward if self.backwards else self._record.forward
 
     def _leave(self) -> None:
-        # What a forward pass leaves alive is counted by what it saves.
+        # Memory that stays alive after a forward pass is already counted in `saved`.
         stays = self._base if self.backwards else max(self._base, self._alive_bytes)
         self._pass.peak = max(self._pass.peak, self._peak - stays)
 
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
     def _save(self, tensor: Tensor) -> Tensor:
         key = _key(tensor)
         if key not in self._own and key not in self._saved:
-            self._saved[key] = tensor  # kept, so that its storage is not given to another
+            self._saved[key] = tensor  # kept alive, so that its storage ID is not reused
             self._record.saved += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
 def _run(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if name != "aten::_grouped_mm" or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
-    # Without values torch knows the shape of this one in bf16 only.
+    # On fake tensors, torch can infer the shape of this operator only in bf16.
     cast = [each.bfloat16() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
     return func(*cast, **kwargs).to(args[0].dtype)
 
@@ -230,7 +230,7 @@ def _functional(name: str) -> Any:
 
 
 def _attention_flops(name: str, args: tuple, inputs: list[Tensor]) -> float:
-    """Both products, or the five of the backward pass; half of them where the mask is causal and known to be."""
+    """Count the FLOPs of two matmuls (five in the backward pass), halved if the operator is marked as causal."""
     backward = "backward" in name
     query, key = inputs[1 if backward else 0], inputs[2 if backward else 1]
     *batch_and_heads, length, width = query.shape
@@ -240,5 +240,5 @@ def _attention_flops(name: str, args: tuple, inputs: list[Tensor]) -> float:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What is read or written of a tensor; an expanded one has less than its shape says."""
+    """Return the bytes read or written of a tensor; an expanded tensor has less storage than its shape implies."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""From a model and devices to a plan: what `booster plan` and `auto_accelerate` ask for."""
+"""Plan the layout of a model on given devices: the entry points of `booster plan` and `auto_accelerate`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """Training job to be planned.
 
     Attributes:
-        world_size: devices.
+        world_size: number of devices.
         global_batch: samples of a step, over all replicas.
         length: tokens of a sample.
         precision: "fp32", "bf16" or "fp16".
-        largest_tp: tensor-parallel ranks at most; None for those of a node.
+        largest_tp: maximum tensor-parallel size; None for the number of devices of a node.
     """
 
     world_size: int
@@ -46,28 +46,32 @@ def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) ->
     """Rank the layouts of a job.
 
     Args:
-        build: makes the model; called on the meta device. Where this machine is measured, other processes call it too.
-        device: None to measure this machine.
+        build: builds the model; called on the meta device. If this machine is measured, other processes call it too.
+        job: the training job.
+        device: the device to plan for; None to measure this machine.
 
     Returns:
-        The plan, and the device that it is for.
+        The plan and the device that it is for.
 
     Raises:
-        ConfigurationError: the model has no batch that is known, or cannot be built.
+        ConfigurationError: the planner knows no batch for the model, or the model cannot be built.
     """
     calibration = measured_for(build, job) if device is None else None
     return _search(build, job, device, calibration)
 
 
 def plan_apart(build: Callable[[], nn.Module], job: Job, device: Device | None) -> Plan:
-    """The same in a process of its own, for a rank of a job, which cannot play others."""
+    """Run `plan_for` in a separate process and return its plan.
+
+    A rank of a running job needs this, because the planner simulates other ranks with a process group of its own.
+    """
     calibration = measured_for(build, job) if device is None else None
     ((plan, _),) = run_on_local_ranks(_search_alone, 1, build, job, device, calibration, timeout_s=_TIMEOUT_S)
     return plan
 
 
 def measured_for(build: Callable[[], nn.Module], job: Job) -> Calibration:
-    """This machine, with all that a search may ask of the model's layers."""
+    """Measure this machine for every way of sharding the layers that the search of `job` considers."""
     space = _space(ModelMap(build), job, None)
     cases = [Case(tp, sequence, rows) for tp, sequence in space.cuts() for rows in _extremes(space)]
     return calibrate(build, job.world_size, job.length, job.precision, cases)
@@ -84,7 +88,7 @@ def _search(
     build: Callable[[], nn.Module], job: Job, device: Device | None, calibration: Calibration | None
 ) -> tuple[Plan, Device]:
     model = ModelMap(build)
-    batch_of(model.model, 1, job.length, "meta")  # a mistake in it is one of all layouts
+    batch_of(model.model, 1, job.length, "meta")  # fail early: an error here affects every layout
     space = _space(model, job, device)
     if calibration is None:
         profiler = Profiler(build, job.length, device, job.precision)
@@ -100,7 +104,7 @@ def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
 
 
 def _extremes(space: Space) -> tuple[int, int]:
-    """The smallest micro-batch and the largest; costs in between are interpolated."""
+    """Return the smallest and the largest micro-batch size; costs in between are interpolated."""
     rows = {layout.rows for layout in space.layouts()}
     if not rows:
         raise ConfigurationError(

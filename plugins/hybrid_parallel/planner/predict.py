@@ -1,4 +1,4 @@
-"""What a layout costs: memory of the fullest rank, and seconds of a step."""
+"""Predict the cost of a layout: memory of the fullest rank, and seconds of a step."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Placed:
-    """A layout with all that its prediction is worked out from.
+    """Layout with the inputs of its prediction.
 
     Attributes:
-        stages: of the model.
-        ranks: of the pipeline, each with the numbers of its stages.
-        profile: of the layout's way of cutting layers.
-        costs: of each stage, for one micro-batch.
+        layout: the layout.
+        stages: the stages of the model.
+        ranks: for each rank of the pipeline, the indices of its stages.
+        profile: the profile for the layout's way of sharding layers.
+        costs: cost of each stage, for one micro-batch.
     """
 
     layout: Layout
@@ -52,11 +53,11 @@ class _Placed:
 
 
 class Predictor:
-    """Predicts layouts of one model on one kind of device.
+    """Predictor of the cost of layouts, for one model on one kind of device.
 
     Args:
-        model: its layers and stages.
-        profiler: what its parts cost.
+        model: layers and stages of the model.
+        profiler: profiles the parts of the model.
     """
 
     def __init__(self, model: ModelMap, profiler: Profiler) -> None:
@@ -71,14 +72,16 @@ class Predictor:
         return self.profiler.device
 
     def predict(self, layout: Layout, exact: bool = True, limit: float | None = None) -> Prediction:
-        """The layout's cost.
+        """Predict the cost of a layout.
 
         Args:
-            exact: simulate the schedule; else its bubble is estimated, which is enough to sort by.
-            limit: bytes that a rank may use.
+            layout: the layout.
+            exact: simulate the schedule; otherwise estimate its bubble, which is accurate enough for sorting.
+            limit: maximum bytes of a rank; None for no limit.
 
         Raises:
-            ConfigurationError: the layout is none for this model, this version cannot run it, or it is too large.
+            TooLarge: a rank needs more than `limit`.
+            ConfigurationError: the layout does not suit this model, or this version does not support it.
         """
         placed = self._place(layout)
         memories = self._memories(placed)
@@ -89,18 +92,18 @@ class Predictor:
         return Prediction(layout, memory, rank, self._seconds(placed, exact), self._flops(layout))
 
     def memories(self, layout: Layout) -> list[Memory]:
-        """Of each rank of the first pipeline.
+        """Return the memory of each rank of the first pipeline.
 
         Raises:
-            ConfigurationError: the layout is none for this model, or this version cannot run it.
+            ConfigurationError: the layout does not suit this model, or this version does not support it.
         """
         return self._memories(self._place(layout))
 
     def stage_costs(self, layout: Layout) -> Sequence[StageCost]:
-        """Of each stage, for one micro-batch.
+        """Return the cost of one micro-batch on each stage.
 
         Raises:
-            ConfigurationError: as of `memories`.
+            ConfigurationError: see `memories`.
         """
         return self._place(layout).costs
 
@@ -111,10 +114,10 @@ class Predictor:
         return _Placed(layout, stages, ranks, profile, self._stage_costs(layout, stages, ranks))
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
-        """What the parts cost a rank of `tp_size`, looked at once.
+        """Return the profile of the parts for a tensor-parallel size; profiles and errors are cached.
 
         Raises:
-            ConfigurationError: the model cannot be cut like this.
+            ConfigurationError: the model cannot be sharded like this.
         """
         key = tp_size, sequence
         if key not in self._profiles:
@@ -146,7 +149,10 @@ class Predictor:
     def _stage_cost(
         self, layout: Layout, kept: tuple[Part, ...], again: tuple[Part, ...], gaps: tuple[Part, ...]
     ) -> StageCost:
-        """Of a stage with layers that keep their activations and others that run again; most stages are alike."""
+        """Return the cost of a stage that saves the activations of the layers `kept` and recomputes the layers `again`.
+
+        Results are cached, because most stages are equal.
+        """
         key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows, kept, again, gaps)
         if key not in self._costs:
             parts = self.parts(layout)
@@ -157,7 +163,7 @@ class Predictor:
         return self._costs[key]
 
     def parts(self, layout: Layout) -> dict[Part, PartCost]:
-        """What each part costs a rank for a micro-batch of the layout."""
+        """Return the cost of each part on one rank, for one micro-batch of the layout."""
         key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows)
         if key not in self._parts:
             parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows)
@@ -167,7 +173,7 @@ class Predictor:
         return self._parts[key]
 
     def _keys_and_values(self, layout: Layout) -> float:
-        """Bytes of a layer's keys and values beside those of the hidden state that it returns."""
+        """Return the size of a layer's keys and values relative to the hidden state that it returns."""
         if layout.cp_size == 1:
             return 0.0
         config = getattr(self.model.config, "get_text_config", lambda: self.model.config)()
@@ -176,7 +182,7 @@ class Predictor:
         return share if layout.sequence else share / layout.tp_size
 
     def _flops(self, layout: Layout) -> float:
-        """Of a step over all ranks: three forward passes; what tensor-parallel ranks all do is counted for each."""
+        """Return the FLOPs of a step over all ranks: three forward passes, replicated work counted on every rank."""
         (whole,) = self.model.stages(1)
         samples = layout.num_microbatches * layout.dp_size
         ranks = layout.tp_size * layout.cp_size
@@ -190,7 +196,7 @@ class Predictor:
         found = []
         for rank, own in enumerate(placed.ranks):
             static, elements = self._states(placed, own)
-            # Between steps a rank keeps its shard of them alone.
+            # Static memory has only this rank's gradient shard; during a step the whole fp32 gradients are alive.
             unreduced = elements * 4 if layout.zero_stage and layout.dp_size > 1 else 0
             saved = max(
                 sum(count * costs[stage].cost.saved for stage, count in zip(own, counts, strict=True))
@@ -209,7 +215,10 @@ class Predictor:
         return found
 
     def _states(self, placed: _Placed, own: Sequence[int]) -> tuple[StaticMemory, int]:
-        """What a rank with these stages keeps between steps, and the elements that it trains; most ranks are alike."""
+        """Return the persistent memory and the trained elements of a rank that holds the stages `own`.
+
+        Results are cached, because most ranks are equal.
+        """
         layout, stages, profile = placed.layout, placed.stages, placed.profile
         shapes = tuple(stages[stage].shape for stage in own)
         key = (layout.num_stages, layout.pp_style, shapes, layout.tp_size, layout.dp_size, layout.zero_stage)
@@ -246,7 +255,7 @@ class Predictor:
         )
 
     def _pipeline(self, layout: Layout, costs: Sequence[StageCost], busy: float, exact: bool) -> float:
-        """Seconds from the first forward pass to the end of the last backward pass."""
+        """Return the seconds from the first forward pass to the end of the last backward pass."""
         if layout.pp_size == 1:
             return busy
         if not exact:
@@ -264,14 +273,14 @@ class Predictor:
         count, period = layout.num_microbatches, layout.pp_size
         if count <= 6 * period:
             return length(count)
-        # In the steady state every further round takes as long as the one before it.
+        # In the steady state every further round takes the same time, so extrapolate from a short schedule.
         few = 4 * period + count % period
         return length(few) + (count - few) // period * (length(few + period) - length(few))
 
     def _reduction(
         self, layout: Layout, elements: int, own: Sequence[int], costs: Sequence[StageCost]
     ) -> tuple[float, float]:
-        """(seconds that a backward pass does not hide, seconds of the update) of a rank that trains `elements`."""
+        """Return (exposed seconds of the reduction, seconds of the update) of a rank that trains `elements`."""
         shards = layout.dp_size if layout.zero_stage else 1
         update = elements / shards * self.device.optimizer_bytes / self.device.bandwidth
         if layout.dp_size == 1:
@@ -289,7 +298,7 @@ class Predictor:
 
 
 def estimated_bubble(layout: Layout, costs: Sequence[StageCost]) -> float:
-    """Of stages that all take as long as the mean (docs/pipelines.md has the formulas)."""
+    """Estimate the bubble of a pipeline whose stages all take the mean time (formulas in docs/pipelines.md)."""
     mean = {
         kind: sum(cost.seconds[kind] for cost in costs) / layout.pp_size
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

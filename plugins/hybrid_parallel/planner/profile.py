@@ -1,4 +1,4 @@
-"""What each part of a model costs a rank, for one way of cutting its layers, by size of a micro-batch."""
+"""Profile the cost of each part of a model on one rank, per way of sharding its layers and per micro-batch size."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 from shardformer.cross_entropy.chunking import planned_for
 from shardformer.shard_spec import grad_group_of, spec_of
 
-_SHORT = 8, 16  # tokens of samples that any model is looked at with in seconds
+_SHORT = 8, 16  # sample lengths in tokens at which any model is profiled within seconds
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """One part, for one size of a micro-batch.
+    """Cost of one part, for one micro-batch size.
 
     Attributes:
-        forward, backward: seconds of computing.
-        weights: seconds of the backward pass that are gradients of matrices, which may be put off.
+        forward, backward: seconds of computation.
+        weights: seconds of the backward pass spent on weight gradients of matrices, which can be deferred.
         forward_talk, backward_talk: seconds of collectives over the tensor-parallel ranks.
-        flops: of the forward pass.
-        saved: bytes kept for the backward pass.
-        output: bytes of the hidden state behind it.
-        forward_peak, backward_peak: further bytes while it runs.
+        flops: FLOPs of the forward pass.
+        saved: bytes saved for the backward pass.
+        output: bytes of the hidden state that the part returns.
+        forward_peak, backward_peak: additional bytes while the part runs.
     """
 
     forward: float = 0.0
@@ -61,14 +61,14 @@ class PartCost:
     backward_peak: float = 0.0
 
     def taking(self, times: PartTimes | None) -> PartCost:
-        """The same with measured seconds."""
+        """Return this cost with measured times; unchanged if `times` is None."""
         if times is None:
             return self
         late = times.backward * self.weights / self.backward if self.backward else 0.0
         return replace(self, forward=times.forward, backward=times.backward, weights=late)
 
     def mixed(self, other: PartCost, share: float) -> PartCost:
-        """This and `share` times the way from here to `other`."""
+        """Interpolate linearly from this cost (`share` 0) to `other` (1), or extrapolate; values stay non-negative."""
         names = [each.name for each in fields(self)]
         return PartCost(
             **{
@@ -80,13 +80,13 @@ class PartCost:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """What a rank has of a parameter of the skeleton.
+    """Shard that a rank holds of a parameter of the skeleton.
 
     Attributes:
-        size: elements here.
-        itemsize: bytes of one in training.
-        trains: whether it has a gradient.
-        kind: parameters of different kinds are in different buckets.
+        size: number of local elements.
+        itemsize: bytes per element in training.
+        trains: whether the parameter gets a gradient.
+        kind: key for bucketing; parameters of different kinds are in different buckets.
     """
 
     size: int
@@ -95,19 +95,19 @@ class LocalParameter:
     kind: tuple
 
     def numel(self) -> int:
-        """Elements here."""
+        """Return the number of local elements."""
         return self.size
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All parts.
+    """Costs of all parts of a model.
 
     Attributes:
-        rows: two sizes of a micro-batch.
-        costs: for these: all costs are straight lines in between and beyond.
-        parameters: name in the skeleton -> what this rank has of it.
-        buffer_bytes: of the skeleton.
+        rows: two micro-batch sizes.
+        costs: cost of each part for these two sizes; for other sizes costs are linear in the micro-batch size.
+        parameters: name in the skeleton -> shard that this rank holds.
+        buffer_bytes: bytes of the buffers of the skeleton.
     """
 
     rows: tuple[int, int]
@@ -116,22 +116,22 @@ class Profile:
     buffer_bytes: int
 
     def at(self, rows: int) -> dict[Part, PartCost]:
-        """The costs of micro-batches of `rows` samples."""
+        """Return the costs for micro-batches of `rows` samples."""
         (few, many), (one, two) = self.rows, self.costs
         return {part: one[part].mixed(two[part], (rows - few) / (many - few)) for part in one}
 
 
 @dataclass(frozen=True, eq=False)
 class Profiler:
-    """Looks at a model under different layouts.
+    """Profiler of a model under different ways of sharding its layers.
 
     Attributes:
-        build: makes the whole model; called on the meta device.
+        build: builds the whole model; called on the meta device.
         length: tokens of a sample.
-        device: what it would run on.
-        precision: that it would be trained in.
-        rows: the sizes of micro-batches that are looked at.
-        measured: what passes took on the device; where there is nothing, it is worked out from their operators.
+        device: the device to predict times for.
+        precision: training precision.
+        rows: the two micro-batch sizes that are profiled.
+        measured: measured times of the parts; times of missing cases are derived from the operators.
     """
 
     build: Callable[[], nn.Module]
@@ -142,10 +142,14 @@ class Profiler:
     measured: Mapping[Case, MeasuredParts] = field(default_factory=dict)
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
-        """The costs of rank 0 of `tp_size`.
+        """Profile tensor-parallel rank 0 of `tp_size`.
+
+        Args:
+            tp_size: tensor-parallel size.
+            sequence: whether activations are sharded along the sequence.
 
         Raises:
-            ConfigurationError: the model cannot be cut like this.
+            ConfigurationError: the model cannot be sharded like this.
         """
         config = HybridParallelConfig(
             tp_size=tp_size, enable_sequence_parallelism=sequence, precision=self.precision, nonfinite="ignore"
@@ -175,8 +179,9 @@ class Profiler:
         return PartCost(
             forward=self._seconds(forward.operators),
             backward=self._seconds(backward.operators),
-            # A matrix's gradient is a product of the size of the one in the forward pass; a head that found its own
-            # there has two products more, for one that is not put off.
+            # The gradient of a matrix is a matmul of the same size as the one in the forward pass. A head that computes
+            # its gradients in the forward pass (`early`) has two more matmuls there; together they cancel the gradient
+            # matmul that is then not deferred.
             weights=max(0.0, sum(self._operator(each) * (-0.5 if each.early else 1.0) for each in matmuls)),
             forward_talk=_talk(forward, link, tp_size),
             backward_talk=_talk(backward, link, tp_size),
@@ -188,7 +193,7 @@ class Profiler:
         )
 
     def _seconds(self, operators: Sequence[Operator]) -> float:
-        # Python launches one after the other, while the device works on those before.
+        # Kernel launches are serial and overlap with execution, so the slower of the two determines the time.
         return max(sum(map(self._operator, operators)), len(operators) * self.device.operator)
 
     def _operator(self, operator: Operator) -> float:
@@ -208,14 +213,24 @@ def _talk(record: PassRecord, link: Any, ranks: int) -> float:
 def record(
     wrapped: HybridParallelModel, lists: Sequence[LayerList], rows: Sequence[int], length: int, device: str
 ) -> list[dict[Part, PartRecord]]:
-    """For each number of samples a forward and a backward pass on fake tensors, by part.
+    """Record a forward and a backward pass on fake tensors, by part, for each micro-batch size.
+
+    Args:
+        wrapped: the sharded skeleton.
+        lists: its lists of layers.
+        rows: micro-batch sizes.
+        length: tokens of a sample.
+        device: name of the device, which decides how attention and loss run.
+
+    Returns:
+        For each micro-batch size, part -> its record.
 
     Raises:
-        TooManyOperators: it would take too long.
+        TooManyOperators: recording would take too long.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # One mode for all: tensors of another are copied.
+    # One mode for all passes: tensors of another fake mode would be copied.
     with FakeTensorMode(allow_non_fake_inputs=True), quiet(), _device_like(device), _one_text_a_row():
         give_memory(wrapped.unwrap())
 
@@ -230,7 +245,7 @@ def record(
 
 
 def _too_long(name: str, length: int, few: int, many: int) -> TooManyOperators:
-    """The mistake of samples of `length` tokens, from the numbers of operators of two short ones."""
+    """Make the error for samples of `length` tokens, given the operator counts of two short samples."""
     a_token = max(1.0, (many - few) / (_SHORT[1] - _SHORT[0]))
     longest = _SHORT[0] + max(0, int((MOST_OPERATORS - few) / a_token))
     return TooManyOperators(
@@ -243,7 +258,7 @@ def _record(wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dic
     module = wrapped.unwrap()
     recorder = Recorder(list(module.parameters()))
     hooks = watch_layers(module, lists, recorder)
-    # A gradient goes to its bucket as soon as it is complete.
+    # In training a gradient moves to its bucket as soon as it is complete, so it is not counted here.
     trained = [param for param in module.parameters() if param.requires_grad]
     hooks += [param.register_post_accumulate_grad_hook(_forget_gradient) for param in trained]
     try:
@@ -261,7 +276,7 @@ def _record(wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dic
 
 @contextmanager
 def _mistakes_of(name: str, length: int) -> Iterator[None]:
-    """A model that cannot be run like this says so in a thousand ways."""
+    """Turn any exception of the model into a `ConfigurationError`: models fail with arbitrary exception types."""
     try:
         yield
     except ConfigurationError:
@@ -288,7 +303,7 @@ def _local(param: nn.Parameter) -> LocalParameter:
 
 @contextmanager
 def _one_text_a_row() -> Iterator[None]:
-    """transformers looks at values to see whether rows are several texts, and has none here."""
+    """Disable transformers' check for packed sequences, which reads values that fake tensors do not have."""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -302,7 +317,7 @@ def _one_text_a_row() -> Iterator[None]:
 
 @contextmanager
 def _device_like(device: str) -> Iterator[None]:
-    """Chunks of a loss and attention as on `device`: on a GPU dropout takes no kernel that keeps all scores."""
+    """Chunk losses and run attention as on `device`: GPU kernels save no scores for dropout, so disable dropout."""
     if device == "this-machine" and not torch.cuda.is_available():
         with planned_for("cpu"):
             yield

@@ -1,4 +1,4 @@
-"""A model with few layers in place of a whole one, sharded as a rank of a layout sees it, and its parts told apart."""
+"""Build a pruned model (skeleton), sharded for one rank of a layout, and track which of its parts runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shardformer.utils.parameter_names import names_of_parameters
 
 
 class Listener(Protocol):
-    """Who is told which part of a model runs."""
+    """Listener that is notified which part of a model runs."""
 
     def enter(self, part: Part) -> None:
-        """`part` runs from now on."""
+        """Handle the start of `part`."""
 
     def give(self, hidden: Tensor) -> None:
-        """The part that runs returns this hidden state."""
+        """Handle the hidden state that the running part returns."""
 
 
 def skeleton(
@@ -38,14 +38,19 @@ def skeleton(
     device: torch.device | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> tuple[nn.Module, list[LayerList], HybridParallelModel]:
-    """The model with one layer of each kind, sharded for this rank and wrapped.
+    """Build the model with one layer of each kind, shard it for this rank, and wrap it.
 
     Args:
-        device: where it gets random values; None for the meta device.
-        optimizer: makes an optimizer, which is wrapped too.
+        build: builds the whole model; called on the meta device.
+        config: the layout.
+        device: device on which the model gets random values; None to leave it on the meta device.
+        optimizer: builds an optimizer, which is wrapped too; None for no optimizer.
+
+    Returns:
+        The sharded module, its lists of layers, and the wrapped model.
 
     Raises:
-        ConfigurationError: the model cannot be cut like this.
+        ConfigurationError: the model cannot be sharded like this.
     """
     mesh = build_mesh(1, 1, 1, config.tp_size)
     with quiet(), torch.device("meta"):
@@ -58,7 +63,7 @@ def skeleton(
     except ValueError as error:
         if config.tp_size > 1:
             raise ConfigurationError(str(error)) from error
-        lists = []  # a model of any kind, on a single rank
+        lists = []  # without a policy, any model runs on a single rank
     optim = optimizer(model.parameters()) if optimizer is not None else None
     names, groups = names_of_parameters(model), [list(model.parameters())]
     origin = WholeModel.of(model)
@@ -74,8 +79,8 @@ def skeleton(
 
 
 def give_memory(module: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Move what is on the meta device to another, without values, in place; what is known of parameters stays."""
-    moved: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, kept so that no other gets its id, and the new one
+    """Replace meta tensors by uninitialized tensors on `device`, in place; attributes of parameters are kept."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (old tensor, kept alive so that its id stays unique; new one)
     for each in module.modules():
         for held in (each._parameters, each._buffers):
             for name, tensor in held.items():
@@ -92,7 +97,7 @@ def give_memory(module: nn.Module, device: torch.device | str = "cpu") -> None:
 
 @torch.no_grad()
 def give_values(module: nn.Module) -> None:
-    """Small random parameters, and buffers of ones: values that no pass is slow or undefined with."""
+    """Set parameters to small random values and buffers to ones, so that no pass gets slow or undefined values."""
     for param in module.parameters():
         param.normal_(std=0.02)
     for buffer in module.buffers():
@@ -100,7 +105,7 @@ def give_values(module: nn.Module) -> None:
 
 
 def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a step, as `execute_pipeline` computes it."""
+    """Compute the loss of a step as `execute_pipeline` does."""
     loss = wrapped.step_loss([batch], None, batch)
     inputs = wrapped.inputs_of(batch, loss)
     with loss.reading(wrapped.unwrap()):
@@ -108,7 +113,7 @@ def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Ten
 
 
 def watch_layers(module: nn.Module, lists: Sequence[LayerList], listener: Listener) -> list[Any]:
-    """Tell `listener` which part runs, in both directions; returns the hooks."""
+    """Register hooks that tell `listener` which part runs, in forward and backward passes; return their handles."""
     hooks = []
     for number, each in enumerate(lists):
         layers = [list(module.get_submodule(path)) for path in each.paths]
@@ -144,7 +149,7 @@ def _leaving(listener: Listener, number: int, kind: int) -> Callable:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers remarks on every configuration, and torch on every operator that does not run."""
+    """Silence log messages: transformers logs per configuration, torch per operator that fails on fake tensors."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

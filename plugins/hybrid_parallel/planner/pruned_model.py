@@ -1,4 +1,4 @@
-"""A model with few layers: all that has to be looked at to know what every layer does."""
+"""Prune a model to one layer of each kind, which is enough to profile every layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _SIMPLE = (int, float, str, bool, tuple, type(None))
 
 @dataclass(frozen=True)
 class LayerList:
-    """A list of layers of the whole model.
+    """List of layers of the whole model.
 
     Attributes:
-        paths: of the list and, where its layers' parts are lists of their own, of those, in the whole model.
-        kinds: of each layer; kind k is the k-th layer that is left.
+        paths: module paths of the list in the whole model. If the sublayers of each layer are in lists of their own,
+            the paths of those lists follow.
+        kinds: the kind of each layer; the pruned model keeps one layer of each kind, at index `kind`.
     """
 
     paths: tuple[str, ...]
@@ -28,15 +29,23 @@ class LayerList:
 
     @property
     def firsts(self) -> list[int]:
-        """Position of the first layer of each kind."""
+        """Index of the first layer of each kind."""
         return [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
 
 
 def layer_lists(model: nn.Module, base_path: str, layout: StageLayout | None) -> list[LayerList]:
-    """The lists of layers of a model, and which layers are alike; [] where nothing tells them.
+    """Find the lists of layers of a model and classify their layers into kinds.
 
-    Two layers are of one kind if their modules, parameters and settings are alike, but for numbers of the layer. The
-    first and the last of a list are kinds of their own: they may change what comes in and goes out.
+    Two layers are of the same kind if their modules, parameters and settings are equal, except for layer indices. The
+    first and the last layer of a list are kinds of their own, because they may change the input or the output.
+
+    Args:
+        model: the whole model.
+        base_path: path of the base model, to which the paths of `layout` are relative.
+        layout: the pipeline structure of the model.
+
+    Returns:
+        The lists; empty if `layout` is None.
     """
     base, prefix = model.get_submodule(base_path), f"{base_path}." if base_path else ""
     lists = []
@@ -53,7 +62,7 @@ def layer_lists(model: nn.Module, base_path: str, layout: StageLayout | None) ->
 
 
 def prune_layers(model: nn.Module, lists: Sequence[LayerList]) -> None:
-    """Leave one layer of each kind, in place."""
+    """Remove all but the first layer of each kind, in place."""
     for each in lists:
         for path in each.paths:
             layers = model.get_submodule(path)
@@ -63,7 +72,7 @@ def prune_layers(model: nn.Module, lists: Sequence[LayerList]) -> None:
 
 
 def name_in_skeleton(name: str, lists: Sequence[LayerList]) -> str:
-    """The parameter of the skeleton that is like the one called `name` in the whole model."""
+    """Return the name of the parameter in the skeleton that corresponds to `name` in the whole model."""
     for each in lists:
         for path in each.paths:
             if name.startswith(f"{path}."):
@@ -95,7 +104,7 @@ def _settings(module: nn.Module) -> Mapping[str, object]:
 
 
 def _shorten_config(model: nn.Module, count: int, keep: Sequence[int]) -> None:
-    """Settings that have one entry a layer, as `layer_types`, and numbers of layers."""
+    """Shorten settings with one entry per layer (such as `layer_types`), and update the numbers of layers."""
     for module in model.modules():
         for key in _COUNTS:
             if vars(module).get(key) == count:

@@ -1,4 +1,4 @@
-"""A plan as text, as JSON and as a picture."""
+"""Print a plan as text, export it as JSON, and plot it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#bab0ac")
 
 
 def to_text(plan: Plan, device: Device, tokens: float, top: int) -> str:
-    """The best `top` layouts, and in how far the others fail.
+    """Format the best `top` layouts as a table, followed by the reasons why others were rejected.
 
     Args:
-        tokens: of a step.
+        tokens: tokens of a step.
     """
     if not plan.ranked:
         return "no layout fits\n\n" + _reasons(plan.rejected)
@@ -35,7 +35,7 @@ def to_text(plan: Plan, device: Device, tokens: float, top: int) -> str:
 
 
 def to_json(plan: Plan, device: Device, tokens: float) -> dict[str, Any]:
-    """Everything, rejected layouts one by one."""
+    """Convert a plan to JSON, with an entry for every ranked and every rejected layout."""
     return {
         "device": asdict(device),
         "layouts": [
@@ -55,14 +55,17 @@ def to_json(plan: Plan, device: Device, tokens: float) -> dict[str, Any]:
 
 
 def utilization(prediction: Prediction, device: Device) -> float:
-    """Model FLOP/s over what the devices promise: products and attention of three forward passes, as far as a causal
-    mask leaves them, without recomputation."""
+    """Return the model FLOPs utilization (MFU): model FLOP/s divided by the peak FLOP/s of all devices.
+
+    Model FLOPs are the matrix products and the attention of three forward passes, without recomputation; a causal
+    mask halves those of attention.
+    """
     promised = device.flops[prediction.layout.precision] * prediction.layout.world_size
     return prediction.model_flops / prediction.seconds.total / promised
 
 
 def draw(plan: Plan, device: Device, path: str | Path, title: str, top: int) -> None:
-    """Bars of memory, with the device's limit, and of the time of a step, best layouts first."""
+    """Plot the memory (with the limit of the device) and the step time of the best `top` layouts as stacked bars."""
     from matplotlib.figure import Figure
 
     shown = plan.ranked[:top]
@@ -106,7 +109,7 @@ def _row(number: int, each: Prediction, device: Device, tokens: float) -> tuple[
 
 
 def _reasons(rejected: Sequence[Rejection]) -> str:
-    """Each kind of reason with how many layouts fail for it and the one that fails by least."""
+    """Group the rejections by kind of reason; show the count and the layout closest to fitting of each group."""
     kinds: dict[str, list[Rejection]] = {}
     for each in rejected:
         kinds.setdefault(re.sub(r"\d[\d.,]*( [KMG]iB| B)?", "#", each.reason), []).append(each)

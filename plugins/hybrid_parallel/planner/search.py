@@ -1,4 +1,4 @@
-"""All layouts of a model on a number of devices, the fastest that fit first."""
+"""Search the layouts of a model on a number of devices, and rank those that fit by step time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from plugins.hybrid_parallel.planner.layout import Layout, Space
 from plugins.hybrid_parallel.planner.op_recorder import TooManyOperators
 from plugins.hybrid_parallel.planner.predict import Predictor
 
-# So many of the best by estimate have their schedules simulated.
+# Number of layouts, best by estimate, whose schedules are simulated.
 _SIMULATED = 30
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A layout that will not do.
+    """Layout that was rejected.
 
     Attributes:
-        layout: its name.
-        reason: one sentence.
-        need: bytes of its fullest rank, where these are too many.
+        layout: name of the layout.
+        reason: why it was rejected, one sentence.
+        need: bytes of its fullest rank if it does not fit into memory, else None.
     """
 
     layout: str
@@ -32,11 +32,11 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        ranked: layouts that fit, the fastest first.
-        rejected: those that do not, and why.
+        ranked: layouts that fit, fastest first.
+        rejected: layouts that were rejected, with reasons.
     """
 
     ranked: Sequence[Prediction]
@@ -47,7 +47,10 @@ def search(predictor: Predictor, space: Space, count: int = _SIMULATED) -> Plan:
     """Rank the layouts of a space.
 
     Args:
-        count: how many of the best are predicted in full; the others follow in the order of their estimates.
+        predictor: predicts memory and time.
+        space: the layouts to rank.
+        count: number of layouts, best by estimate, whose schedules are simulated; the others follow in the order of
+            their estimates.
     """
     fitting: list[Prediction] = []
     rejected = [Rejection(grid, reason) for grid, reason in space.left_out()]
@@ -66,7 +69,7 @@ def search(predictor: Predictor, space: Space, count: int = _SIMULATED) -> Plan:
 
 
 def _merit(prediction: Prediction) -> tuple:
-    """Time, and of equal times the less memory and the simpler layout."""
+    """Return the sort key: step time; ties prefer less memory, then the simpler layout."""
     layout: Layout = prediction.layout
     return (
         round(prediction.seconds.total, 9),

@@ -1,4 +1,4 @@
-"""Which parts of a model each pipeline stage has: found once for every number of stages, without cutting anything."""
+"""Map pipeline stages to parts of a model, computed once per number of stages without partitioning the model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from shardformer.utils.parameter_names import alias_groups
 
 @dataclass(frozen=True)
 class StageParts:
-    """One stage.
+    """Parts and parameters of one stage.
 
     Attributes:
-        layers: parts of its layers, in order.
-        gaps: what else it runs.
-        names: the parameters it holds, by their first names, in the model's order; as they are called in the skeleton.
-        tied: positions in `names` -> order among the parameters that several stages hold, and those stages.
-        shape: a number that stages with the same parameters share.
+        layers: the layers that it runs, in order.
+        gaps: the other parts that it runs: those before, between and after the lists of layers.
+        names: the parameters that it holds, in the model's order, by their names in the skeleton.
+        tied: index in `names` -> (index among the parameters that several stages hold, those stages).
+        shape: an ID that stages with the same parameters share.
     """
 
     layers: tuple[Part, ...]
@@ -42,15 +42,15 @@ class StageParts:
 
     @property
     def parts(self) -> Counter[Part]:
-        """How often it runs each part."""
+        """How often the stage runs each part."""
         return Counter((*self.layers, *self.gaps))
 
 
 class ModelMap:
-    """A whole model, without values.
+    """Whole model on the meta device, and its partitions into pipeline stages.
 
     Args:
-        build: makes it; called on the meta device.
+        build: builds the model; called on the meta device.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
@@ -62,17 +62,17 @@ class ModelMap:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones once."""
+        """Number of elements of all parameters; tied parameters count once."""
         return sum(param.numel() for param in self.model.parameters())
 
     @property
     def num_layers(self) -> int:
-        """Layers of all lists."""
+        """Number of layers in all lists."""
         return sum(len(each.kinds) for each in self.lists)
 
     @cached_property
     def policy(self) -> Policy | None:
-        """How its family is sharded; None for a model that only a single rank can hold."""
+        """Sharding policy of the model's family; None if there is none, so that the model cannot be sharded."""
         try:
             policy = policy_for(self.model)
         except ValueError:
@@ -82,14 +82,14 @@ class ModelMap:
 
     @cached_property
     def lists(self) -> list[LayerList]:
-        """Its lists of layers."""
+        """Lists of layers of the model."""
         return [] if self.policy is None else layer_lists(self.model, self.policy.base_path, self.policy.stages)
 
     def stages(self, count: int) -> list[StageParts]:
-        """The stages of a pipeline of `count` of them, cut as `boost` cuts them.
+        """Return the stages of a pipeline with `count` stages, partitioned as `boost` does it.
 
         Raises:
-            ConfigurationError: the model cannot be cut into so many.
+            ConfigurationError: the model cannot be split into that many stages.
         """
         if count not in self._stages:
             try:
@@ -125,7 +125,7 @@ class ModelMap:
             for stage in stages:
                 if len(stages) > 1:
                     tied[stage][len(held[stage])] = order, stages
-                # A stage may have the parameter by another of its names only.
+                # A stage may hold a tied parameter only under one of its other names.
                 own = next((name for name in names if stage in cut.holders(name)), names[0])
                 held[stage].append(name_in_skeleton(own, self.lists))
             order += len(stages) > 1
@@ -146,6 +146,6 @@ class ModelMap:
         return tuple(parts[index] for index in layers)
 
     def _gaps_of(self, cut: StagePartitioner, layers: range, stage: int, count: int) -> tuple[Part, ...]:
-        """What runs in front of a list runs with its first layer, the head with the last of all."""
+        """Return the gaps of a stage: a gap runs with the first layer of the next list, the head on the last stage."""
         gaps = [("gap", number) for number, start in enumerate(cut.starts[:-1]) if start in layers]
         return (*gaps, ("gap", len(self.lists))) if stage == count - 1 else tuple(gaps)

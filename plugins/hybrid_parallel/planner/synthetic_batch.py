@@ -1,4 +1,4 @@
-"""A batch of the right shape for a model: the planner looks at sizes, never at values."""
+"""Make a batch of the right shapes for a model; the planner uses only sizes, never values."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 
-# Heads with one label a sample; all others that read text have one a token.
+# Heads with one label per sample; all other text heads have one per token.
 _ONE_LABEL = ("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")
 
 
 def batch_of(model: nn.Module, rows: int, length: int, device: str = "cpu") -> dict[str, Tensor]:
-    """`rows` samples of `length` tokens, or images, with labels, on `device`.
+    """Make a batch of zeros: `rows` samples of `length` tokens, or `rows` images, with labels, on `device`.
 
     Raises:
-        ConfigurationError: it is not known what the model reads, or it has fewer positions.
+        ConfigurationError: the model reads neither text nor images, has no loss, or has fewer than `length` positions.
     """
     name, config = type(model).__name__, model.config
     positions = _positions(config)
@@ -51,7 +51,7 @@ def batch_of(model: nn.Module, rows: int, length: int, device: str = "cpu") -> d
 
 
 def _positions(config: Any) -> int | None:
-    """How many a model was made for; None where it does not say."""
+    """Return the number of positions of a model; None if its configuration does not give one."""
     text = config.get_text_config()
     found = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions")]
     return next((count for count in found if isinstance(count, int) and count > 0), None)

@@ -1,1 +1,1 @@
-"""The steps of `boost`: from a user's objects to sharded ones."""
+"""Steps of `boost`: from a user's objects to sharded ones."""

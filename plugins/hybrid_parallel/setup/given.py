@@ -1,4 +1,4 @@
-"""What `boost` is given: taken out of a wrapper where that changes no number, refused where another engine has it."""
+"""Checks of the objects given to `boost`: harmless wrappers are removed, objects of other engines are refused."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from booster.logging import get_logger
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
 _logger = get_logger(__name__)
-_COMPILED = "_orig_mod"  # where torch.compile keeps the module that it was given
+_COMPILED = "_orig_mod"  # attribute in which torch.compile keeps the original module
 
 
 def model_as_given(model: nn.Module) -> nn.Module:
-    """The model to shard: one that was compiled is taken out of its wrapper, as are its sub-modules, in place.
+    """Return the model to shard, without `torch.compile` wrappers; wrappers of sub-modules are removed in place.
 
     Raises:
-        ConfigurationError: another engine has changed the model.
+        ConfigurationError: if another engine has changed the model.
     """
     if isinstance(model, ModelWrapper):
         raise ConfigurationError("boost() got a model that boost() has returned before; boost a model once")
@@ -53,7 +53,7 @@ def check_optimizers_as_given(optimizers: Sequence[torch.optim.Optimizer]) -> No
     """Refuse optimizers that another engine steps.
 
     Raises:
-        ConfigurationError: one was boosted before, or comes from accelerate.
+        ConfigurationError: if one was boosted before, or comes from accelerate.
     """
     for optim in optimizers:
         if isinstance(optim, OptimizerWrapper):
@@ -71,7 +71,7 @@ def _without_compiler(model: nn.Module) -> nn.Module:
         for name, child in module._modules.items():
             if child is not None and _inside(child) is not child:
                 module._modules[name], compiled = _inside(child), True
-        if module._compiled_call_impl is not None:  # by `module.compile()`
+        if module._compiled_call_impl is not None:  # set by `module.compile()`
             module._compiled_call_impl, compiled = None, True
     if compiled:
         _logger.warning(
@@ -83,7 +83,7 @@ def _without_compiler(model: nn.Module) -> nn.Module:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module that was given to `torch.compile`."""
+    """Return the module inside wrappers of `torch.compile`."""
     while _COMPILED in module._modules:
         module = module._modules[_COMPILED]
     return module

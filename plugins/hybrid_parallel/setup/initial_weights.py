@@ -1,4 +1,4 @@
-"""One start for all ranks: a head that was drawn without a seed differs from rank to rank."""
+"""Equal initial weights on all ranks: a head that was initialized without a seed differs from rank to rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _logger = get_logger(__name__)
 
 
 def share_initial_weights(model: nn.Module) -> None:
-    """Compare the whole model over all ranks, and take rank 0's weights where they differ, as torch's DDP does.
+    """Compare the whole model over all ranks; if weights differ, take rank 0's on all ranks, as torch's DDP does.
 
-    Pieces of differently initialised models would fit together without an error, to a model that nobody built.
+    Shards of differently initialised models would fit together without an error, into a model that no rank built.
 
     Raises:
-        ConfigurationError: the ranks built models of other names or shapes, froze other parameters, or have other hooks
-            on gradients.
+        ConfigurationError: if the ranks built models with different names or shapes, froze different parameters, or
+            have different hooks on gradients.
     """
     if dist.get_world_size() == 1:
         return
@@ -63,7 +63,7 @@ def _frozen_names(model: nn.Module) -> list[str]:
 
 
 def _difference(frozen: Sequence[Sequence[str]]) -> str:
-    """Say where ranks differ in what they have frozen: names by rank, which are not all the same."""
+    """Describe where the frozen parameters differ, from their names by rank, which are not all equal."""
     rank = next(rank for rank, names in enumerate(frozen) if names != frozen[0])
     name = next(name for name in [*frozen[0], *frozen[rank]] if (name in frozen[0]) != (name in frozen[rank]))
     here, there = (0, rank) if name in frozen[0] else (rank, 0)

@@ -1,4 +1,4 @@
-"""The steps of `configure` up to a sharded model; `optimizer.py` has those of its optimizers."""
+"""Steps of `configure` that build the sharded model; `optimizer.py` has the steps for its optimizers."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 @dataclass
 class BuiltModel:
-    """The sharded model, and what its optimizers have to know.
+    """The sharded model, and what its optimizers need to know.
 
     Attributes:
         tied: the parameters that other stages hold too.
-        masters: full-precision values of the parameters that were cast down.
-        loss_scale: of all its optimizers.
+        masters: full-precision values of the parameters that were cast to a lower precision.
+        loss_scale: the loss scale that all of its optimizers share.
     """
 
     model: HybridParallelModel
@@ -76,14 +76,14 @@ def check_options_against_model(
     names: Mapping[int, Sequence[str]],
     num_shards: int,
 ) -> None:
-    """Refuse what does not fit this model, before anything is changed.
+    """Refuse options and optimizers that do not fit this model, before anything is changed.
 
     Args:
         names: id of each parameter -> its names.
-        num_shards: ranks over which ZeRO deals out the states of optimizers.
+        num_shards: number of ranks over which ZeRO shards the optimizer states.
 
     Raises:
-        ConfigurationError: see the message.
+        ConfigurationError: if one does not fit; the message says why.
     """
     check_hooks(model)
     _check_embeddings(config, model)
@@ -104,7 +104,7 @@ def check_options_against_model(
 
 
 def _check_embeddings(config: HybridParallelConfig, model: nn.Module) -> None:
-    """Refuse options of embeddings that look at all ids of a batch, or change weights in the forward pass."""
+    """Refuse options of embeddings that depend on all ids of a batch, or change weights in the forward pass."""
     replicas = config.data_parallel_size(dist.get_world_size()) * config.cp_size
     parts = config.num_microbatches or config.pp_size
     cuts_batch = replicas > 1 or parts > 1 or config.microbatch_size is not None
@@ -129,7 +129,8 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     """Shard, move and cast the model, in place.
 
     Raises:
-        ConfigurationError: the model's family cannot be sharded as asked, with all reasons; ranks differ in the model.
+        ConfigurationError: if the model's family cannot be sharded as asked, with all reasons, or if ranks built
+            different models.
     """
     recompute(config.gradient_checkpointing, model)
     cuts_batch = config.microbatch_size is not None or (config.num_microbatches or config.pp_size) * mesh.size("dp") > 1
@@ -163,21 +164,21 @@ def wrap_model(
     """Cast and wrap a sharded model.
 
     Args:
-        origin: what the whole model was.
+        origin: description of the whole model.
         shared: the parameters that several stages hold, see `shard_model`.
     """
     if config.precision == "fp8":
         with _mistakes():
             check_fp8(mesh.device)
-    leave_sums(model)  # to the buckets
+    leave_sums(model)  # the buckets sum gradients
     masters = _cast(model, DTYPES.get(config.precision), config.master_weights)
     tied = {}
     for order, stages in enumerate(shared):
-        # In the order of stages; a rank that holds several is there once.
+        # In the order of stages; a rank that holds several is listed once.
         holders = list(dict.fromkeys(config.schedule.rank_of(stage, config.pp_size) for stage in sorted(stages)))
         if len(holders) == 1:
             continue
-        group = tied_group(mesh, tuple(sorted(holders)))  # on all ranks, also those without the parameter
+        group = tied_group(mesh, tuple(sorted(holders)))  # on all ranks, including those without the parameter
         if group is not None:
             here = next(stage for stage in stages if config.schedule.rank_of(stage, config.pp_size) == mesh.rank("pp"))
             tied[stages[here]] = TiedParameter(order, group, counted=mesh.rank("pp") == holders[0])
@@ -191,10 +192,10 @@ def wrap_model(
     )
     wrapped.tied = tied
     if config.record_schedule is not None:
-        # A directory that cannot be written is an error on all ranks.
+        # A directory that cannot be written raises an error on all ranks.
         wrapped.runtime.recorder = raise_on_all_ranks(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
     if config.debug:
-        # Before any optimizer: its hooks take a gradient away.
+        # Before any optimizer, because its hooks take the gradients away.
         watch = wrapped.trace.watch = ModuleWatch(model)
         wrapped.runtime.before_microbatch = watch.begin_microbatch
     loss_scale = LossScale()
@@ -204,11 +205,11 @@ def wrap_model(
 
 
 def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:
-    """Where the values of a model without values are; its buffers get theirs now, whole as policies expect them."""
+    """Return the reader of weights for a model without values; fill its buffers now, whole as policies expect."""
     reader = weight_reader_of(model)
     if reader is None and is_recorded(model):
         shared_seed = torch.tensor(seed)
-        dist.broadcast(shared_seed, src=0)  # pieces drawn from other seeds would fit together without an error
+        dist.broadcast(shared_seed, src=0)  # shards drawn from other seeds would fit together without an error
         with _mistakes():
             reader = RecordedValues(model, int(shared_seed))
             reader.fill_buffers(model)
@@ -217,7 +218,7 @@ def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """What shardformer refuses is the user's mistake."""
+    """Turn errors of shardformer into ConfigurationError: they are mistakes of the user."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -225,10 +226,10 @@ def _mistakes() -> Iterator[None]:
 
 
 def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
-    """Shard in place; returns the parameters that several stages hold.
+    """Shard a model in place; return the parameters that several stages hold.
 
     Raises:
-        ConfigurationError: the model cannot be sharded as asked, with all reasons.
+        ConfigurationError: if the model cannot be sharded as asked, with all reasons.
     """
     changes_layers = (
         config.enable_fused_normalization,
@@ -239,7 +240,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     deals_out = config.ep_size > 1 or config.expert_capacity_factor is not None
     is_whole = config.tp_size == config.pp_size == config.cp_size == 1 and not deals_out
     if is_whole and config.custom_policy is None and not any(changes_layers):
-        return []  # nothing to cut: a model of any kind will do
+        return []  # nothing to shard: any kind of model works
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), config.pp_size, config.chunks_per_rank)
     num_stages = config.pp_size * config.chunks_per_rank
     split = None if config.layers_per_stage is None else tuple(config.layers_per_stage)
@@ -267,7 +268,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> dict[nn.Parameter, Tensor]:
-    """Cast parameters (buffers keep their precision: rotary tables need it); returns their values before."""
+    """Cast parameters and return their values before; buffers keep their precision, which rotary tables need."""
     masters: dict[nn.Parameter, Tensor] = {}
     if dtype is None:
         return masters
@@ -280,7 +281,7 @@ def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> d
 
 
 def _stream(mesh: HybridMesh, seed: int) -> SharedStream | None:
-    """Shared over tp, different on every stage and data-parallel rank; a single rank keeps torch's own stream."""
+    """Create a stream that tp ranks share and other ranks do not; a single rank keeps torch's own stream (None)."""
     coordinates = [mesh.rank(axis) for axis in ("pp", "dp", "cp")]
     sizes = [mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")]
     if max(sizes) == 1:

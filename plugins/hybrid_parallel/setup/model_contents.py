@@ -1,4 +1,4 @@
-"""What a model may have in it that does not go with every layout: adapters of peft, quantised weights."""
+"""Checks of model contents that do not work with every layout: peft adapters and quantised weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardformer.peft import check_adapters, model_inside
 
 
 def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
-    """See that the layout leaves them what they are, before anything is changed.
+    """Check that the layout supports what the model contains, before anything is changed.
 
     Raises:
-        ValueError: it does not.
+        ValueError: if it does not.
     """
     sizes = {name: getattr(config, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     check_adapters(model, next((f"{name}={size}" for name, size in sizes.items() if size > 1), None))
@@ -21,7 +21,7 @@ def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
 
 
 def _check_quantised(model: nn.Module, tp_size: int) -> None:
-    """Weights of which several share a byte, or a scale, cannot be cut like others."""
+    """Refuse quantised weights: several of them share a byte or a scale, so they cannot be sharded like others."""
     packed = next((name for name, each in model.named_parameters() if not each.is_floating_point()), None)
     if packed is None and getattr(model, "hf_quantizer", None) is None:
         return

@@ -1,4 +1,4 @@
-"""The steps of `configure` for an optimizer: from a user's to one over shards."""
+"""Steps of `configure` for an optimizer: from the user's to one over shards."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def build_optimizer(
     seed: int = 0,
     stands_alone: bool = True,
 ) -> HybridParallelOptimizer:
-    """Re-point an optimizer at the shards of its parameters, by name, and add it to those of the model.
+    """Re-point an optimizer at the shards of its parameters, by name, and add it to the model's optimizers.
 
     Args:
         groups: the parameters that its groups held before the model was sharded.
-        names: id of each of those -> its names, several where it is tied.
-        seed: of what gradient hooks draw.
+        names: id of each of these parameters -> its names, several if it is tied.
+        seed: seed of the random numbers that gradient hooks draw.
         stands_alone: whether it is the model's only optimizer.
     """
     parameters = dict(built.model.unwrap().named_parameters(remove_duplicate=False))
@@ -56,9 +56,9 @@ def build_optimizer(
     place_states(optim, states, buckets)
     build_more = partial(build_buckets, options=options, tied=built.tied, masters={})
     frozen = FrozenParameters(_which(order, trains=False), build_more, states)
-    hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer hangs its own there
+    hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     waits = config.pp_size == config.cp_size == config.ep_size == 1
-    # Two optimizers' buckets would be complete in another order on a replica that leaves parameters unused.
+    # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
     overlaps = config.overlap_communication and stands_alone
     reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits)
     if reducer.attaches_grad_buffers:
@@ -89,14 +89,14 @@ def build_optimizer(
 
 
 def _which(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:
-    """The parameters here that are trained, or those that are frozen, by group."""
+    """Return the parameters on this rank that are trained, or that are frozen, by group."""
     return [[param for param in group if param is not None and param.requires_grad == trains] for group in groups]
 
 
 def _check_padding(
     optimizer: str, held: Mapping[nn.Parameter, nn.Parameter], names: Mapping[int, Sequence[str]]
 ) -> None:
-    """Refuse rows of a vocabulary that nobody uses where an optimizer would count them."""
+    """Refuse padding rows of a vocabulary for an optimizer that would include them in its updates."""
     for param, whole in held.items():
         if spec_of(param).is_padded:
             raise ConfigurationError(
@@ -108,9 +108,9 @@ def _check_padding(
 def _bucket_options(
     granularity: Granularity, config: HybridParallelConfig, mesh: HybridMesh
 ) -> dict[str, BucketOptions]:
-    """What buckets have in common of which the parameters are cut over an axis, by its name."""
+    """Return the options of buckets by axis, over which the parameters in a bucket are sharded."""
     groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
-    # Where there are no experts both axes have the same replicas.
+    # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
     return {
@@ -128,7 +128,7 @@ def _bucket_options(
 
 
 def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str | None:
-    """The options by which ranks share gradients, or scale them; None where each has all, as in plain torch."""
+    """Return the options under which ranks share or scale gradients; None if each has them as in plain torch."""
     sizes = {"tp_size": config.tp_size, "pp_size": config.pp_size, "ep_size": config.ep_size}
     reasons = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     if config.zero_stage and mesh.size(DP_CP) > 1:
@@ -139,5 +139,5 @@ def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str
 
 
 def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """The first of a parameter's names that this stage has."""
+    """Return the first of a parameter's names that this stage has."""
     return next((name for name in names if name in parameters), None)

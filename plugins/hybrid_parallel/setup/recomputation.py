@@ -1,4 +1,4 @@
-"""What `gradient_checkpointing` says of a model: which of its layers are recomputed in the backward pass."""
+"""The option `gradient_checkpointing`: which layers of a model are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardformer.attention import recompute_attention, uses_registry
 
 
 def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
-    """Refuse what the model cannot recompute.
+    """Refuse a model that cannot recompute as requested.
 
     Args:
         wanted: the option `gradient_checkpointing`.
 
     Raises:
-        ConfigurationError: it is no model of transformers, or one whose layers or attention cannot be reached.
+        ConfigurationError: if it is not a transformers model, or if its layers or attention cannot be reached.
     """
     if not wanted:
         return
@@ -40,7 +40,7 @@ def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
 
 
 def recompute(wanted: str | float | None, model: nn.Module) -> None:
-    """Recompute attention, or all layers, of a whole model."""
+    """Turn on recomputation of the attention, or of all layers, of a whole model."""
     if wanted == "selective":
         recompute_attention(model)
     elif wanted:
@@ -48,10 +48,10 @@ def recompute(wanted: str | float | None, model: nn.Module) -> None:
 
 
 def recompute_share(model: nn.Module, share: float) -> None:
-    """Recompute the first `share` of this stage's layers: in a pipeline they wait longest for their backward pass.
+    """Recompute only the first `share` of this stage's layers: in a pipeline they wait longest for their backward.
 
     Raises:
-        ConfigurationError: the model has no layers to choose from.
+        ConfigurationError: if the model has no layers to choose from.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -65,7 +65,7 @@ def recompute_share(model: nn.Module, share: float) -> None:
 
 
 def _recompute_layers(model: nn.Module) -> None:
-    """By transformers' own switch, which newer releases call by another name."""
+    """Turn on recomputation by transformers' own switch, which has another name in newer releases."""
     how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)

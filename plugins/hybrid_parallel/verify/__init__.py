@@ -1,1 +1,1 @@
-"""A small twin of a model, trained sharded and unsharded, and the first place where the two differ."""
+"""Train a small twin of a model sharded and unsharded, and find the first place where the two runs differ."""

@@ -1,4 +1,4 @@
-"""Holds the sharded training to the unsharded one, and finds the first place where they differ."""
+"""Compare the sharded training with the unsharded one, and find the first place where they differ."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LOST = float("inf")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative differences.
+    """Largest relative differences that are tolerated.
 
     Attributes:
-        loss: of a loss.
-        tensor: of a gradient to its largest element, of a weight to how far training has moved it.
-        floor: what smaller gradients are relative to, times the largest gradient of all.
-        moved_floor: what shorter moves are relative to.
+        loss: tolerance of a loss.
+        tensor: tolerance of a gradient relative to its largest element, of a weight relative to its change in training.
+        floor: lower limit of a gradient's reference value, relative to the largest element of all gradients.
+        moved_floor: lower limit of a weight's reference value, its change in training.
     """
 
     loss: float
@@ -31,19 +31,19 @@ class Tolerance:
     moved_floor: float = 1e-3
 
 
-# transformers computes losses and many norms in fp32 whatever a model's dtype.
+# transformers computes losses and many norms in fp32, whatever the dtype of the model.
 TOLERANCES = {"fp64": Tolerance(1e-6, 1e-5, 1e-5), "fp32": Tolerance(1e-4, 1e-3, 1e-4)}
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest of several relative differences.
+    """Largest relative difference of several tensors.
 
     Attributes:
         what: "losses", "gradients of step 1", …
-        value: of the difference.
-        name: of the tensor; empty for losses.
-        count: how many were compared.
+        value: the relative difference.
+        name: name of the tensor; empty for losses.
+        count: number of values or tensors that were compared.
     """
 
     what: str
@@ -58,10 +58,10 @@ class Difference:
 
     Attributes:
         step: counted from 1.
-        what: "output", "loss", "gradient" or "weight".
-        name: of the module or parameter; empty for the loss, and for the model itself.
-        value: relative.
-        text: in words.
+        what: "output", "loss", "gradient", "weight", or "failure" if the sharded training fails.
+        name: name of the module or parameter; empty for the loss, and for the model itself.
+        value: relative difference.
+        text: description of the difference.
     """
 
     step: int
@@ -73,12 +73,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of the comparison.
+    """Result of a comparison.
 
     Attributes:
-        worst: of losses, first gradients and last weights.
-        first: where the trainings differ; None where they are equal.
-        untrained: parameters that have no gradient in the unsharded training either.
+        worst: the largest difference of the losses, of the first gradients and of the last weights.
+        first: the first difference; None if the trainings are equal.
+        untrained: parameters that get no gradient in the unsharded training, and are not compared.
     """
 
     worst: list[Worst] = field(default_factory=list)
@@ -87,11 +87,12 @@ class Verdict:
 
 
 def compare(plain: Trace, ranks: Sequence[Trace], tolerance: Tolerance) -> Verdict:
-    """Compare all steps.
+    """Compare all steps of both trainings.
 
     Args:
-        plain: the unsharded training.
-        ranks: the sharded one, as each rank saw it.
+        plain: trace of the unsharded training.
+        ranks: trace of each rank of the sharded training.
+        tolerance: largest differences that are tolerated.
     """
     first = None
     gradients: dict[str, float] = {}
@@ -121,7 +122,7 @@ def _first(
     differences: tuple[float, Mapping[str, float], Mapping[str, float]],
     tolerance: Tolerance,
 ) -> Difference | None:
-    """Where a step differs first; None where it does not."""
+    """Return the first difference in a step; None if there is none."""
     loss, gradients, weights = differences
     step = plain.steps[index]
     bad_loss = not loss < tolerance.loss
@@ -158,9 +159,10 @@ def _by(value: float) -> str:
 def _first_output(
     index: int, plain: Trace, ranks: Sequence[Trace], tolerance: Tolerance
 ) -> tuple[Difference | None, int]:
-    """The first module whose output differs, and how many outputs before it agree.
+    """Return the first module output that differs (or None), and the number of outputs before it that agree.
 
-    Ranks may return parts of a sum, which the module around them adds up; where it does not, the first one is named.
+    Ranks may return partial sums, which the enclosing module reduces. If it does not, the first partial sum is
+    reported.
     """
     sharded, mask = _by_stage(index, ranks), plain.masks[index]
     found = [
@@ -191,7 +193,7 @@ def _first_output(
 
 
 def _is_harmless(name: str, agreeing: Mapping[str, bool]) -> bool:
-    """Whether the module around it returns the right thing: experts may get their tokens in another order."""
+    """Check whether the enclosing module's output agrees: experts may receive their tokens in another order."""
     while name:
         name = name.rpartition(".")[0]
         if name in agreeing:
@@ -209,17 +211,17 @@ def _is_sum(
 def _nearest(
     expected: Output, held: Sequence[list[list[Output]]], mask: torch.Tensor | None, as_sum: bool = False
 ) -> float | None:
-    """The smallest difference of a call here to any call of the same module there.
+    """Return the smallest difference between an unsharded call and any sharded call of the same module.
 
-    Calls are numbered otherwise on a stage that does not run all of them, and what a later stage runs before its first
-    layer runs on what only has to have the right shape.
+    Call indices do not match on a stage that runs only some of the calls. Also, modules that a later stage runs before
+    its first layer get placeholder inputs that only have the right shape.
     """
     found = (difference(expected, replicas, mask, as_sum) for replicas in held)
     return min((value for value in found if value is not None), default=None)
 
 
 def _by_stage(index: int, ranks: Sequence[Trace]) -> dict[str, list[list[list[Output]]]]:
-    """Module -> its calls on every stage, each [dp][tp]; a call that a rank of the stage lacks is left out."""
+    """Group outputs: module -> calls on every stage, each [dp][tp]; skip calls that some rank of the stage lacks."""
     places: dict[int, dict[tuple[int, int], dict[tuple[str, int], Output]]] = {}
     for rank in ranks:
         numbered: dict[tuple[str, int], Output] = {}
@@ -240,7 +242,7 @@ def _by_stage(index: int, ranks: Sequence[Trace]) -> dict[str, list[list[list[Ou
 def _gradients(
     plain: Trace, expected: Step, sharded: Sequence[Step], tolerance: Tolerance
 ) -> Iterator[tuple[str, float]]:
-    """Name -> the largest relative difference over ranks; infinite where no rank has the gradient."""
+    """Yield (name, largest relative difference over ranks) of gradients; infinite if no rank has the gradient."""
     largest = max((float(numpy.abs(value).max(initial=0.0)) for value in expected.gradients.values()), default=0.0)
     floor = max(largest, 1.0) * tolerance.floor
     held = {name for step in sharded for name in step.gradients}
@@ -258,7 +260,7 @@ def _gradients(
 def _weights(
     expected: Step, sharded: Sequence[Step], origin: Arrays, tolerance: Tolerance
 ) -> Iterator[tuple[str, float]]:
-    """Name -> the largest difference over ranks, relative to how far training has moved the weight."""
+    """Yield (name, largest difference over ranks) of weights, relative to the weight's change in training."""
     for name, value in expected.weights.items():
         found = [step.weights[name] for step in sharded if name in step.weights]
         if found and value.dtype.kind == "f":
@@ -287,7 +289,7 @@ def _rank(value: float) -> float:
 
 
 def _forward_order(step: Step, names: Mapping[str, float]) -> list[str]:
-    """Parameters in the order in which their modules returned."""
+    """Sort parameters by the order in which their modules returned."""
     position = {output.name: index for index, output in enumerate(step.outputs)}
     last = len(position)
     return sorted(names, key=lambda name: position.get(name.rpartition(".")[0], last))

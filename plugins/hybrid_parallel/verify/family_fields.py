@@ -1,11 +1,11 @@
-"""What the twins of single families need beside the usual small sizes."""
+"""Family-specific configuration fields of twins, in addition to the usual small sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-DEFAULT = object()  # in the place of a small size: the model's own value
+DEFAULT = object()  # marks fields that keep the default of the configuration's class instead of a small size
 _SOUND = {
     "conv_dim": [16, 16],
     "conv_stride": [5, 4],
@@ -37,7 +37,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "audio-spectrogram-transformer": {"max_length": 40, "num_mel_bins": 24, "patch_size": 8},
     "vivit": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
     "videomae": {"num_frames": 4},
-    # Its pools take maxima: among many tokens some are so close that rounding chooses another.
+    # It uses max pooling: with many tokens, some maxima are so close that rounding selects a different one.
     "hiera": {"image_size": [32, 32], "depths": [1, 1, 1, 1], "masked_unit_size": [8, 8]},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},

@@ -1,4 +1,4 @@
-"""Inputs that the heads of single families take beside text, images and the usual labels."""
+"""Make family-specific inputs: those of single heads besides text, images and the usual labels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Tensor]
 def further_inputs(
     family: str, model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Inputs that are neither text, images nor the usual labels; they replace those of the same name.
+    """Make the family-specific inputs of a model; they replace inputs of the same name in the batch.
 
     Args:
-        family: folder of transformers' models.
+        family: name of the family's folder in `transformers.models`.
+        model: the model.
+        batch: the inputs made so far.
+        generator: source of random numbers.
     """
     takes = inspect.signature(model.forward).parameters
     found: dict[str, Tensor] = {}
@@ -30,7 +33,7 @@ def further_inputs(
 
 
 def _draw(high: int, *shape: int) -> Maker:
-    """Whole numbers below `high`; of the first sizes of the batch where the shape says -1."""
+    """Draw random integers below `high`; -1 in `shape` stands for the batch's size in that dimension."""
 
     def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         sizes = next(iter(batch.values())).shape
@@ -41,7 +44,7 @@ def _draw(high: int, *shape: int) -> Maker:
 
 
 def _noise(*shape: int) -> Maker:
-    """Numbers around zero; as many rows as the batch has where the shape says -1."""
+    """Draw standard normal numbers; -1 in `shape` stands for the number of rows of the batch."""
 
     def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         rows = next(iter(batch.values())).shape[0]
@@ -63,7 +66,7 @@ def _ordered_box(*given: Any) -> Tensor:
     return _box(*given).sort(-1).values
 
 
-# "argument", or "family/argument", or "Class/argument" -> what makes it.
+# "argument", "family/argument" or "Class/argument" -> function that makes the argument.
 _INPUTS: Mapping[str, Maker] = {
     "AlbertForPreTraining/sentence_order_label": _draw(2, -1),
     "ElectraForPreTraining/labels": _draw(2, -1, -1),

@@ -1,4 +1,4 @@
-"""Layers of several kinds (windowed and full attention, state space and attention): a twin has one of each."""
+"""Choose the layers of a twin so that it has one of each kind (windowed or full attention, state space, and so on)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ _PERIODS = ("period", "interval", "every_n", "pattern", "sparse_step", "layer_st
 
 
 def layer_lists(config: Any, num_layers: int | None, wanted: int) -> tuple[int, dict[str, list[Any]]]:
-    """How many layers, and the lists of the configuration that have an entry for each or name layers by number.
+    """Shorten the per-layer lists of a configuration to the layers of the twin.
 
-    Every combination of entries that a layer has is kept, so that there may be more layers than `wanted`.
+    These are lists with one entry per layer and lists of layer indices. Every combination of entries that a layer has
+    is kept, so the twin may have more layers than `wanted`.
 
     Args:
-        num_layers: that the configuration has.
+        config: the configuration of the whole model.
+        num_layers: its number of layers, if known.
+        wanted: minimum number of layers of the twin.
+
+    Returns:
+        The number of layers, and name -> shortened list.
     """
     fields = {name: value for name, value in config.to_dict().items() if isinstance(value, list | tuple)}
     numbers = {name: value for name, value in fields.items() if _names_layers(name, value, num_layers)}
@@ -37,7 +43,7 @@ def layer_lists(config: Any, num_layers: int | None, wanted: int) -> tuple[int, 
 
 
 def _names_layers(name: str, value: list[Any], num_layers: int | None) -> bool:
-    """Whether the list has numbers of layers, such as those with experts."""
+    """Check whether the list holds layer indices, such as those of the layers with experts."""
     if num_layers is None or not value or not any(word in name for word in ("layer", "idx", "indices")):
         return False
     if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < num_layers for item in value):
@@ -46,7 +52,7 @@ def _names_layers(name: str, value: list[Any], num_layers: int | None) -> bool:
 
 
 def short_periods(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Periods with which a kind of layer recurs, and their offsets, where none would show in `num_layers` layers."""
+    """Shorten the periods of recurring layer kinds (and their offsets) that exceed `num_layers`."""
     short: dict[str, Any] = {}
     for name, value in fields.items():
         is_period = isinstance(value, int) and any(word in name for word in _PERIODS)

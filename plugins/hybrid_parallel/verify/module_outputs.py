@@ -1,4 +1,4 @@
-"""What modules return: recorded by hooks on both sides, put together from all ranks, and compared."""
+"""Record the outputs of modules by hooks in both trainings, assemble them from all ranks, and compare them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.stages.placeholders import StagePlaceholder
 
-_FLOOR = 1e-6  # of what a difference is relative to
+_FLOOR = 1e-6  # lower limit of the scale that a difference is relative to
 
 
 @dataclass
 class Output:
-    """What one call of a module returned on this rank: the first tensor of it.
+    """First tensor that one call of a module returned on this rank.
 
     Attributes:
-        name, kind: of the module, and of its class.
-        spec: how the module's weight is cut, None where it is whole.
-        parts: micro-batch -> values.
+        name: name of the module.
+        kind: name of its class.
+        spec: sharding of the module's weight; None if it is not sharded.
+        parts: index of the micro-batch -> values.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Output:
 
 
 class OutputLog:
-    """Hooks on all modules of a model; those that stand for modules of other stages are left out."""
+    """Recorder of the outputs of all modules of a model, except for placeholders of modules on other stages."""
 
     def __init__(self, model: nn.Module) -> None:
         self._outputs: dict[tuple[str, int], Output] = {}
@@ -45,11 +46,11 @@ class OutputLog:
                 module.register_forward_hook(partial(self._after, name))
 
     def begin_microbatch(self, index: int) -> None:
-        """Either direction of a micro-batch begins."""
+        """Start a forward or backward pass of a micro-batch."""
         self._microbatch, self._calls = index, Counter[str]()
 
     def take(self) -> list[Output]:
-        """What was recorded since the last time, in the order in which modules returned."""
+        """Return and clear the outputs recorded since the last call, in the order in which modules returned."""
         found, self._outputs = list(self._outputs.values()), {}
         self.begin_microbatch(0)
         return found
@@ -57,7 +58,7 @@ class OutputLog:
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         tensor = next(_tensors(output), None)
         is_recomputed = torch._C._current_graph_task_id() != -1
-        # A tensor with attributes is one that a collective is still writing to.
+        # A tensor with Python attributes is one that a collective is still writing to.
         if tensor is None or is_recomputed or vars(tensor):
             return
         key = name, self._calls[name]
@@ -86,16 +87,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def difference(
     expected: Output, replicas: Sequence[Sequence[Output]], mask: Tensor | None, as_sum: bool = False
 ) -> float | None:
-    """The largest relative difference of an output to what the ranks of a stage have of it.
+    """Return the largest relative difference between an output and the one that the ranks of a stage computed.
 
     Args:
-        expected: of the whole model.
-        replicas: the same module's outputs, [dp][tp].
-        mask: [batch, seq], 1 where a token is no padding.
-        as_sum: take what tensor-parallel ranks have as parts of a sum.
+        expected: output of the unsharded model.
+        replicas: outputs of the same module on the ranks, [dp][tp].
+        mask: [batch, seq], 1 for tokens and 0 for padding.
+        as_sum: treat the outputs of tensor-parallel ranks as partial sums.
 
     Returns:
-        None where the ranks' pieces do not fit together to a tensor of this shape.
+        The difference; None if the ranks' pieces cannot be assembled to a tensor of the expected shape.
     """
     whole = _joined([expected])
     over_tp = [_joined(pieces) for pieces in zip(*replicas, strict=True)]
@@ -110,12 +111,12 @@ def difference(
 
 
 def relative(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
-    """The largest difference of an element, relative to the largest element."""
+    """Return the largest difference of an element, relative to the largest element of `expected`."""
     if mask is not None and expected.dim() >= 2 and expected.shape[:2] == mask.shape:
         found, expected = found[mask.bool()], expected[mask.bool()]
     if not expected.numel():
         return 0.0
-    # Masks have -inf in both.
+    # Equal infinities, such as -inf in masks, would give NaN.
     gap = torch.where(found == expected, 0.0, (found - expected).abs().double())
     gap = torch.where(found.isnan() & expected.isnan(), 0.0, gap)
     scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 1.0, _FLOOR)
@@ -124,7 +125,7 @@ def relative(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> flo
 
 
 def _joined(pieces: Sequence[Output]) -> Tensor | None:
-    """The micro-batches of all replicas, one below the other; one alone where they do not depend on the batch."""
+    """Concatenate the micro-batches of all replicas; None if their shapes do not match."""
     parts = [torch.from_numpy(piece.parts[index]) for piece in pieces for index in sorted(piece.parts)]
     if len(parts) == 1:
         return parts[0]
@@ -134,14 +135,14 @@ def _joined(pieces: Sequence[Output]) -> Tensor | None:
 
 
 def _candidates(pieces: list[Tensor], whole: Tensor, specs: list[ShardSpec | None]) -> Iterator[list[Tensor]]:
-    """Ways in which the pieces of tensor-parallel ranks may make up the whole; each a list of what then equals it."""
+    """Yield the ways to assemble the pieces of tensor-parallel ranks; each is a list of tensors shaped like `whole`."""
     if all(piece.shape == whole.shape for piece in pieces):
         yield pieces
         return
     if all(
         piece.dim() and piece.shape[1:] == whole.shape[1:] and not len(piece) % max(len(whole), 1) for piece in pieces
     ):
-        yield [part for piece in pieces for part in piece.split(len(whole))]  # the same for every micro-batch
+        yield [part for piece in pieces for part in piece.split(len(whole))]  # repeated for every micro-batch
     if (assembled := _by_spec(pieces, whole, specs)) is not None:
         yield [assembled]
     for dim in range(whole.dim()):
@@ -152,7 +153,7 @@ def _candidates(pieces: list[Tensor], whole: Tensor, specs: list[ShardSpec | Non
 
 
 def _by_spec(pieces: list[Tensor], whole: Tensor, specs: list[ShardSpec | None]) -> Tensor | None:
-    """Features cut like the weight that made them, perhaps in several parts or with copies."""
+    """Assemble features sharded like the weight that computed them, possibly in several parts or with copies."""
     if not whole.dim() or any(spec is None or spec.full_shape[spec.dim] != whole.shape[-1] for spec in specs):
         return None
     if any(

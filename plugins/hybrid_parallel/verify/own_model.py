@@ -1,4 +1,4 @@
-"""Verification of anyone's own module: trained as it is, and under a layout, on a batch of the user's."""
+"""Verify a user's own module: train it unsharded and under a layout on the user's batch, and compare."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class OwnModel:
-    """What every process builds for itself, always the same.
+    """User's model and batch, from which every process builds identical copies.
 
     Attributes:
-        model_fn: makes the model.
+        model_fn: builds the model.
         given: the global batch of every step.
-        dtype: of the weights and of what is floating-point in the batch.
+        dtype: dtype of the weights and of floating-point tensors in the batch.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -39,11 +39,11 @@ class OwnModel:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the model for messages."""
         return getattr(self.model_fn, "__qualname__", type(self.model_fn).__name__)
 
     def build(self) -> nn.Module:
-        """The model in training mode, on the CPU, without dropout."""
+        """Build the model in training mode, on the CPU, without dropout."""
         torch.manual_seed(_SEED)
         model = self.model_fn().to(device="cpu", dtype=self.dtype).train()
         for module in model.modules():
@@ -52,7 +52,7 @@ class OwnModel:
         return model
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
-        """The same batch in every step."""
+        """Return the user's batch, the same in every step."""
         return {
             name: value.to(device="cpu", dtype=self.dtype if value.is_floating_point() else None)
             if isinstance(value, Tensor)
@@ -63,12 +63,12 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a verification; `str` says it in words.
+    """Result of a verification; `str` formats it as text.
 
     Attributes:
-        title: what was trained, and how.
-        precision: of both trainings.
-        verdict: of the comparison.
+        title: the model and its layout.
+        precision: precision of both trainings.
+        verdict: verdict of the comparison.
     """
 
     title: str
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether both trainings agree in every loss, gradient and weight."""
+        """Whether all losses, gradients and weights of both trainings agree."""
         return self.verdict.first is None
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def verify_own_model(
     precision: str = "fp64",
     timeout_s: float = 300.0,
 ) -> Report:
-    """See `booster.verify`."""
+    """Implement `booster.verify`; see there."""
     if precision not in TOLERANCES:
         raise ConfigurationError(f"precision='{precision}' cannot be compared in; use {' or '.join(TOLERANCES)}")
     rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)

@@ -1,4 +1,4 @@
-"""Batches for any head class: ragged text or images, with the labels of the head."""
+"""Make random batches for any head class: ragged text, images or sound, with the labels of the head."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ _ONE_LABEL = (
 
 
 def takes_labels(model_class: type[nn.Module]) -> bool:
-    """Whether the class has a loss of its own."""
+    """Check whether the class takes labels, and so computes a loss of its own."""
     return bool(_LABELS & set(inspect.signature(model_class.forward).parameters))
 
 
 def kind_of(model: nn.Module) -> str:
-    """What a head is for: "ForCausalLM", "ForImageClassification", …"""
+    """Return the task of a head: "ForCausalLM", "ForImageClassification", …, or "other"."""
     name = type(model).__name__
     return "For" + name.rpartition("For")[2] if "For" in name else "other"
 
 
 def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Tensor]:
-    """Ragged text, padded on either side, or images, or sound; other data and another length at every step.
+    """Make a batch of ragged text (padded on either side), images or sound, with different data at every step.
+
+    Sequence lengths also differ between steps.
 
     Raises:
-        ConfigurationError: inputs of this kind, or labels of it, cannot be made up.
+        ConfigurationError: there are no random inputs or labels for this kind of model.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     batch = _main_input(model, step, rows, generator)
-    if model.config.is_encoder_decoder and kind_of(model) == "ForSequenceClassification":  # reads a text's last end
+    if model.config.is_encoder_decoder and kind_of(model) == "ForSequenceClassification":  # reads at the last EOS
         ends = batch["attention_mask"].sum(1) - 1
         batch["input_ids"][torch.arange(rows), ends] = model.config.eos_token_id
     modules = type(model).__module__.split(".")  # transformers.models.FAMILY.modeling_FAMILY
@@ -52,7 +54,7 @@ def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Tensor]:
 
 
 def ragged_text(shape: tuple[int, ...], length: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """[*shape, length] tokens; every other sequence is padded on the left, the others on the right."""
+    """Make tokens and mask of shape [*shape, length]; padding alternates between the right and the left side."""
     tokens = torch.randint(5, 95, (*shape, length), generator=generator).flatten(0, -2)
     kept = torch.randint(length // 2, length + 1, (len(tokens),), generator=generator)
     kept[0] = length
@@ -114,7 +116,7 @@ def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator:
 def _labels_without_text(
     model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Labels of images and sound."""
+    """Make labels for images and sound."""
     kind, classes = kind_of(model), getattr(model.config, "num_labels", 2)
     if kind == "ForAudioFrameClassification":
         frames = model(**batch).logits.shape[1]

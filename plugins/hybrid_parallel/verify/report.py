@@ -1,4 +1,4 @@
-"""A verdict in words."""
+"""Format the verdict of a comparison as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdi
 
 
 def in_words(verdict: Verdict, precision: str) -> list[str]:
-    """Lines: "equal" or the first difference, then the largest of each kind."""
+    """Return lines of text: "equal" or the first difference, then the largest difference of each kind."""
     first, untrained = verdict.first, verdict.untrained
     lines = [_in_a_line(first)]
     for worst in verdict.worst:
@@ -19,7 +19,7 @@ def in_words(verdict: Verdict, precision: str) -> list[str]:
 
 
 def allowed(worst: Worst, precision: str) -> float:
-    """The largest relative difference of its kind."""
+    """Return the largest relative difference that is tolerated for this kind."""
     tolerance = TOLERANCES[precision]
     return tolerance.loss if worst.what == "losses" else tolerance.tensor
 

@@ -1,6 +1,7 @@
-"""The small twin of a model: its class and its configuration, with small sizes in the place of large ones.
+"""Build the small twin of a model: the same class and configuration, with small sizes instead of large ones.
 
-What a field means is known by its name; nothing here depends on a family, except what `family_fields` adds.
+Fields are recognized by their names. Nothing here depends on the model family, except for the fields in
+`family_fields`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
-# None, 0 or less than the small size is a choice of the architecture.
+# In these fields None, 0 or a value below the small size is an architectural choice, which the twin keeps.
 _CHOICES = frozenset(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
     + ("moe_topk", "num_experts_per_token", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")
@@ -55,19 +56,20 @@ _CHOICES = frozenset(
 )
 _NOT_OF_A_TWIN = frozenset(
     ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type", "quantization_config")
-    + ("out_features", "out_indices", "stage_names")  # of a backbone with more stages
+    + ("out_features", "out_indices", "stage_names")  # these belong to a backbone with more stages
 )
 
 
 @dataclass(frozen=True)
 class TwinSizes:
-    """How small.
+    """Sizes of a twin.
 
     Attributes:
-        layers: of each tower, at the least.
-        heads, kv_heads: of attention; of keys and values None for as many heads to one of them as the model has.
-        is_faithful: keep which parts are there at all (windows, experts, kinds of layers) as the model has them, and
-            what else its configuration says; False takes every size from the table.
+        layers: minimum number of layers of each tower.
+        heads: number of attention heads.
+        kv_heads: number of key and value heads; None to keep the model's ratio of heads to key and value heads.
+        is_faithful: keep the parts that the model has (windows, experts, kinds of layers) and the other settings of its
+            configuration; False takes every size from the table.
     """
 
     layers: int = 4
@@ -77,11 +79,11 @@ class TwinSizes:
 
     @staticmethod
     def of(config: Any, tp_size: int, num_stages: int) -> TwinSizes:
-        """Sizes for a layout: heads of both kinds fit `tp_size` as the model's own do."""
+        """Choose sizes for a layout; both head counts are divisible by `tp_size` exactly if the model's own are."""
         heads, kv_heads = head_counts(config.get_text_config())
         group = heads // kv_heads
         small = tp_size * -(-(4 if group == 1 else 2) // tp_size)
-        if kv_heads % tp_size:  # copies of heads, or uneven shares
+        if kv_heads % tp_size:  # heads are replicated or unevenly sharded
             small = kv_heads
         if group > 8:
             group = tp_size * -(-4 // tp_size) + (1 if heads % tp_size else 0)
@@ -90,12 +92,12 @@ class TwinSizes:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """What every process builds for itself, always the same.
+    """Small twin of a model, of which every process builds an identical copy.
 
     Attributes:
-        module, name: where the model's class is.
+        module, name: module and name of the model's class.
         config: the small configuration.
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
 
     module: str
@@ -104,10 +106,10 @@ class TinyModel:
     dtype: torch.dtype = torch.float64
 
     def build(self) -> nn.Module:
-        """The model in training mode, without dropout.
+        """Build the model in training mode, without dropout.
 
         Raises:
-            ConfigurationError: it is not small, for what makes it large has an unusual name.
+            ConfigurationError: the model is not small, because a field with an unusual name makes it large.
         """
         model = build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
         if (count := sum(param.numel() for param in model.parameters())) > _MOST_PARAMETERS:
@@ -119,22 +121,22 @@ class TinyModel:
         return model
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Tensor]:
-        """The global batch of a step."""
+        """Make the global batch of a step."""
         batch = batch_for(model, step, rows)
         return {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in batch.items()}
 
 
 def small_config(config: Any, sizes: TwinSizes) -> Any:
-    """The configuration with small sizes wherever a field has one of the usual names; nothing drops out.
+    """Return the configuration with small sizes in all fields with a known name, and without dropout.
 
     Raises:
-        ConfigurationError: its class does not take what was made small.
+        ConfigurationError: the class of the configuration rejects the small sizes.
     """
     config_class = type(config)
     values = small_values(config, sizes)
     try:
         small = config_class(**values)
-    except Exception as error:  # any of hundreds of classes may refuse in its own way
+    except Exception as error:  # configuration classes raise arbitrary exception types
         reason = " ".join(str(error).split())[:160]
         raise ConfigurationError(
             f"no small twin of {config_class.__name__} can be made ({reason}); give a small configuration of your own"
@@ -147,7 +149,7 @@ def small_config(config: Any, sizes: TwinSizes) -> Any:
 
 
 def small_values(config: Any, sizes: TwinSizes) -> dict[str, Any]:
-    """Arguments of the small configuration's class."""
+    """Return the arguments from which the small configuration is built."""
     fields = {**vars(config), **{name: _read(config, name) for name in _named_sizes() if _is_written(config, name)}}
     layers, lists, values = sizes.layers, {}, {}
     if sizes.is_faithful:
@@ -170,28 +172,28 @@ def small_values(config: Any, sizes: TwinSizes) -> dict[str, Any]:
 
 
 def head_counts(config: Any) -> tuple[int, int]:
-    """Heads of queries, and of keys and values, of a configuration."""
+    """Return the numbers of query heads and of key and value heads of a configuration."""
     heads = _count(config, _HEADS) or 4
     kv_heads = _count(config, _KV_HEADS) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1
-    if _read(config, "kv_lora_rank") not in (None, _MISSING) or heads % kv_heads:  # latent: of every head its own
+    if _read(config, "kv_lora_rank") not in (None, _MISSING) or heads % kv_heads:  # latent attention: one per head
         kv_heads = heads
     return heads, kv_heads
 
 
 def build_small(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of a small configuration, always the same, in training mode and without dropout."""
+    """Build a model from a small configuration with a fixed seed, in training mode and without dropout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = model_class(config)
         with torch.no_grad():
-            # Biases start at 0 and norms at 1: noise lets mistakes in them show.
+            # Biases start at 0 and norms at 1: noise makes errors in them visible.
             for param in model.parameters():
                 if param.is_floating_point():
                     param.add_(torch.randn_like(param), alpha=0.02)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):  # some heads have one that no field names
+        if isinstance(module, nn.Dropout):  # some heads have dropout without a configuration field
             module.p = 0.0
     return model.to(dtype).train()
 
@@ -201,7 +203,7 @@ def _named_sizes() -> Iterator[str]:
 
 
 def _small(name: str, own: Any, config: Any, sizes: TwinSizes, layers: int) -> dict[str, Any]:
-    """The field's small value; nothing where the field is no size, or stays as it is."""
+    """Return the small value of a field; empty if the field is not a size or keeps its value."""
     if sizes.is_faithful and name in _CHOICES and (own is None or (isinstance(own, int) and own == 0)):
         return {}
     if name in _KV_HEADS:
@@ -227,7 +229,7 @@ def _small_kv_heads(config: Any, sizes: TwinSizes) -> int:
 
 
 def _small_list(name: str, own: Sequence[Any]) -> dict[str, Any]:
-    """A size for each dim of an image, or for each stage of an image model whose resolution falls; else nothing."""
+    """Shrink a list with one size per image dimension, or per stage of a hierarchical image model; else empty."""
     if not own or not all(isinstance(item, int) for item in own):
         return {}
     if name in ("image_size", "patch_size"):
@@ -242,7 +244,7 @@ def _small_list(name: str, own: Sequence[Any]) -> dict[str, Any]:
 
 
 def _small_rope(own: Mapping[str, Any], share: float | None) -> dict[str, Any]:
-    """Parameters of rotary embeddings, also of several kinds of layers, for heads of the small size."""
+    """Adapt the parameters of rotary embeddings (nested for several kinds of layers) to the small head size."""
     share = own.get("partial_rotary_factor", share) or 1.0
     half = int(_HEAD_DIM * share) // 2
     small = dict(own)
@@ -268,11 +270,11 @@ def _with_special(values: dict[str, Any], special: Mapping[str, Any]) -> dict[st
 
 
 def _own_values(config: Any) -> dict[str, Any]:
-    """What the configuration says otherwise than its class does by itself."""
+    """Return the values of the configuration that differ from the defaults of its class."""
     own = config.to_dict()
     try:
         usual = type(config)().to_dict()
-    except Exception:  # a class without values of its own
+    except Exception:  # a class without defaults
         usual = {}
     return {
         name: value
@@ -282,7 +284,7 @@ def _own_values(config: Any) -> dict[str, Any]:
 
 
 def _count(config: Any, names: tuple[str, ...]) -> int | None:
-    """The first of these fields that is a number."""
+    """Return the value of the first of these fields that is a positive integer; None if there is none."""
     found = (_read(config, name) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
@@ -295,5 +297,5 @@ def _is_written(config: Any, name: str) -> bool:
 def _read(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, _MISSING)
-    except Exception:  # some say that a field differs from layer to layer
+    except Exception:  # some configurations raise for a field that differs between layers
         return _MISSING

@@ -1,4 +1,4 @@
-"""What a rank saw of a training, as JSON that travels to the other ranks of a job."""
+"""Convert a rank's training trace to and from JSON, for sending it to the other ranks of a job."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardformer.shard_spec import Part, ShardSpec
 
 
 def trace_to_json(trace: Trace) -> dict[str, Any]:
-    """A rank's place and steps; what only the unsharded training has is left out."""
+    """Convert a rank's coordinates and steps to JSON; fields of the unsharded training are left out."""
     place = {"stage": trace.stage, "dp_rank": trace.dp_rank, "tp_rank": trace.tp_rank}
     return place | {"steps": [_step_to_json(step) for step in trace.steps]}
 
 
 def trace_from_json(value: dict[str, Any]) -> Trace:
-    """The inverse of `trace_to_json`."""
+    """Restore a trace; the inverse of `trace_to_json`."""
     return Trace(**{**value, "steps": [_step_from_json(step) for step in value["steps"]]})
 
 

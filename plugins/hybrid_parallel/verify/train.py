@@ -1,4 +1,4 @@
-"""The two trainings that are compared: of the twin as it is, in this process, and of its pieces on ranks."""
+"""Run the two trainings that are compared: unsharded in this process, and sharded over ranks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ Arrays = dict[str, numpy.ndarray]
 
 
 class Subject(Protocol):
-    """What is trained: every process builds the same for itself."""
+    """Model to be trained; every process builds an identical copy."""
 
     @property
     def name(self) -> str:
-        """Of the model's class, for messages."""
+        """Name of the model for messages."""
 
     def build(self) -> nn.Module:
-        """The model in training mode, without dropout."""
+        """Build the model in training mode, without dropout."""
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
-        """The global batch of a step."""
+        """Make the global batch of a step."""
 
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """What both trainings do.
+    """Setup of both trainings.
 
     Attributes:
-        twin: what is trained, a small one of a kind or a user's own.
+        tiny_model: the model to train: a small twin or a user's own model.
         rows: samples of the global batch.
-        steps: of the optimizer, plain SGD.
-        options: of `HybridParallelPlugin`.
+        steps: number of optimizer steps (plain SGD).
+        options: options of `HybridParallelPlugin`.
         criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
     """
 
@@ -54,13 +54,14 @@ class VerifyCase:
 
 @dataclass
 class Step:
-    """What a step left behind; tensors are whole.
+    """Recorded step; gradients and weights are unsharded.
 
     Attributes:
-        loss: of the global batch.
-        outputs: of modules, in the order in which they returned.
-        gradients: before the optimizer's step, by name; of a tied parameter all names where the model is whole.
-        weights: after it.
+        loss: loss of the global batch.
+        outputs: outputs of modules, in the order in which the modules returned.
+        gradients: name -> gradient before the optimizer step; the unsharded training lists tied parameters under all
+            of their names.
+        weights: name -> parameter after the optimizer step.
     """
 
     loss: float
@@ -71,14 +72,14 @@ class Step:
 
 @dataclass
 class Trace:
-    """A training, as one process saw it.
+    """Recorded training of one process.
 
     Attributes:
-        stage, dp_rank, tp_rank: its place; 0 in the unsharded training.
-        steps: what each left behind.
-        first_weights: before the first step; of the unsharded training.
-        aliases: the names of each parameter; of the unsharded training.
-        masks: where tokens are no padding, one for each step; None for other inputs. Of the unsharded training.
+        stage, dp_rank, tp_rank: coordinates of the rank; 0 in the unsharded training.
+        steps: the recorded steps.
+        first_weights: weights before the first step; unsharded training only.
+        aliases: the set of names of each parameter; unsharded training only.
+        masks: attention mask of each step, None for inputs without one; unsharded training only.
     """
 
     stage: int = 0
@@ -91,10 +92,10 @@ class Trace:
 
 
 def train_reference(trial: VerifyCase) -> Trace:
-    """Train the whole twin with torch and transformers alone.
+    """Train the whole model unsharded, with plain torch.
 
     Raises:
-        ConfigurationError: it returns no loss, its loss is not finite, or depends on random numbers.
+        ConfigurationError: the model returns no loss, or its loss is not finite, too large, or random.
     """
     model = trial.tiny_model.build()
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -125,10 +126,11 @@ def train_reference(trial: VerifyCase) -> Trace:
 
 
 def train_on_rank(trial: VerifyCase, prepare: Callable[[], None] | None = None) -> Trace:
-    """Train this rank's piece of the twin.
+    """Train this rank's shard of the model.
 
     Args:
-        prepare: called before anything else; for tests, which break something.
+        trial: the setup.
+        prepare: called before anything else; tests use it to break something.
     """
     from booster import Booster
     from plugins.hybrid_parallel.plugin import HybridParallelPlugin
@@ -153,7 +155,7 @@ def train_on_rank(trial: VerifyCase, prepare: Callable[[], None] | None = None) 
 
 
 def _before_microbatch(runtime: Any, log: OutputLog) -> None:
-    other = runtime.before_microbatch  # of debug mode
+    other = runtime.before_microbatch  # set by debug mode
 
     def begin(index: int) -> None:
         log.begin_microbatch(index)
@@ -164,7 +166,7 @@ def _before_microbatch(runtime: Any, log: OutputLog) -> None:
 
 
 def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss of the global batch, as a plain loop has it."""
+    """Compute the loss of the global batch as in a plain training loop."""
     if trial.criterion is None:
         loss = getattr(model(**batch), "loss", None)
         if loss is None:
@@ -178,7 +180,7 @@ def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def _share(batch: dict[str, Any], rows: int, rank: int, world_size: int) -> dict[str, Any]:
-    """A data-parallel rank's samples of a global batch."""
+    """Return a data-parallel rank's samples of a global batch."""
     first, last = rows * rank // world_size, rows * (rank + 1) // world_size
 
     def cut(value: Any) -> Any:
@@ -188,7 +190,7 @@ def _share(batch: dict[str, Any], rows: int, rank: int, world_size: int) -> dict
 
 
 def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
-    """All ranks of a stage call this alike."""
+    """Assemble the unsharded weights of this stage; collective over all ranks of the stage."""
     from plugins.hybrid_parallel.zero.assemble import assemble
     from shardformer.shard_spec import spec_of
 
@@ -198,7 +200,7 @@ def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
 
 
 def _draws_numbers(trial: VerifyCase, batch: dict[str, Any]) -> bool:
-    """Whether another seed in training gives another loss (a router that samples; dropout is off here)."""
+    """Check whether the training loss depends on the seed (as with a sampling router; dropout is off here)."""
     model, losses = trial.tiny_model.build(), set()
     for seed in _SEEDS:
         torch.manual_seed(seed)

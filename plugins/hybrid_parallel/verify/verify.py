@@ -1,4 +1,4 @@
-"""One verification: a twin for a layout, both trainings, the comparison."""
+"""Verify a layout: build a small twin of a model, train it sharded and unsharded, and compare."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _REASON_LENGTH = 200
 
 @dataclass(frozen=True)
 class Verification:
-    """What was trained, and what came of it.
+    """Result of a verification.
 
     Attributes:
-        trial: the small model and its layout.
+        trial: the small twin and its layout.
         precision: "fp64" or "fp32".
-        world_size: ranks of the sharded training.
-        num_parameters: of the twin.
-        verdict: of the comparison.
+        world_size: number of ranks of the sharded training.
+        num_parameters: number of parameters of the twin.
+        verdict: verdict of the comparison.
     """
 
     trial: VerifyCase
@@ -54,14 +54,16 @@ def verify(
     """Train a small twin of a model sharded and unsharded, and compare.
 
     Args:
-        config: of the model, not small.
-        options: of `HybridParallelPlugin`, with `dp_size`.
-        precision: of both trainings; None for fp64 where the model can be trained in it, else fp32.
-        timeout_s: for the ranks.
-        prepare: called on every rank before its training; for tests, which break something.
+        config: configuration of the full-size model.
+        model_class: class of the model, with a loss of its own.
+        options: options of `HybridParallelPlugin`, including `dp_size`.
+        precision: precision of both trainings; None for fp64 if the model can be trained in it, else fp32.
+        steps: number of optimizer steps.
+        timeout_s: time limit for the ranks, in seconds.
+        prepare: called on every rank before its training; tests use it to break something.
 
     Raises:
-        ConfigurationError: the model cannot be cut like this, or has no twin that trains.
+        ConfigurationError: the model cannot be sharded like this, or has no twin that trains.
     """
     layout = HybridParallelConfig.from_options(options)
     world_size = layout.tp_size * layout.pp_size * (layout.dp_size or 1)
@@ -84,7 +86,7 @@ def verify(
         verdict = compare(plain, ranks, TOLERANCES[precision])
     except RankFailure as error:
         verdict = Verdict([], Difference(1, "failure", "", float("inf"), f"the sharded training does not end: {error}"))
-    except ConfigurationError as error:  # of the model itself that was not so
+    except ConfigurationError as error:  # the full-size model passed the same check
         raise ConfigurationError(f"the small twin of {tiny_model.name} cannot be cut like the model: {error}") from None
     num_parameters = sum(plain.first_weights[min(names)].size for names in plain.aliases)
     return Verification(trial, precision, world_size, num_parameters, verdict)
@@ -93,10 +95,10 @@ def verify(
 def refuse_what_cannot_be_cut(
     config: Any, model_class: type[nn.Module], layout: HybridParallelConfig, world_size: int
 ) -> None:
-    """Cut the model itself, not its twin, on the meta device.
+    """Check that the full-size model, not its twin, can be sharded, by sharding it on the meta device.
 
     Raises:
-        ConfigurationError: that is refused.
+        ConfigurationError: the model cannot be sharded like this.
     """
     from plugins.hybrid_parallel.distributed.mesh import build_mesh
     from plugins.hybrid_parallel.setup.model import shard_model
@@ -107,20 +109,20 @@ def refuse_what_cannot_be_cut(
         try:
             with torch.device("meta"):
                 model = model_class(config)
-        except Exception:  # some need values to be built; their twins have some
+        except Exception:  # some models need real values to be built; their twins get them
             return
         shard_model(model, layout, mesh)
 
 
 def _plain(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase, str, Trace]:
-    """The trial in a precision that it trains in, and that training."""
+    """Train unsharded in the first precision that works; return the trial, the precision and the training's trace."""
     for name in [precision] if precision is not None else list(DTYPES):
         tried = replace(trial, tiny_model=replace(trial.tiny_model, dtype=DTYPES[name]))
         try:
             return tried, name, train_reference(tried)
         except ConfigurationError:
             raise
-        except Exception as error:  # any of a thousand classes may fail in its own way
+        except Exception as error:  # model classes fail with arbitrary exception types
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
     raise ConfigurationError(
         f"the small twin of {trial.tiny_model.name} does not train unsharded in {name} ({reason}); "

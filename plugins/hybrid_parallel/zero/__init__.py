@@ -1,1 +1,1 @@
-"""ZeRO-1: gradients, optimizer states and master weights over flat buckets."""
+"""ZeRO-1: gradients, optimizer states and master weights in flat buckets."""

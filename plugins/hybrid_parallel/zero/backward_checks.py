@@ -1,4 +1,4 @@
-"""Refusals of backward passes whose gradients would not be those of the global batch."""
+"""Refusal of backward passes whose gradients would differ from the gradients of the global batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardformer.layers.partial_gradients import hook_gradient
 
 
 def refuse_backward(model: nn.Module) -> None:
-    """Let no backward pass reach the parameters of a model without an optimizer, which is what sums their gradients."""
+    """Refuse backward passes into a model without an optimizer: nothing would sum its gradients over ranks."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             hook_gradient(parameter, _refuse)

@@ -1,9 +1,9 @@
-"""A bucket: parameters that live, are reduced and are updated together in flat memory.
+"""Bucket: parameters that are stored, reduced and updated together in flat memory.
 
 The parameters become views of one flat buffer. Gradients are accumulated in another, in at least fp32, and are
 reduced over the data-parallel ranks in one collective: reduce-scattered under ZeRO stage 1 (Rajbhandari et al., arXiv
-1910.02054), all-reduced under stage 0. What a rank keeps of the result is its shard; the optimizer sees the shard as
-pieces of parameters, so that states and skipped updates stay those of single parameters.
+1910.02054), all-reduced under stage 0. The part of the result that a rank keeps is its shard. The optimizer sees the
+shard as pieces of parameters, so that states and skipped updates remain per parameter.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Bucket(GradientsByHand):
 
     Args:
         params: the local parameters.
-        options: what the buckets of an optimizer share.
-        group_index: parameter group of the optimizer.
+        options: options that the buckets of an optimizer share.
+        group_index: index of the optimizer's parameter group.
         sum_groups: further groups over which the gradients are partial sums (tensor-parallel, tied stages).
         counted: whether this rank counts these parameters in the global norm.
-        masters: full-precision values of parameters that were cast down.
-        tied_group: the one of `sum_groups` whose ranks are pipeline stages that hold the same parameters, or None.
+        masters: full-precision values of parameters that were cast to a lower precision.
+        tied_group: the member of `sum_groups` whose ranks are pipeline stages with the same parameters, or None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Bucket(GradientsByHand):
         tied_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self._arriving: AllGatherHandle | None = None  # of parameters that nobody has asked for yet
+        self._arriving: AllGatherHandle | None = None  # all-gather of parameters that have not been used since
         self._versions: list[int] = []
         self.params, self.options, self.group_index = list(params), options, group_index
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
@@ -74,13 +74,13 @@ class Bucket(GradientsByHand):
             show_grad(param, self, index)
         self.pieces = self._make_pieces(sources, master_dtype)
 
-        # Allocated on the first gradient. Where gradients are sharded, until they are reduced.
+        # Allocated on the first gradient. If gradients are sharded, freed after their reduction.
         self.memory = GradBufferPool(options.exchange)
         self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
-        self.adds = False  # whether some gradient of this step is a sum over passes
-        self._lent: set[int] = set()  # parameters whose gradients a product was given the place of
+        self.adds = False  # whether any gradient of this step is a sum over passes
+        self._lent: set[int] = set()  # parameters whose slots were handed to a matmul to write gradients to
         self.used: set[int] = set()  # parameters with reduced gradients
         self._work: Any = None
         self._pending: ReduceScatterHandle | None = None
@@ -90,13 +90,13 @@ class Bucket(GradientsByHand):
 
     @property
     def hidden_by(self) -> str | None:
-        """The option under which no rank has whole gradients to read."""
+        """The option under which no rank has whole gradients to read; None if ranks have them."""
         return self.options.hidden_by
 
     # ----- accumulation and reduction -----
 
     def accumulate(self, index: int, grad: Tensor) -> None:
-        """Add a local gradient."""
+        """Add a local gradient to the bucket."""
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
         self._provide_flat_grads()
@@ -104,7 +104,7 @@ class Bucket(GradientsByHand):
         if index in self._lent:
             self._lent.discard(index)
             self.written.add(index)
-            if grad.data_ptr() != view.data_ptr():  # what was written there, and more
+            if grad.data_ptr() != view.data_ptr():  # autograd has summed it with other gradients
                 view.copy_(grad)
         elif index in self.written:
             self.adds = True
@@ -114,7 +114,7 @@ class Bucket(GradientsByHand):
             self.written.add(index)
 
     def borrow_grad_view(self, index: int) -> tuple[Tensor, bool] | None:
-        """Where to write a gradient that `accumulate` gets next, and whether to add it; None to have it copied."""
+        """Return the slot for the next gradient and whether to add to it; None if `accumulate` must copy it."""
         if self.launched or index in self._lent:
             return None
         self._provide_flat_grads()
@@ -150,11 +150,11 @@ class Bucket(GradientsByHand):
             return
         self._result = self._pending.wait()
         self._norm = torch.linalg.vector_norm(self._result)
-        # A GPU would have to be waited for.
+        # Not on a GPU: it would have to synchronize with the device.
         self._pending.mark_done(math.isfinite(self._norm) if self.flat.device.type == "cpu" else None)
 
     def release_local_grads(self) -> None:
-        """Give away the memory of the local gradients once nobody reads them, unless they are to be described."""
+        """Free the local gradients once no rank reads them, unless a report on non-finite values needs them."""
         if self._pending is None:
             return
         self.collect()
@@ -167,7 +167,7 @@ class Bucket(GradientsByHand):
             self.flat_grads = None
 
     def finish(self, used: set[int], factor: Tensor | None) -> None:
-        """`complete` and `keep`."""
+        """Run `complete`, then `keep`."""
         self.complete(factor)
         self.keep(used)
 
@@ -175,7 +175,7 @@ class Bucket(GradientsByHand):
         """Complete the reduction.
 
         Args:
-            factor: what this step's gradients are multiplied by.
+            factor: factor on this step's gradients; None for no scaling.
         """
         self.collect()
         self.release_local_grads()
@@ -187,28 +187,28 @@ class Bucket(GradientsByHand):
             self._norm = None
 
     def reduced_pieces(self, indices: Collection[int]) -> dict[int, Tensor]:
-        """This rank's pieces of reduced gradients that are not kept yet, by parameter."""
+        """Return this rank's pieces of reduced gradients before `keep`, by parameter index."""
         return {piece.index: piece.view(self._result) for piece in self.pieces if piece.index in indices}
 
     def replace_reduced(self, index: int, local: Tensor) -> None:
-        """Put another gradient, in the parameter's shape, in the place of a reduced one."""
+        """Replace a reduced gradient by `local`, which has the parameter's shape."""
         for piece in self.pieces:
             if piece.index == index:
                 piece.view(self._result).copy_(local.reshape(-1)[piece.start : piece.stop])
         self._norm = None
 
     def keep(self, used: set[int]) -> None:
-        """Add the result of the reduction to what the shard has.
+        """Add the result of the reduction to the shard.
 
         Args:
-            used: parameters that have a gradient on any data-parallel rank.
+            used: indices of parameters that have a gradient on any data-parallel rank.
         """
         self.clear_stale()
         if self.used:
             self._norm = None
             self.shard_grads.add_(self._result)
         elif self._result is self.flat_grads:
-            # The result is the shard: the buffers change places instead of being copied.
+            # The result is the shard: swap the buffers instead of copying.
             self.flat_grads, self.shard_grads = self.shard_grads, self.flat_grads
         else:
             self.shard_grads = self._result
@@ -219,9 +219,9 @@ class Bucket(GradientsByHand):
         self._work = self._result = None
 
     def local_grads(self) -> dict[int, Tensor] | None:
-        """What this rank put into the last reduction, by parameter, or its norms where that is gone.
+        """Return this rank's input to the last reduction by parameter index, or its norms if the input was freed.
 
-        None where the result has taken its place, or is finite.
+        Returns None if the result has overwritten the input, or is finite.
         """
         if self.options.num_shards == 1:
             return None
@@ -230,7 +230,7 @@ class Bucket(GradientsByHand):
         return None if self._own_norms is None else dict(enumerate(self._own_norms))
 
     def clear_grads(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or make those that are here zero, which moves parameters by momentum and decay."""
+        """Drop all gradients, or set existing ones to zero, which still move parameters by momentum and decay."""
         if not set_to_none:
             if self.used:
                 self.shard_grads.zero_()
@@ -239,7 +239,7 @@ class Bucket(GradientsByHand):
             self._norm = None
             return
         if self.options.num_shards > 1 or self.is_shown:
-            self.drop_grads()  # the activations of the next forward pass take the memory
+            self.drop_grads()  # the activations of the next forward pass can use the memory
         self._stale.clear()
         self.written.clear()
         self._lent.clear()
@@ -250,7 +250,7 @@ class Bucket(GradientsByHand):
     # ----- the optimizer's view -----
 
     def squared_norm(self) -> Tensor:
-        """Sum of squares of this rank's reduced gradients (0-d, float64)."""
+        """Return the sum of squares of this rank's reduced gradients (0-d, float64)."""
         self.clear_stale()
         if not self.used:
             return torch.zeros((), dtype=torch.float64, device=self.flat.device)
@@ -258,7 +258,7 @@ class Bucket(GradientsByHand):
         return norm.double().square()
 
     def assign_grads(self, factor: Tensor | float | None) -> None:
-        """Give each piece its gradient, times `factor`; pieces of unused parameters get none."""
+        """Assign each piece its gradient times `factor`; pieces of unused parameters get None."""
         if factor is not None:
             self.scale_grads(factor)
         for piece in self.pieces:
@@ -266,10 +266,10 @@ class Bucket(GradientsByHand):
             piece.parameter.grad = grad if grad is None else grad.to(piece.parameter.dtype)
 
     def all_gather_params(self, overlaps: bool = False) -> AllGatherHandle | None:
-        """Write updated values to the parameters of all ranks; what to wait for, None where there is nobody else.
+        """Write updated values to the parameters of all ranks; return the all-gather, None if there is one shard.
 
         Args:
-            overlaps: what comes next does not wait, until it wants the parameters.
+            overlaps: whether the following code does not wait until it uses the parameters.
         """
         own = self.own_shard(self.flat)
         if self.has_masters:
@@ -286,7 +286,7 @@ class Bucket(GradientsByHand):
         """Wait for the parameters of the last step.
 
         Raises:
-            ConfigurationError: somebody has changed one before it was here.
+            ConfigurationError: if a parameter was changed before it was gathered.
         """
         if self._arriving is None:
             return
@@ -300,10 +300,10 @@ class Bucket(GradientsByHand):
             )
 
     def take_changed_weights(self) -> None:
-        """Take over parameters that somebody else has changed since the last step, in place or by `param.data = …`.
+        """Take over parameters that other code has changed since the last step, in place or by `param.data = …`.
 
         Raises:
-            ConfigurationError: one has another shape or dtype now.
+            ConfigurationError: if a parameter now has another shape or dtype.
         """
         for param, offset in zip(self.params, self.offsets, strict=True):
             place = self.flat.data_ptr() + offset * self.flat.element_size()
@@ -313,12 +313,12 @@ class Bucket(GradientsByHand):
         for piece in self.pieces if self.has_masters else ():
             master, present = piece.parameter.data.view(-1), piece.view(own)
             rounded = master.to(present.dtype)
-            # A GPU would have to be waited for.
+            # No comparison on a GPU: it would have to synchronize with the device.
             if present.device.type != "cpu" or not torch.equal(rounded, present):
                 master.copy_(torch.where(rounded == present, master, present.to(master.dtype)))
 
     def _take_back(self, param: nn.Parameter, place: Tensor) -> None:
-        """Have a parameter whose `data` was replaced live in the bucket again."""
+        """Move a parameter whose `data` was replaced back into the bucket."""
         if param.dtype != place.dtype or param.numel() != place.numel():
             raise ConfigurationError(
                 f"a parameter became a {tuple(param.shape)} of {param.dtype} after boost(), where its optimizer knows "
@@ -328,21 +328,28 @@ class Bucket(GradientsByHand):
         param.data = place.view(param.shape)
 
     def refresh_masters(self) -> None:
-        """Take the parameters' present values as the optimizer's (after weights were loaded)."""
+        """Copy the parameters' current values to the master weights (after weights were loaded)."""
         if self.has_masters:
             own = self.own_shard(self.flat)
             for piece in self.pieces:
                 piece.parameter.data.view(-1).copy_(piece.view(own))
 
     def own_shard(self, flat: Tensor) -> Tensor:
-        """This rank's range of a flat tensor over the bucket."""
+        """Return this rank's range of a flat tensor over the bucket."""
         start = self.options.shard_index * self.shard_size
         return flat[start : start + self.shard_size]
 
     def gather_pieces(self, values: dict[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Whole local tensors from pieces: parameter index -> values of its piece here, in the parameter's shape.
+        """All-gather whole local tensors, in the shape of the parameters, from the pieces of all ranks.
 
-        All data-parallel ranks take part with their own pieces; parameters that no rank gives come back as zeros.
+        All data-parallel ranks must call this; parameters without a piece on any rank are zeros.
+
+        Args:
+            values: parameter index -> values of its piece on this rank.
+            dtype: dtype of the result.
+
+        Returns:
+            The tensors by parameter index.
         """
         flat = torch.zeros(self.flat.numel(), dtype=dtype, device=self.flat.device)
         own = self.own_shard(flat)
@@ -378,11 +385,11 @@ class Bucket(GradientsByHand):
 
     def _provide_flat_grads(self) -> None:
         if self.flat_grads is None and not self.used and self.options.num_shards == 1:
-            # Of the last step's gradients, which were cleared, only the memory is left.
+            # The gradients of the last step were cleared: reuse their memory.
             self.flat_grads, self.shard_grads = self.shard_grads, None
         if self.flat_grads is None:
             self.flat_grads = self.memory.take(self.flat.numel(), self.grad_dtype, self.flat.device)
-            # What belongs to no parameter takes part in the norm.
+            # The norm includes the gaps between parameters.
             for start, stop in self._gaps:
                 self.flat_grads[start:stop].zero_()
 

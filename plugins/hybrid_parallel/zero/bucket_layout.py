@@ -1,4 +1,4 @@
-"""Where parameters lie in a bucket's flat memory, and which part of them is a rank's shard."""
+"""Layout of a bucket's flat memory: offsets of the parameters, and the shard of each rank."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.distributed import ProcessGroup
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from shardformer.shard_spec import pad_to_multiple
 
-# Parameters and shards start at multiples of this many elements: kernels read what begins in the middle of a cache line
-# more slowly (docs/levers.md).
+# Parameters and shards start at multiples of this many elements: kernels are slower on data that starts in the middle
+# of a cache line (docs/levers.md).
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """What the buckets of one optimizer have in common.
+    """Options that the buckets of one optimizer share.
 
     Attributes:
-        dp_group: the ranks that hold the same pieces of these parameters, and see other tokens.
+        dp_group: the ranks that hold the same shards of these parameters and see other tokens.
         zero_stage: 0 or 1.
         master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
-        whole_parameters: whether the optimizer needs parameters uncut (Adafactor, Muon).
-        bucket_bytes: upper limit of a bucket's gradients.
-        exchange: how shards of gradients and parameters get from rank to rank.
-        hidden_by: the options under which no rank has a whole gradient as plain torch would; None where all do.
+        whole_parameters: whether the optimizer needs whole parameters (Adafactor, Muon).
+        bucket_bytes: upper limit of a bucket's gradients, in bytes.
+        exchange: the collectives that move shards of gradients and parameters between ranks.
+        hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
     """
 
     dp_group: ProcessGroup
@@ -45,7 +45,7 @@ class BucketOptions:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts what it has of these parameters, of which it may hold a copy (stage 0)."""
+        """Whether the global norm counts this rank's gradients; under stage 0 only one of the copies is counted."""
         return self.zero_stage == 1 or dist.get_rank(self.dp_group) == 0
 
     @property
@@ -54,13 +54,13 @@ class BucketOptions:
 
 
 class BucketSlice:
-    """The part of one parameter that lies in this rank's shard.
+    """The part of one parameter that is in this rank's shard.
 
     Attributes:
         index: the parameter's position in its bucket.
         start, stop: range in the flattened parameter.
-        offset: where the piece starts in the shard.
-        parameter: what the optimizer updates; fp32 where there are master weights.
+        offset: start of the piece in the shard.
+        parameter: the tensor that the optimizer updates; fp32 if there are master weights.
     """
 
     def __init__(self, index: int, start: int, stop: int, offset: int) -> None:
@@ -68,17 +68,17 @@ class BucketSlice:
         self.parameter: nn.Parameter | None = None
 
     def view(self, shard: Tensor) -> Tensor:
-        """The piece's range of a flat tensor over the shard."""
+        """Return the piece's range of a flat tensor over the shard."""
         return shard[self.offset : self.offset + self.stop - self.start]
 
 
 def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bool) -> tuple[list[int], int]:
-    """Where each parameter starts in the flat buffer, and the buffer's size, divisible by the number of shards."""
+    """Return the offset of each parameter in the flat buffer, and the buffer's size, divisible by `num_shards`."""
     if not whole_parameters or num_shards == 1:
         padded = [pad_to_multiple(size, _ALIGNMENT) for size in sizes]
         offsets = [sum(padded[:index]) for index in range(len(sizes))]
         return offsets, pad_to_multiple(sum(padded), num_shards * _ALIGNMENT)
-    # Whole parameters are dealt out, the largest first to the emptiest shard; shards are padded to the fullest.
+    # Whole parameters are distributed, the largest first to the emptiest shard; shards are padded to the fullest.
     loads, places = [0] * num_shards, [(0, 0)] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         shard = loads.index(min(loads))
@@ -89,7 +89,7 @@ def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bo
 
 
 def gaps_between(offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """The ranges of a flat buffer that belong to no parameter."""
+    """Return the ranges of a flat buffer that belong to no parameter."""
     gaps, end = [], 0
     for offset, size in sorted(zip(offsets, sizes, strict=True)):
         if offset > end:

@@ -1,8 +1,8 @@
-"""A parameter whose gradient lies in a bucket, as code that reads `param.grad` meets it.
+"""BucketParameter: a parameter whose `grad` attribute reads its gradient from a bucket.
 
-torch's own tools (`clip_grad_norm_`, `clip_grad_value_`, loops over `param.grad`) take None for "no gradient" and go on
-without a word. Where this rank has all of the gradient they get it, to read and to write in place; elsewhere they are
-told what does the same on all ranks.
+torch's own tools (`clip_grad_norm_`, `clip_grad_value_`, loops over `param.grad`) take None for "no gradient" and
+continue silently. If this rank has the whole gradient, `param.grad` returns it, to read and to write in place.
+Otherwise it raises an error that names the equivalent for all ranks.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ _NATIVE_DATA = torch._C.TensorBase.data
 
 
 class GradOwner(Protocol):
-    """A bucket, as its parameters see it; parameters are named by their index there."""
+    """A bucket as its parameters see it; parameters are identified by their index in the bucket."""
 
     written: set[int]
 
     @property
     def hidden_by(self) -> str | None:
-        """The option under which no rank has whole gradients."""
+        """The option under which no rank has whole gradients; None if ranks have them."""
 
     def has_grad(self, index: int) -> bool:
-        """Whether there is a gradient since the last step."""
+        """Return whether there is a gradient since the last step."""
 
     def reduced_grad(self, index: int) -> Tensor:
-        """The gradient, reduced over replicas."""
+        """Return the gradient, reduced over replicas."""
 
     def set_grad(self, index: int, value: Tensor) -> None:
-        """Put another gradient in its place."""
+        """Replace the gradient."""
 
     def forget_grad(self, index: int) -> None:
-        """Have no gradient."""
+        """Drop the gradient."""
 
     def arrive(self) -> None:
-        """Wait for parameters that are still gathered."""
+        """Wait for parameters that are still being gathered."""
 
 
 class BucketParameter(nn.Parameter):
-    """A parameter of a bucket. What is made from it (a copy) is an ordinary parameter."""
+    """A parameter of a bucket; copies of it are ordinary parameters."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that its optimizer is going to take.
+        """The gradient that the optimizer will use.
 
         Raises:
-            ConfigurationError: ranks share it.
+            ConfigurationError: if this rank does not have the whole gradient.
         """
         own, place = native_grad(self), _place_of(self)
         if own is not None or place is None or torch.compiler.is_compiling():
@@ -79,7 +79,7 @@ class BucketParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values, those of the last step."""
+        """The values after the last step; reading them waits until they are gathered."""
         place = _place_of(self)
         if place is not None:
             place[0].arrive()
@@ -91,24 +91,24 @@ class BucketParameter(nn.Parameter):
 
 
 def native_grad(param: nn.Parameter) -> Tensor | None:
-    """What autograd has left since somebody took it."""
+    """Return the gradient that autograd has left since the last `clear_native_grad`."""
     return _NATIVE.__get__(param)
 
 
 def clear_native_grad(param: nn.Parameter) -> None:
-    """Take what autograd has left."""
+    """Clear the gradient that autograd has left."""
     _NATIVE.__set__(param, None)
 
 
 def show_grad(param: nn.Parameter, bucket: GradOwner, index: int) -> None:
-    """Have `param.grad` find the gradient in its bucket."""
+    """Make `param.grad` read the gradient from the bucket."""
     if type(param) is nn.Parameter:
         param.__class__ = BucketParameter
     param.bucket_place = weakref.ref(bucket), index
 
 
 def _place_of(param: nn.Parameter) -> tuple[GradOwner, int] | None:
-    """The bucket and the index in it, weakly held."""
+    """Return the bucket and the index in it, which the parameter references weakly."""
     reference, index = param.__dict__.get("bucket_place", (None, 0))
     bucket = None if reference is None else reference()
     return None if bucket is None else (bucket, index)

@@ -1,4 +1,4 @@
-"""Frozen parameters: they cost no memory before they take gradients, and stages agree about those that they share."""
+"""Frozen parameters: they use no optimizer memory until they are unfrozen, and stages must agree on tied ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from plugins.hybrid_parallel.zero.grouping import TiedParameter
 
 
 class FrozenParameters:
-    """The parameters of an optimizer that took no gradients when the model was boosted.
+    """Parameters of an optimizer that required no gradients when the model was boosted.
 
     Args:
-        groups: of each parameter group of the optimizer.
-        build_buckets: from parameters, by group, to their buckets.
-        states: what the optimizer already knows of some of them; taken from there when they are placed.
+        groups: the frozen parameters of each parameter group.
+        build_buckets: builds buckets from parameters by group.
+        states: existing optimizer states of some of the parameters; removed from here when they are placed.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class FrozenParameters:
         self._build_buckets = build_buckets
 
     def unfreeze(self, also: Collection[nn.Parameter] = ()) -> list[Bucket]:
-        """Buckets for those that take gradients by now, and for others that are asked for."""
+        """Build buckets for the parameters that require gradients by now, and for those in `also`."""
         chosen = [[param for param in group if param.requires_grad or param in also] for group in self.groups]
         if not any(chosen):
             return []
@@ -43,10 +43,10 @@ class FrozenParameters:
 
 
 def check_tied(tied: Mapping[nn.Parameter, TiedParameter], model: nn.Module) -> None:
-    """Compare whether parameters that several stages hold take gradients: by name a script finds each under another.
+    """Check that all stages agree on whether a tied parameter is frozen: its name differs from stage to stage.
 
     Raises:
-        ConfigurationError: one is frozen on a part of its stages; on all of them alike.
+        ConfigurationError: if a parameter is frozen on only some of its stages; raised on all of them.
     """
     for param, tie in sorted(tied.items(), key=lambda item: item[1].order):
         flags = torch.tensor([int(param.requires_grad), int(not param.requires_grad)])

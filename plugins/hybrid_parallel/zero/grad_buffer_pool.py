@@ -1,4 +1,4 @@
-"""GradBufferPool: the buffers in which gradients are accumulated."""
+"""GradBufferPool: reuses the buffers in which gradients are accumulated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 
 
 class GradBufferPool:
-    """Memory of buckets whose gradients were reduced, for buckets whose gradients are still to come.
+    """Pool of gradient buffers: buckets that are already reduced pass their memory on to later buckets.
 
-    Fresh memory of a CPU costs as much time as a copy: its pages are filled with zeros. A GPU's has torch's own cache.
+    On a CPU, fresh memory costs as much time as a copy, because the system fills its pages with zeros. On a GPU, the
+    pool is not used: torch has its own cache.
 
     Args:
-        exchange: what the buffers go through.
-        unit: least number of bytes of a buffer, so that buckets of about one size can take each other's.
+        exchange: the collectives that the buffers are used with.
+        unit: minimum size of a buffer in bytes, so that buckets of about one size can share buffers.
     """
 
     def __init__(self, exchange: ZeroCollectives, unit: int = 0) -> None:
@@ -24,7 +25,7 @@ class GradBufferPool:
         self._taken: dict[int, Tensor] = {}  # address -> the whole buffer
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[size], with any values."""
+        """Take an uninitialized buffer of shape [size]."""
         if device.type != "cpu":
             return self._exchange.empty(size, dtype, device)
         fits = [buffer for buffer in self._free if buffer.dtype == dtype and buffer.numel() >= size]
@@ -37,16 +38,16 @@ class GradBufferPool:
         return whole[:size]
 
     def give(self, flat: Tensor) -> None:
-        """Take back what `take` gave."""
+        """Put a buffer from `take` back into the pool."""
         if flat.device.type == "cpu":
             self._free.append(self._taken.pop(flat.data_ptr()))
 
     def leave(self, flat: Tensor) -> None:
-        """Leave what `take` gave to those who still read it."""
+        """Give up a buffer from `take` that other code still reads."""
         self._taken.pop(flat.data_ptr(), None)
 
     def trim(self, count: int) -> None:
-        """Keep the largest `count` buffers of those that are not in use."""
+        """Release all free buffers except the largest `count`."""
         self._free.sort(key=Tensor.numel, reverse=True)
         for buffer in self._free[count:]:
             self._exchange.release(buffer)

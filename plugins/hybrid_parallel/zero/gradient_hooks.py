@@ -1,8 +1,8 @@
-"""GradientHooks: the hooks that a user registered on parameters, run on the gradients that plain torch would give them.
+"""GradientHooks: runs the user's parameter hooks on the gradients that plain torch would give them.
 
-In a backward pass a rank has the share of its own samples, micro-batch by micro-batch, and its piece of a parameter
-that is cut. A mask would do there, a clamp or a norm would not. So hooks are taken off the parameters when the model is
-boosted, and run once a pass on whole, reduced, unscaled gradients.
+In a backward pass a rank has only the gradients of its own samples, one micro-batch at a time, and only its shard of a
+sharded parameter. A hook that applies a mask would work on these, a clamp or a norm would not. So hooks are taken off
+the parameters when the model is boosted, and run once per pass on whole, reduced, unscaled gradients.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardformer.distributed.random import SharedStream
 from shardformer.shard_spec import spec_of
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
-_STREAM = 0x5EED  # apart from the streams of models
+_STREAM = 0x5EED  # keeps the stream apart from the streams of models
 
 
 class GradientHooks:
-    """The hooks of one optimizer's parameters.
+    """Gradient hooks of one optimizer's parameters.
 
     Args:
         hooks: local parameter -> its hooks, as `take_hooks` returned them.
-        names: local parameter -> its name, which every rank has in the same order.
+        names: local parameter -> its name, in the same order on every rank.
         mesh: the grid of ranks.
-        loss_scale: of the gradients.
-        seed: of what hooks draw: the same on every rank, which go on with pieces of one gradient.
+        loss_scale: the scale of the gradients.
+        seed: for random numbers drawn in hooks; the same on every rank, because ranks keep shards of one gradient.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class GradientHooks:
 
     @torch.no_grad()
     def run(self, buckets: Sequence[Bucket], used: Sequence[set[int]]) -> None:
-        """Give the reduced gradients of this pass to their hooks, and put what these return in their place.
+        """Run the hooks on the reduced gradients of this pass, and store the gradients that they return.
 
-        To be called on all ranks, before gradients are added to those of earlier passes.
+        Must be called on all ranks, before gradients are added to the sum over earlier passes.
 
         Args:
-            buckets: whose gradients are reduced.
-            used: of each bucket, the parameters that have a gradient.
+            buckets: buckets with reduced gradients.
+            used: for each bucket, the indices of parameters that have a gradient.
 
         Raises:
-            ConfigurationError: a hook returned a tensor of another shape.
+            ConfigurationError: if a hook returned a tensor of another shape.
         """
-        # By name: tensor-parallel ranks sort their parameters into other buckets.
+        # By name: tensor-parallel ranks sort their parameters into different buckets.
         for name, param, local, (bucket, index) in sorted(self._reduced(buckets, used), key=lambda item: item[0]):
             spec = spec_of(param)
             scale = self._loss_scale.value
@@ -83,7 +83,7 @@ class GradientHooks:
     def _reduced(
         self, buckets: Sequence[Bucket], used: Sequence[set[int]]
     ) -> Iterator[tuple[str, nn.Parameter, Tensor, tuple[Bucket, int]]]:
-        """Name, parameter, its local gradient, and its place, of the parameters that have hooks and a gradient."""
+        """Yield name, parameter, local gradient and (bucket, index) for parameters with hooks and a gradient."""
         for bucket, indices in zip(buckets, used, strict=True):
             mine = [index for index in sorted(indices) if self._hooks.get(bucket.params[index])]
             if not mine:
@@ -95,22 +95,22 @@ class GradientHooks:
 
 
 def take_hooks(parameter: nn.Parameter) -> Hooks:
-    """The hooks of a parameter, which autograd forgets; who holds a handle can still remove his."""
+    """Take the hooks off a parameter and return them; handles that the user holds can still remove them."""
     hooks = parameter._backward_hooks or {}
     parameter._backward_hooks = None
     return hooks
 
 
 def hooked_names(model: nn.Module) -> list[str]:
-    """The parameters with hooks on their gradients, which all ranks have to run together."""
+    """Return the names of the parameters with gradient hooks, which all ranks must run together."""
     return [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that work on gradients before these are complete.
+    """Refuse hooks that read gradients before these are complete.
 
     Raises:
-        ConfigurationError: `register_post_accumulate_grad_hook` was called on a parameter.
+        ConfigurationError: if `register_post_accumulate_grad_hook` was called on a parameter.
     """
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:

@@ -1,8 +1,9 @@
-"""How much of its parameters an optimizer reads to update one value, found by trying the user's object.
+"""How many values an optimizer reads to update one value, found by trying the user's object.
 
-A class says little: a subclass of AdamW may divide by the norm of a tensor, and an optimizer from anywhere may be as
-elementwise as SGD. So a copy of the object, with small parameters in the place of the model's, takes some steps on them
-whole, cut in two, and alone; what comes out alike may be spread over ranks like that.
+The class says little: a subclass of AdamW may divide by the norm of a tensor, and a third-party optimizer may be as
+elementwise as SGD. So a copy of the object, with small parameters instead of the model's, takes some steps on them
+whole, split in two, and alone. If a split changes nothing, ranks may hold parts of parameters. If leaving out the other
+parameters changes nothing, ranks may hold different parameters.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 
-# torch's own are known.
+# Optimizers of torch that are known to be elementwise.
 _ELEMENTWISE = frozenset(
     ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 )
-# By number of dims. Matrices also of a size from which on some optimizers treat them as such.
+# By number of dims. One matrix is large, because some optimizers treat smaller ones differently.
 _SHAPES = {1: [(7,), (12,)], 2: [(130, 129), (4, 6)], 3: [(5, 3, 4), (2, 3, 2)], 4: [(3, 2, 2, 2), (2, 2, 3, 1)]}
-_STEPS = 26  # preconditioners begin after some
-_SCALES = (1.0, 30.0, 0.03)  # of gradients, in turn: clipping shows in large ones alone
-_LR = 1e-2  # where a schedule begins with 0
+_STEPS = 26  # some preconditioners start only after several steps
+_SCALES = (1.0, 30.0, 0.03)  # of gradients, in turn: clipping only shows in large ones
+_LR = 1e-2  # used if a schedule begins with 0
 _CLOSE = {"rtol": 1e-5, "atol": 1e-13}
 
 
 class Granularity(IntEnum):
-    """What has to be on one rank."""
+    """The unit that must be whole on one rank."""
 
     ELEMENT = 0
     PARAMETER = 1
@@ -40,27 +41,27 @@ class Granularity(IntEnum):
 
 
 def granularity_of(optim: torch.optim.Optimizer) -> Granularity:
-    """What the update of one value depends on. An object that cannot be tried is taken to read whole parameters."""
+    """Find what the update of one value depends on; an object that cannot be tried counts as PARAMETER."""
     step, cls = vars(optim).get("step"), type(optim)
     if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
-        return Granularity.PARAMETER  # the object has a step of its own, which steps this object alone
+        return Granularity.PARAMETER  # an instance's own `step` is bound to this object, so a copy cannot use it
     if cls.__module__.startswith("torch.optim") and cls.__name__ in _ELEMENTWISE:
         return Granularity.ELEMENT
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             return _try_out(optim)
-    except Exception:  # whatever a user's step may raise
+    except Exception:  # a user's step may raise anything
         return Granularity.PARAMETER
 
 
 def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, pp_size: int, num_shards: int) -> None:
-    """Refuse an optimizer that reads what a layout spreads over ranks.
+    """Refuse an optimizer that reads values which the layout distributes over ranks.
 
     Args:
-        num_shards: ranks over which ZeRO deals out the states.
+        num_shards: number of ranks over which ZeRO shards the states.
 
     Raises:
-        ConfigurationError: it reads more of its parameters than a rank has, or needs a closure.
+        ConfigurationError: if it reads more of its parameters than a rank holds, or needs a closure.
     """
     name, granularity = type(optim).__name__, granularity_of(optim)
     closure = inspect.signature(type(optim).step).parameters.get("closure")
@@ -94,7 +95,7 @@ def _try_out(optim: torch.optim.Optimizer) -> Granularity:
         return Granularity.MODEL
     try:
         cut = _moves(optim, values, _in_two)
-    except Exception:  # a step that takes matrices alone
+    except Exception:  # the step accepts only matrices
         return Granularity.PARAMETER
     return Granularity.ELEMENT if all(map(_same, cut, whole)) else Granularity.PARAMETER
 
@@ -102,7 +103,7 @@ def _try_out(optim: torch.optim.Optimizer) -> Granularity:
 def _moves(
     optim: torch.optim.Optimizer, values: Sequence[Sequence[Tensor]], pieces_of: Callable[[Tensor], list[Tensor]]
 ) -> list[list[Tensor]]:
-    """How far a copy of the optimizer moves parameters, by group, flat; it sees them in pieces."""
+    """Run a copy of the optimizer on pieces of `values`; return the change of each parameter, flat, by group."""
     torch.manual_seed(0)
     parameters = [[[nn.Parameter(part.clone()) for part in pieces_of(each)] for each in group] for group in values]
     twin = _twin(optim, [[part for parts in group for part in parts] for group in parameters])
@@ -125,7 +126,7 @@ def _moves(
 
 
 def _twin(optim: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-    """A copy of the object, without its state, for other parameters; the user's own are not touched."""
+    """Copy the optimizer, without its state, onto other parameters; the user's parameters are not touched."""
     groups: list[dict[str, Any]] = [{"params": list(group)} for group in parameters]
     state: dict[Any, Any] = defaultdict(dict)
     memo: dict[int, Any] = {id(optim.param_groups): groups, id(optim.state): state}
@@ -138,7 +139,7 @@ def _twin(optim: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Paramet
     memo[id(optim)] = twin
     twin.state, twin.param_groups = state, groups
     for name, value in vars(optim).items():
-        if name.startswith("_optimizer_"):  # hooks of the user's
+        if name.startswith("_optimizer_"):  # the user's hooks
             setattr(twin, name, OrderedDict())
         elif name not in ("state", "param_groups", "step"):
             setattr(twin, name, copy.deepcopy(value, memo))

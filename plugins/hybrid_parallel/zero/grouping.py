@@ -1,4 +1,4 @@
-"""From a user's optimizer to buckets: which parameters belong together, and what becomes of the optimizer's state."""
+"""From a user's optimizer to buckets: grouping of parameters, and transfer of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Sized = TypeVar("Sized", bound="HasElements")
 
 
 class HasElements(Protocol):
-    """A parameter, or what is known of one."""
+    """A parameter, or a description of one."""
 
     def numel(self) -> int: ...
 
@@ -34,7 +34,7 @@ class TiedParameter:
     Attributes:
         order: position among the tied parameters, the same on all ranks.
         group: the stages' ranks, over which its gradient is summed.
-        counted: whether this rank's copy is the one that the global norm counts.
+        counted: whether the global norm counts this rank's copy.
     """
 
     order: int
@@ -52,20 +52,20 @@ def build_buckets(
 
     Args:
         groups: the local parameters of the optimizer's parameter groups.
-        options: what all buckets share of which the parameters are cut over an axis, or would be; by its name.
+        options: axis over which parameters are sharded -> the options of their buckets.
         tied: the parameters that other stages hold too.
-        masters: full-precision values of parameters that were cast down.
+        masters: full-precision values of parameters that were cast to a lower precision.
     """
     buckets = []
     for group_index, params in enumerate(groups):
         kinds: dict[tuple, list[nn.Parameter]] = {}
-        # The backward pass reaches the last parameters first: their bucket is reduced while it goes on.
+        # The backward pass reaches the last parameters first: their bucket is reduced while it continues.
         for param in reversed(params):
             tie = tied.get(param)
             order = -1 if tie is None else tie.order
             key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis)
             kinds.setdefault(key, []).append(param)
-        # Tied buckets last and in one order: two stages wait for each other there, never in the middle.
+        # Tied buckets come last and in one order: stages wait for each other there, and never in the middle.
         for (order, _, grad_group, is_owner, axis), members in sorted(kinds.items(), key=lambda item: item[0][0]):
             tie = tied[members[0]] if order >= 0 else None
             tied_group = tie.group if tie else None
@@ -77,7 +77,7 @@ def build_buckets(
 
 
 def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:
-    """Neighbouring parameters up to `limit` bytes of fp32 gradients."""
+    """Yield runs of neighbouring parameters with up to `limit` bytes of fp32 gradients."""
     chunk: list[Sized] = []
     size = 0
     for param in params:
@@ -93,10 +93,13 @@ def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:
 def take_states(
     optim: torch.optim.Optimizer, old: Mapping[nn.Parameter, nn.Parameter]
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Take the states out of an optimizer that has stepped, or starts with some (Adagrad), by local parameter.
+    """Remove the states from an optimizer that has stepped, or starts with some (Adagrad), and return them.
 
     Args:
-        old: local parameter -> the parameter that the optimizer was made with.
+        old: local parameter -> the parameter that the optimizer was created with.
+
+    Returns:
+        The states by local parameter.
     """
     states = {local: state for local, param in old.items() if (state := optim.state.get(param))}
     optim.state.clear()
@@ -106,11 +109,11 @@ def take_states(
 def place_states(
     optim: torch.optim.Optimizer, states: dict[nn.Parameter, dict[str, Any]], buckets: Sequence[Bucket]
 ) -> None:
-    """Give the pieces of parameters their part of the parameters' states.
+    """Give each piece its part of the parameter's state.
 
     Args:
-        states: whole states, by local parameter; those that have found their place are taken out.
-        buckets: where the pieces are.
+        states: whole states by local parameter; placed ones are removed.
+        buckets: the buckets that hold the pieces.
     """
     for bucket in buckets:
         for piece in bucket.pieces:
@@ -130,10 +133,10 @@ def place_states(
 
 
 def check_gradients(model: nn.Module) -> None:
-    """Refuse gradients that exist already: they are of batches that every rank has seen, or of none that is known.
+    """Refuse gradients from before `boost`: they belong to batches that every rank has seen, or to unknown ones.
 
     Raises:
-        ConfigurationError: there is one.
+        ConfigurationError: if a parameter has a gradient.
     """
     for name, param in model.named_parameters():
         if param.grad is not None:
@@ -147,10 +150,10 @@ def check_shared_parameters(optimizers: Sequence[torch.optim.Optimizer], names: 
     """Refuse a parameter that two optimizers update.
 
     Args:
-        names: id of each of the model's parameters -> its names.
+        names: id of each model parameter -> its names.
 
     Raises:
-        ConfigurationError: there is one.
+        ConfigurationError: if two optimizers hold the same parameter.
     """
     seen: set[int] = set()
     for optim in optimizers:
@@ -164,10 +167,10 @@ def check_shared_parameters(optimizers: Sequence[torch.optim.Optimizer], names: 
 def warn_of_untrained(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Name the parameters that take gradients, and that no optimizer holds: here these gradients are in no norm.
+    """Warn about parameters that require gradients but are in no optimizer: norms do not include their gradients.
 
     Args:
-        parameters: of the whole model, with their names.
+        parameters: the named parameters of the whole model.
     """
     held = {id(param) for optim in optimizers for group in optim.param_groups for param in group["params"]}
     untrained = [name for name, param in parameters if param.requires_grad and id(param) not in held]
@@ -181,13 +184,13 @@ def warn_of_untrained(
 
 
 def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[str]]) -> None:
-    """Refuse an optimizer of other parameters.
+    """Refuse an optimizer that holds parameters of another model.
 
     Args:
-        names: id of each of the model's parameters -> its names.
+        names: id of each model parameter -> its names.
 
     Raises:
-        ConfigurationError: it holds parameters that are not the model's.
+        ConfigurationError: if the optimizer holds parameters that are not in the model.
     """
     for group in optim.param_groups:
         if any(id(param) not in names for param in group["params"]):

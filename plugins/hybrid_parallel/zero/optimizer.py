@@ -26,18 +26,18 @@ from shardformer.shard_spec import spec_of
 
 
 class PassRecord(Protocol):
-    """What is kept of the passes since the last step."""
+    """Record of the passes since the last step."""
 
     microbatches: Sequence[Mapping[str, Any]]
 
     def add_loss(self, loss: Tensor) -> None:
-        """The loss of an ordinary loop's pass."""
+        """Record the loss of a pass in an ordinary training loop."""
 
     def end_step(self) -> None:
-        """The optimizer takes its step."""
+        """Record that the optimizer takes its step."""
 
     def accept(self) -> None:
-        """The gradients of the step are finite."""
+        """Record that the gradients of the step are finite."""
 
 
 class HybridParallelOptimizer(GuardedOptimizer):
@@ -45,24 +45,24 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     Args:
         optim: the user's optimizer; its groups now hold pieces of parameters.
-        buckets: where the parameters live.
+        buckets: the buckets that hold the parameters.
         names: local parameter -> its Hugging Face name.
-        reducer: brings gradients to the shards.
-        loss_scale: the model's fp16 loss scale, or none.
-        max_norm: clip the global gradient norm to this.
+        reducer: reduces gradients to the shards.
+        loss_scale: the model's fp16 loss scale, or a constant 1.
+        max_norm: upper limit for the global gradient norm; None for no clipping.
         nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
-        trace: what is known of the passes of a step.
-        on_nonfinite: raises, or says why the step is skipped; called on all ranks.
+        trace: record of the passes of a step.
+        on_nonfinite: raises, or reports why the step is skipped; called on all ranks.
         mesh: the grid of ranks.
-        overlap_allgather: leave the gathering of parameters running until the next forward pass.
-        peers: all optimizers of the model, this one too as soon as it is made.
+        overlap_allgather: whether the all-gather of parameters may run until the next forward pass.
+        peers: all optimizers of the model, including this one as soon as it is created.
         frozen: the parameters that have no bucket yet.
-        order: the local parameters as the optimizer held them before, by group; None for those of other stages.
+        order: the local parameters as the optimizer held them before, by group; None for those on other stages.
 
     Attributes:
         aliases: name -> the other names of the same (tied) parameter.
-        num_steps: calls of `step` so far, those before a checkpoint included.
-        step_was_skipped: whether the last step had gradients that are not finite and was left out, on all ranks.
+        num_steps: number of `step` calls so far, including those before a checkpoint.
+        step_was_skipped: whether the last step was skipped, on all ranks, because gradients were not finite.
         has_missed_pass: whether a pass in training mode has left no gradients, because it was given no optimizer.
     """
 
@@ -93,8 +93,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.after_step: Callable[[], None] | None = None  # in debug mode
         self._norm: Tensor | None = None
         self.step_was_skipped = self.has_missed_pass = False
-        self._awaits_step = False  # a pass has left gradients since the last step
-        self._held_scale = 1.0  # what the gradients that are here are multiplied by
+        self._awaits_step = False  # whether a pass has left gradients since the last step
+        self._held_scale = 1.0  # factor that the present gradients are multiplied by
         self._gathers: list[AllGatherHandle] = []
         for group in optim.param_groups:
             group["params"] = []
@@ -103,15 +103,15 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step, before clipping; None where none was computed."""
+        """Global norm of the last step, before clipping; None if it was not computed."""
         return None if self._norm is None else float(self._norm)
 
     # ----- parameters -----
 
     def take_unfrozen(self, also: Collection[str] = ()) -> None:
-        """Take over frozen parameters that take gradients by now, and those of the given names.
+        """Take over frozen parameters that require gradients by now, and parameters with the given names.
 
-        To be called where all ranks come by: each does it by itself, and all to the same parameters.
+        Must be called at a point that all ranks reach, with the same parameters; ranks do not communicate here.
         """
         buckets = self.frozen.unfreeze({param for param, name in self.names.items() if name in also} if also else ())
         if buckets:
@@ -127,7 +127,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self._pieces.update(pieces)
 
     def _refuse_strangers(self) -> None:
-        """Parameters that were put into a group by hand would be here without gradients."""
+        """Refuse parameters that were added to a group after `boost`: they would have no gradients here."""
         if not self._pieces.issuperset(param for group in self.param_groups for param in group["params"]):
             raise ConfigurationError(
                 "optimizer.param_groups holds a parameter that was added after boost(); add it to the optimizer "
@@ -137,15 +137,15 @@ class HybridParallelOptimizer(GuardedOptimizer):
     # ----- state dicts -----
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this rank's pieces, for `load_state_dict`; `booster.save_optimizer` is for any layout."""
+        """Return the states of this rank's pieces; `booster.save_optimizer` saves states for any layout."""
         return state_dict_of_pieces(self.optim, self.buckets)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, or the state dict of the optimizer before `boost`.
+        """Load the result of `state_dict` on this rank, or the state dict of the optimizer before `boost`.
 
         Raises:
-            ConfigurationError: it is of another rank, layout or of other parameter groups.
+            ConfigurationError: if it belongs to another rank or layout, or to other parameter groups.
         """
         self.take_unfrozen()
         self.frozen.states.update(load_state_dict(self.optim, state_dict, self.buckets, self._order))
@@ -154,10 +154,10 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     @contextmanager
     def accepting_gradients(self, scale: float | None = None) -> Iterator[None]:
-        """Gradients of backward passes in this context are taken.
+        """Accept the gradients of backward passes in this context.
 
         Args:
-            scale: what they come multiplied by; None for the loss scale.
+            scale: factor that they are multiplied by; None for the loss scale.
         """
         self.take_unfrozen()
         self.loss_scale.update()
@@ -170,15 +170,15 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.reducer.accepting = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or with `set_to_none=False` have zeros in their places, as torch."""
+        """Drop all gradients; with `set_to_none=False`, zero them instead, as torch does."""
         for bucket in self.buckets:
             bucket.clear_grads(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before (0-d).
+        """Scale the gradients so that their global norm is at most `max_norm`; return the norm before (0-d).
 
-        To be called on all ranks between the backward pass and `step`: what `torch.nn.utils.clip_grad_norm_` does to
-        the parameters of this optimizer. `model.clip_grad_norm_` is for those of all optimizers.
+        Must be called on all ranks between the backward pass and `step`. It does what `torch.nn.utils.clip_grad_norm_`
+        does to the parameters of this optimizer; `model.clip_grad_norm_` includes all optimizers.
         """
         return clip_grad_norm_([self], max_norm)
 
@@ -186,22 +186,22 @@ class HybridParallelOptimizer(GuardedOptimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the gradients to ±`clip_value`, as `torch.nn.utils.clip_grad_value_` does.
 
-        To be called on all ranks between the backward pass and `step`.
+        Must be called on all ranks between the backward pass and `step`.
         """
         self.finish_gradients()
         for bucket in self.buckets:
             bucket.clamp_grads(clip_value)
 
     def finish_gradients(self) -> None:
-        """Reduce what `no_sync` has left, and bring all gradients to scale 1."""
+        """Reduce the gradients that `no_sync` has accumulated, and bring all gradients to scale 1."""
         if self.reducer.pending:
             self.reducer.finish()
         self._hold_at(1.0)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The whole, unscaled gradient of every parameter of this stage that has one, by Hugging Face name.
+        """Return the whole, unscaled gradient of every parameter of this stage that has one, by Hugging Face name.
 
-        To be called on all ranks, after the backward pass and before `step`.
+        Must be called on all ranks, after the backward pass and before `step`.
         """
         cut: dict[str, tuple[nn.Parameter, Tensor]] = {}
         for bucket in self.buckets:
@@ -210,7 +210,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
                 if index in bucket.used:
                     param = bucket.params[index]
                     cut[self.names[param]] = (param, local / self._held_scale)
-        # By name: tensor-parallel ranks sort their parameters into other buckets.
+        # By name: tensor-parallel ranks sort their parameters into different buckets.
         return {
             name: assemble(param, local, self.mesh.group(spec_of(param).axis))
             for name, (param, local) in sorted(cut.items())
@@ -221,12 +221,12 @@ class HybridParallelOptimizer(GuardedOptimizer):
     @failure.guard("optimizer.step")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Unscale, clip, update this rank's shard and gather the parameters.
+        """Unscale and clip gradients, update this rank's shard and all-gather the parameters.
 
         Raises:
-            RuntimeError: a closure was given, which would have to run the model by itself.
-            ConfigurationError: `execute_pipeline` was not given the optimizer, so that there are no gradients.
-            NonFiniteError: gradients are nan or inf, on all ranks alike; nothing was changed.
+            RuntimeError: if a closure was given, which would have to run the model.
+            ConfigurationError: if `execute_pipeline` was not given the optimizer, so that there are no gradients.
+            NonFiniteError: if gradients are nan or inf; raised on all ranks, before anything is changed.
         """
         if closure is not None:
             raise RuntimeError("step(closure) is not supported; run the model before step()")
@@ -257,10 +257,10 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.after_step()
 
     def wait_for_parameters(self) -> None:
-        """Wait until the parameters of the last step are here.
+        """Wait until the parameters of the last step are gathered.
 
         Raises:
-            ConfigurationError: somebody has changed one in place before it was.
+            ConfigurationError: if a parameter was changed in place before it was gathered.
         """
         for bucket in self.buckets:
             bucket.arrive()
@@ -268,30 +268,30 @@ class HybridParallelOptimizer(GuardedOptimizer):
             gather.wait()
 
     def _close_gathers(self) -> None:
-        """Wait until the others have what this rank is about to change."""
+        """Wait until the other ranks have read the parameters that this rank is about to change."""
         for gather in self._gathers:
             gather.close()
         self._gathers = []
 
     def take_changed_weights(self) -> None:
-        """Take over parameters that somebody else has changed since the last step."""
+        """Take over parameters that other code has changed since the last step."""
         for bucket in self.buckets:
             bucket.take_changed_weights()
 
     def refresh_masters(self) -> None:
-        """Take the parameters' present values as the optimizer's (after weights were loaded)."""
+        """Copy the parameters' current values to the master weights (after weights were loaded)."""
         for bucket in self.buckets:
             bucket.refresh_masters()
 
     def publish_masters(self) -> None:
-        """Have the parameters of all ranks take the optimizer's values (after these were loaded)."""
+        """Copy the master weights to the parameters of all ranks (after master weights were loaded)."""
         for bucket in self.buckets:
             gather = bucket.all_gather_params() if bucket.has_masters else None
             if gather is not None:
                 gather.close()
 
     def _gradient_factor(self) -> Tensor | float | None:
-        """What gradients are multiplied by before the update: unscaling and clipping in one. Decides on skipping."""
+        """Return the factor that unscales and clips gradients before the update; decide whether to skip the step."""
         scale = self._held_scale
         unscale = None if scale == 1.0 else 1.0 / scale
         looks = self.loss_scale.watches_overflow or self.nonfinite != "ignore"
@@ -306,7 +306,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         return clip if unscale is None else clip * unscale
 
     def _decide(self, norm: Tensor) -> None:
-        """All ranks have the same norm, which is finite only where every gradient of every rank is."""
+        """Decide from the norm, which all ranks have, and which is finite only if every gradient of every rank is."""
         self.step_was_skipped = not torch.isfinite(norm).item()
         scale_may_be_why = self.loss_scale.can_shrink
         self.loss_scale.record(self.step_was_skipped)
@@ -318,7 +318,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.on_nonfinite(self)
 
     def _hold_at(self, scale: float) -> None:
-        """Bring the gradients that are here to another scale: those of the next pass are added to them."""
+        """Rescale the present gradients, so that the gradients of the next pass can be added to them."""
         if scale != self._held_scale:
             for bucket in self.buckets:
                 bucket.scale_grads(scale / self._held_scale)
@@ -334,9 +334,9 @@ class HybridParallelOptimizer(GuardedOptimizer):
             )
 
     def global_norm(self) -> Tensor:
-        """Norm of all gradients, each parameter counted once over all axes (0-d, float64, scaled by the loss scale).
+        """Return the norm of all gradients, each parameter counted once over all axes (0-d, float64, loss-scaled).
 
-        A copy that is not counted still makes the norm nan where it is not finite: its rank would be the one to go bad.
+        A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
         counted = [bucket.squared_norm() * float(bucket.counted) for bucket in self.buckets]
         device = self.buckets[0].flat.device if self.buckets else "cpu"
@@ -348,7 +348,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
 @contextmanager
 def accepting_gradients(optimizers: Sequence[HybridParallelOptimizer], scale: float | None = None) -> Iterator[None]:
-    """Gradients of backward passes in this context are taken by several optimizers."""
+    """Accept the gradients of backward passes in this context with several optimizers."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             stack.enter_context(optimizer.accepting_gradients(scale))
@@ -357,10 +357,10 @@ def accepting_gradients(optimizers: Sequence[HybridParallelOptimizer], scale: fl
 
 @torch.no_grad()
 def clip_grad_norm_(optimizers: Sequence[HybridParallelOptimizer], max_norm: float) -> Tensor:
-    """Scale the gradients of several optimizers so that the norm of all together is at most `max_norm`.
+    """Scale the gradients of several optimizers so that their joint norm is at most `max_norm`.
 
     Returns:
-        The norm before, 0-d, the same on every rank.
+        The norm before scaling, 0-d, the same on every rank.
     """
     for optimizer in optimizers:
         optimizer.finish_gradients()

@@ -1,4 +1,4 @@
-"""GradientReducer: takes gradients from the backward pass and brings them to their shards."""
+"""GradientReducer: takes gradients from the backward pass and reduces them to their shards."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from shardformer.matmul.weight_grad import GradBuffer, attach_grad_buffer
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks
 
-# Reductions at a time whose local gradients are kept on a CPU.
+# Number of launched reductions whose local gradients are kept on a CPU.
 _IN_FLIGHT = 2
-# Buffers that stay from step to step: those in flight, the one that is written and the one that is given up. Those that
-# gradients were accumulated in, over several passes, all stay: fresh pages for them would cost more than the reduction.
+# Buffers kept from step to step: those in flight, the one being written and the one being released. Buffers that have
+# accumulated several passes are all kept: fresh pages for them would cost more than the reduction.
 _KEPT = _IN_FLIGHT + 2
 
 
 class GradientReducer:
     """Accumulates gradients in buckets and reduces a bucket as soon as all of its gradients are complete.
 
-    Buckets are reduced in their order, which is the same on all data-parallel ranks; one that waits for an unused
+    Buckets are reduced in their order, which is the same on all data-parallel ranks. A bucket that waits for an unused
     parameter is reduced at the end of the step.
 
     Args:
         buckets: in the order in which the backward pass completes them.
-        dp_group: the data-parallel ranks. They agree on what was used, also where experts are reduced over some alone.
+        dp_group: the data-parallel ranks. They agree on used parameters, even if experts are reduced over some of them.
         overlap: whether to reduce while the backward pass runs.
-        waits: whether a rank may wait for others in the middle of that: not where these wait for it there, for
-            activations, keys or tokens.
+        waits: whether a rank may wait for other ranks during the backward pass; it must not if they in turn wait for
+            its activations, keys or tokens.
     """
 
     def __init__(self, buckets: Sequence[Bucket], dp_group: ProcessGroup, overlap: bool, waits: bool = True) -> None:
         self.buckets, self.dp_group, self.overlap, self.waits = list(buckets), dp_group, overlap, waits
-        self.hooks: GradientHooks | None = None  # of the user's
+        self.hooks: GradientHooks | None = None  # the user's gradient hooks
         self.accepting = False  # inside a backward pass that the library runs
         self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: dict[Bucket, set[int]] = {}
         self._next = 0
         self._memories: dict[ZeroCollectives, GradBufferPool] = {}
-        self.attaches_grad_buffers = False  # for products to write gradients to
+        self.attaches_grad_buffers = False  # whether matmuls may write gradients into buckets
         for bucket in self.buckets:
             self._connect(bucket)
 
@@ -60,7 +60,7 @@ class GradientReducer:
         return any(bucket.written for bucket in self.buckets)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
-        """Take further buckets; tied ones stay last, and in one order on all stages."""
+        """Add buckets; tied ones stay last, and in the same order on all stages."""
         self.buckets = sorted([*self.buckets, *buckets], key=lambda bucket: bucket.tied_group is not None)
         for bucket in buckets:
             self._connect(bucket)
@@ -72,7 +72,7 @@ class GradientReducer:
             bucket.memory = self._memories.setdefault(exchange, GradBufferPool(exchange, unit))
         for index, param in enumerate(bucket.params):
             trains = param.requires_grad
-            param.requires_grad_()  # a parameter that is frozen takes no hook, but keeps one
+            param.requires_grad_()  # a frozen parameter accepts no new hook, but keeps existing ones
             param.register_post_accumulate_grad_hook(self._hook(bucket, index))
             param.requires_grad_(trains)
             if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
@@ -80,33 +80,33 @@ class GradientReducer:
                 self.attaches_grad_buffers = True
 
     def begin_final_backward(self) -> None:
-        """The next backward pass completes the gradients."""
+        """Mark the next backward pass as the one that completes the gradients."""
         self._final = True
 
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
-        """The gradients of these are complete."""
+        """Mark the gradients of these parameters as complete."""
         for bucket, done in self._complete.items():
             done.update(index for index, param in enumerate(bucket.params) if param in parameters)
         if self.overlap:
             self._launch_complete()
 
     def launch_rest(self) -> None:
-        """Reduce what is left; a rank without samples is waited for by those that have some."""
+        """Reduce the remaining buckets; a rank without samples must do so too, because the others wait for it."""
         self._final = False
         while self._next < len(self.buckets):
             self._launch_next()
 
     def finish(self, factor: Tensor | None = None) -> None:
-        """Reduce what is left and wait for everything.
+        """Reduce the remaining buckets and wait for all reductions.
 
         Args:
-            factor: what the gradients since the last `finish` are multiplied by, 0-d; None for nothing.
+            factor: factor on the gradients since the last `finish`, 0-d; None for no scaling.
         """
         self.launch_rest()
         self._next = 0
         self._complete = {bucket: set() for bucket in self.buckets}
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
-        # collectives of a group have to come in one order on all of its ranks.
+        # collectives of a group must run in the same order on all of its ranks.
         used, accumulated = self._agree_on_used(), any(bucket.adds for bucket in self.buckets)
         for number, bucket in enumerate(self.buckets):
             if bucket.tied_group is not None:
@@ -119,7 +119,7 @@ class GradientReducer:
         for memory in self._memories.values() if not accumulated else ():
             memory.trim(_KEPT)
 
-    # What parameters hold is weak: nobody would collect a parameter that leads to itself by way of its hooks.
+    # Weak references: strong ones form a cycle through the parameter's hooks that the collector cannot free.
 
     def _place(self, of_bucket: Bucket, index: int) -> GradBuffer:
         reference, bucket_reference = weakref.ref(self), weakref.ref(of_bucket)
@@ -129,7 +129,7 @@ class GradientReducer:
             if reducer is None or not reducer.accepting:
                 return None
             bucket = bucket_reference()
-            # A hook of the user's is to see the gradient of this pass, not the sum over passes.
+            # A user's hook must see the gradient of this pass, not the sum over passes.
             is_watched = bool(bucket.params[index]._backward_hooks)
             return None if is_watched or dtype != bucket.grad_dtype else bucket.borrow_grad_view(index)
 
@@ -150,7 +150,7 @@ class GradientReducer:
         clear_native_grad(param)
         if not self.accepting:
             raise RuntimeError("call booster.backward(loss, optimizer) in the place of loss.backward()")
-        if gradient is None:  # the first half of a backward pass puts it off
+        if gradient is None:  # the first half of a split backward pass defers it
             return
         bucket.accumulate(index, gradient)
         self.arrival.setdefault(param, len(self.arrival))
@@ -169,30 +169,30 @@ class GradientReducer:
         self.buckets[self._next].launch()
         self._next += 1
         earlier = self._next - 1 - _IN_FLIGHT
-        # A GPU would have its next kernels wait too.
+        # On a GPU, waiting would stall the next kernels too.
         if not self.waits or earlier < 0 or self.buckets[earlier].flat.device.type != "cpu":
             return
         self.buckets[earlier].collect()
-        # The others may still be reading this one's gradients, but hardly those of the one before.
+        # Other ranks may still read the gradients of this bucket, but are unlikely to read those before it.
         if earlier > 0:
             self.buckets[earlier - 1].release_local_grads()
 
     @staticmethod
     def _agree_with_stages(bucket: Bucket, used: set[int]) -> set[int]:
-        """Which parameters of a bucket have a gradient on any of the stages that hold them."""
+        """Return the indices of the parameters that have a gradient on any of the stages that hold them."""
         flags = torch.zeros(len(bucket.params), dtype=torch.int32)
         flags[list(used)] = 1
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.tied_group)
         return set(flags.nonzero().flatten().tolist())
 
     def _agree_on_used(self) -> list[set[int]]:
-        """Which parameters have a gradient on any data-parallel rank; the others keep None, as in plain torch."""
+        """Return, per bucket, the parameters with a gradient on any data-parallel rank; others keep None."""
         if dist.get_world_size(self.dp_group) == 1:
             return [set(bucket.written) for bucket in self.buckets]
         flags = [torch.zeros(len(bucket.params), dtype=torch.int32) for bucket in self.buckets]
         for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
             bucket_flags[list(bucket.written)] = 1
-        # On the CPU also where gradients are on a GPU: reading the answer must not wait for the device.
+        # On the CPU even if gradients are on a GPU: reading the result must not wait for the device.
         together = torch.cat(flags) if flags else torch.zeros(0, dtype=torch.int32)
         dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.dp_group)
         return [set(part.nonzero().flatten().tolist()) for part in together.split([len(part) for part in flags])]

@@ -1,4 +1,4 @@
-"""The state dicts of a boosted optimizer: its own hold a rank's pieces, a plain one's the whole states."""
+"""State dicts of a boosted optimizer, which hold a rank's pieces, and of a plain one, which hold whole states."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.grouping import place_states
 
-_PIECES = "pieces"  # says that a state dict is of pieces, and of which
+_PIECES = "pieces"  # marks a state dict of pieces, and describes them
 
 
 def state_dict_of_pieces(optim: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> dict[str, Any]:
-    """The state dict of an optimizer over pieces, which says so."""
+    """Return the state dict of an optimizer over pieces, with a description of the pieces."""
     return {**optim.state_dict(), _PIECES: _describe(buckets)}
 
 
@@ -26,16 +26,16 @@ def load_state_dict(
     buckets: Sequence[Bucket],
     order: Sequence[Sequence[nn.Parameter | None]],
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Load the state dict of the same pieces, or that of the optimizer before `boost`.
+    """Load a state dict of the same pieces, or of the optimizer before `boost`.
 
     Args:
-        order: the local parameters as the optimizer held them before, by group; None for those of other stages.
+        order: the local parameters as the optimizer held them before, by group; None for parameters of other stages.
 
     Returns:
         The states of parameters that have no bucket.
 
     Raises:
-        ConfigurationError: it is that of another rank's pieces or of other groups.
+        ConfigurationError: if the state dict is for another rank's pieces or for other groups.
     """
     if _PIECES in state_dict:
         if state_dict[_PIECES] != _describe(buckets):

@@ -1,4 +1,4 @@
-"""What scripts do to the gradients of a bucket between the backward pass and the step."""
+"""Access to a bucket's gradients for user code between the backward pass and the step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class GradientsByHand:
-    """The part of a bucket that scales, shows, sets and forgets gradients.
+    """The part of a bucket that scales, exposes, sets and drops gradients.
 
     Attributes:
         shard_grads: this rank's shard of the reduced gradients.
-        used: parameters with reduced gradients.
-        written: parameters with local gradients that are not reduced yet.
+        used: indices of parameters with reduced gradients.
+        written: indices of parameters with local gradients that are not reduced yet.
     """
 
     params: list[nn.Parameter]
@@ -32,11 +32,11 @@ class GradientsByHand:
     _norm: Tensor | None
 
     def __init__(self) -> None:
-        self.is_shown = False  # whether somebody has views of the reduced gradients
-        self._stale: set[int] = set()  # forgotten parameters whose values are still there
+        self.is_shown = False  # whether user code may hold views of the reduced gradients
+        self._stale: set[int] = set()  # indices of dropped gradients whose values are still in the shard
 
     def scale_grads(self, factor: Tensor | float) -> None:
-        """Multiply all gradients that are here, reduced or not."""
+        """Multiply all existing gradients, reduced or not, by `factor`."""
         if self.used:
             self._norm = None
             self.shard_grads.mul_(factor if isinstance(factor, float) else factor.to(self.shard_grads.dtype))
@@ -50,17 +50,17 @@ class GradientsByHand:
             self.shard_grads.clamp_(-limit, limit)
 
     def has_grad(self, index: int) -> bool:
-        """Whether a parameter has a gradient, reduced or not."""
+        """Return whether a parameter has a gradient, reduced or not."""
         return index in self.used or index in self.written
 
     def reduced_grad(self, index: int) -> Tensor:
-        """The gradient of a parameter where this rank has all of it: to read, to change in place, and to keep."""
+        """Return a view of a gradient that this rank has whole; the caller may read, change and keep it."""
         self.is_shown = True
         param, offset = self.params[index], self.offsets[index]
         return self.shard_grads[offset : offset + param.numel()].view(param.shape)
 
     def set_grad(self, index: int, value: Tensor) -> None:
-        """Set a gradient where this rank has all of it."""
+        """Set a gradient that this rank has whole."""
         if not self.used:
             self.drop_grads()
             self._provide_flat_grads()
@@ -70,7 +70,7 @@ class GradientsByHand:
         self.reduced_grad(index).copy_(value)
 
     def forget_grad(self, index: int) -> None:
-        """Forget one gradient; whoever has a view of it keeps its values."""
+        """Drop one gradient; existing views keep their values."""
         self._norm = None
         self.written.discard(index)
         if index in self.used:
@@ -80,14 +80,14 @@ class GradientsByHand:
             self.drop_grads()
 
     def drop_grads(self) -> None:
-        """Let go of the memory of reduced gradients, which somebody may still read."""
+        """Release the memory of the reduced gradients without reusing it, since user code may still read it."""
         if self.shard_grads is not None:
             self.memory.leave(self.shard_grads)
         self.shard_grads, self.is_shown = None, False
         self._stale.clear()
 
     def clear_stale(self) -> None:
-        """Have zeros where forgotten gradients were: what is still there is added to, and takes part in the norm."""
+        """Zero the slots of dropped gradients, because later gradients are added there and the norm includes them."""
         if not self._stale or not self.used:
             return
         if self.is_shown:

@@ -1,6 +1,6 @@
-"""Named groups of ranks: `create_parallel_group(([("tensor", 2), ("data", 2), ("pipeline", 2)], None))`.
+"""Named process groups: `create_parallel_group(([("tensor", 2), ("data", 2), ("pipeline", 2)], None))`.
 
-The interface, and that the first name varies fastest, is that of ATorch's `create_parallel_group`.
+The interface is that of ATorch's `create_parallel_group`; as there, the first name varies fastest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ALIASES = {"pipe": "pipeline"}
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """A grid of ranks with named axes.
+    """A mesh of ranks with named axes.
 
     Attributes:
-        sizes: name -> ranks along it, the fastest varying first.
-        order: which rank stands at each place of the grid.
+        sizes: name -> number of ranks along the axis, fastest varying first.
+        order: rank at each position of the mesh.
     """
 
     sizes: dict[str, int]
@@ -33,10 +33,10 @@ class ParallelGroups:
 
     @staticmethod
     def of(axes: Sequence[tuple[str, int]], order: Sequence[int] | None, world_size: int) -> ParallelGroups:
-        """See that names, sizes and order make a grid of all ranks.
+        """Check that names, sizes and order make a mesh of all ranks, and return it.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not make such a mesh.
         """
         sizes: dict[str, int] = {}
         for name, size in axes:
@@ -62,14 +62,14 @@ class ParallelGroups:
         return ParallelGroups(sizes, order)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Name -> the place of a rank along it."""
+        """Return the rank's position along each named axis."""
         place, found = self.order.index(rank), {}
         for name, size in self.sizes.items():
             place, found[name] = divmod(place, size)
         return found
 
     def ranks(self, name: str) -> list[list[int]]:
-        """The ranks of each group of that name."""
+        """Return the ranks of each group of that name."""
         grid = torch.tensor(self.order).view(*reversed(self.sizes.values()))
         dim = len(self.sizes) - 1 - list(self.sizes).index(name)
         return grid.movedim(dim, -1).reshape(-1, self.sizes[name]).tolist()
@@ -82,13 +82,13 @@ _process_groups: dict[str, ProcessGroup] = {}
 def create_parallel_group(
     parallel_config: tuple[Sequence[tuple[str, int]], Sequence[int] | None],
 ) -> ParallelGroups:
-    """Make a process group for each axis; all ranks call this alike, before a model is boosted.
+    """Create a process group for each axis; all ranks must call this with the same arguments, before boosting a model.
 
     Args:
-        parallel_config: (name, size) of each axis, the first of which varies fastest, and the order of ranks or None.
+        parallel_config: (name, size) of each axis, fastest varying first, and the order of ranks or None.
 
     Raises:
-        ValueError: these make no grid of all ranks.
+        ValueError: the arguments do not make a mesh of all ranks.
     """
     global _current
     axes, order = parallel_config
@@ -111,20 +111,20 @@ def destroy_parallel_group() -> None:
 
 
 def parallel_groups() -> ParallelGroups | None:
-    """What `create_parallel_group` made last."""
+    """Return the result of the last `create_parallel_group`; None if there is none."""
     return _current
 
 
 def parallel_group(name: str) -> ProcessGroup | None:
-    """This rank's process group of a name; None where there is none."""
+    """Return this rank's process group of that name; None if there is none."""
     return _process_groups.get(_ALIASES.get(name, name))
 
 
 def parallel_rank(name: str) -> int:
-    """This rank's place in its group of a name; 0 where there is none."""
+    """Return this rank's position in its group of that name; 0 if there is no such group."""
     return 0 if _current is None else _current.coordinates(dist.get_rank()).get(_ALIASES.get(name, name), 0)
 
 
 def parallel_group_size(name: str) -> int:
-    """Ranks in a group of a name; 1 where there is none."""
+    """Return the size of a group of that name; 1 if there is no such group."""
     return 1 if _current is None else _current.sizes.get(_ALIASES.get(name, name), 1)

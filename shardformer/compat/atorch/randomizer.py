@@ -1,4 +1,4 @@
-"""Random numbers that some groups of ranks share and others do not (ATorch's `MultiDimParallelRandomizer`)."""
+"""Random streams shared by chosen groups of ranks (ATorch's `MultiDimParallelRandomizer`)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ State = dict[str, torch.Tensor]
 
 
 class Randomizer(SharedStream):
-    """One stream of random numbers, of the CPU and the current GPU."""
+    """A stream of random numbers, for the CPU and the current GPU."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """Draw from this stream, which goes on where it was left; torch's own is as before afterwards."""
+        """Draw from this stream, continuing where it stopped; torch's own random state is restored afterwards."""
         return self.active()
 
 
 class MultiDimParallelRandomizer:
-    """Streams by which groups of ranks are to draw the same.
+    """Random streams, one for each set of groups whose ranks must draw the same numbers.
 
-    With groups g_0, g_1, ... of sizes s_i, in which this rank has the places r_i, and m_i the product of the sizes
-    before s_i, the seed of a stream that some of them share is
+    Let groups g_0, g_1, ... have sizes s_i, let r_i be this rank's position in g_i, and let m_i be the product of the
+    sizes before s_i. The seed of a stream that some of the groups share is
 
         base_seed + code * (product of all sizes) + (sum of r_i * m_i over the groups that do not share it)
 
-    where code has a bit for each group that does.
+    where code has one bit set for each group that shares it.
 
     Args:
-        base_seed: of all streams.
-        groups: the grid; None for what `create_parallel_group` made.
-        rank: whose streams; None for this process's.
+        base_seed: base of all seeds.
+        groups: the mesh; None for the last result of `create_parallel_group`.
+        rank: rank to make streams for; None for this process's rank.
 
     Raises:
-        RuntimeError: there is no grid.
+        RuntimeError: there is no mesh.
     """
 
     def __init__(self, base_seed: int, groups: ParallelGroups | None = None, rank: int | None = None) -> None:
@@ -51,10 +51,10 @@ class MultiDimParallelRandomizer:
         self._streams: dict[frozenset[str], Randomizer] = {}
 
     def seed(self, *same_groups: str) -> int:
-        """Of the stream that these groups share.
+        """Return the seed of the stream that these groups share.
 
         Raises:
-            ValueError: a group that does not exist.
+            ValueError: a group does not exist.
         """
         code, offset, step = 0, 0, 1
         unknown = set(same_groups) - set(self.groups.sizes)
@@ -69,18 +69,18 @@ class MultiDimParallelRandomizer:
         return self.base_seed + code * math.prod(self.groups.sizes.values()) + offset
 
     def get_randomizer(self, *same_groups: str) -> Randomizer:
-        """The stream that these groups share; the same object for the same groups."""
+        """Return the stream that these groups share; the same object for the same groups."""
         key = frozenset(same_groups)
         if key not in self._streams:
             self._streams[key] = Randomizer(self.seed(*same_groups))
         return self._streams[key]
 
     def get_states(self) -> dict[str, State]:
-        """Of all streams that were drawn from, by the names of the groups, joined by commas."""
+        """Return the states of all streams in use, keyed by their sorted group names joined by commas."""
         return {",".join(sorted(key)): stream.state_dict() for key, stream in self._streams.items()}
 
     def set_states(self, states: Mapping[str, State]) -> None:
-        """Go on from these."""
+        """Restore streams from `states`."""
         for names, state in states.items():
             self.get_randomizer(*filter(None, names.split(","))).load_state_dict(state)
 
@@ -89,17 +89,17 @@ _instance: MultiDimParallelRandomizer | None = None
 
 
 def init_randomizer(base_seed: int = 1234) -> MultiDimParallelRandomizer:
-    """Make the randomizer of this process, anew where there was one."""
+    """Create the randomizer of this process, replacing an existing one."""
     global _instance
     _instance = MultiDimParallelRandomizer(base_seed)
     return _instance
 
 
 def get_randomizer(*same_groups: str) -> Randomizer:
-    """A stream of this process's randomizer.
+    """Return a stream of this process's randomizer.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no randomizer.
     """
     if _instance is None:
         raise RuntimeError("there is no randomizer; call init_randomizer first")

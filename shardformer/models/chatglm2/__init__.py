@@ -1,4 +1,4 @@
-"""ChatGLM2: configuration and models, which open checkpoints in the layout of the original."""
+"""ChatGLM2: configuration and models, which load checkpoints in the original layout."""
 
 from shardformer.models.chatglm2.configuration_chatglm import ChatGLMConfig
 from shardformer.models.chatglm2.modeling_chatglm import (

@@ -1,4 +1,4 @@
-"""ChatGLM2, written from its published description (GLM, arXiv 2103.10360, and the ChatGLM2-6B model card).
+"""ChatGLM2, implemented from its published description (GLM, arXiv 2103.10360, and the ChatGLM2-6B model card).
 
 Modules are named as in the original checkpoints. Attention and masks go through transformers' registries.
 """
@@ -26,7 +26,7 @@ _IGNORED = -100
 
 
 class ChatGLMRMSNorm(nn.Module):
-    """RMS norm over the last dim (arXiv 1910.07467), computed in fp32 at least."""
+    """RMS norm over the last dim (arXiv 1910.07467), computed in at least fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def _norm(config: ChatGLMConfig) -> nn.Module:
 
 
 class ChatGLMRotary(nn.Module):
-    """Angles of the rotary embedding (arXiv 2104.09864): half of a head's features turn, in neighbouring pairs."""
+    """Rotary embedding (arXiv 2104.09864) of half of a head's features, in adjacent pairs."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class ChatGLMRotary(nn.Module):
         self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, rotated, 2).float() / rotated), persistent=False)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, seq] -> cos and sin, [batch, 1, seq, pairs], in fp32."""
+        """Return cos and sin, [batch, 1, seq, pairs], in fp32, for position_ids [batch, seq]."""
         angles = position_ids[:, None, :, None].float() * self.inv_freq.float()
         return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first features of x, [batch, heads, seq, head_dim], in neighbouring pairs."""
+    """Rotate the first features of x, [batch, heads, seq, head_dim], in adjacent pairs."""
     size = 2 * cos.shape[-1]
     even, odd = x[..., :size].unflatten(-1, (-1, 2)).unbind(-1)  # [batch, heads, seq, pairs]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -123,7 +123,7 @@ class ChatGLMSelfAttention(nn.Module):
 
     def _heads(self, fused: Tensor) -> list[Tensor]:
         """[batch, seq, fused] -> query, key, value, each [batch, heads, seq, head_dim]."""
-        if not self.config.multi_query_attention:  # query, key and value of a head lie side by side
+        if not self.config.multi_query_attention:  # query, key and value of a head are adjacent
             return [x.transpose(1, 2) for x in fused.unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(3)]
         heads = fused.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return list(heads.split([self.num_heads, self.num_groups, self.num_groups], dim=1))
@@ -143,7 +143,7 @@ class ChatGLMMLP(nn.Module):
 
 
 class ChatGLMBlock(GradientCheckpointingLayer):
-    """One layer."""
+    """One transformer layer."""
 
     def __init__(self, config: ChatGLMConfig, layer_index: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class ChatGLMBlock(GradientCheckpointingLayer):
         self.mlp_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """[batch, seq, hidden] -> the same."""
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
         normed = self.input_layernorm(hidden_states)
         residual = normed if self.residual_behind_norm else hidden_states
         hidden_states = residual + self.attention_dropout(self.self_attention(normed, **kwargs))
@@ -166,7 +166,7 @@ class ChatGLMBlock(GradientCheckpointingLayer):
 
 
 class ChatGLMEmbedding(nn.Module):
-    """The token embedding, under the original's name."""
+    """Token embedding, under the original's name."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class ChatGLMEmbedding(nn.Module):
 
 
 class ChatGLMTransformer(nn.Module):
-    """The stack of layers, and the norm behind it."""
+    """Stack of layers, and the final norm."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class ChatGLMTransformer(nn.Module):
 
 
 class ChatGLMPreTrainedModel(PreTrainedModel):
-    """Initialisation and loading."""
+    """Base class of the models: initialization and loading."""
 
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
@@ -217,7 +217,7 @@ def _check_computed(config: ChatGLMConfig) -> None:
 
 
 class ChatGLMModel(ChatGLMPreTrainedModel):
-    """The model without a head. The head's weight, `output_layer`, lies here as in the original."""
+    """Model without a head. It owns the head's weight, `output_layer`, as in the original."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__(config)
@@ -271,7 +271,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
 
 class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
-    """The language model: token t predicts token t + 1."""
+    """Causal language model: token t predicts token t + 1."""
 
     _tied_weights_keys = {"transformer.output_layer.weight": "transformer.embedding.word_embeddings.weight"}
 
@@ -298,7 +298,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """logits: [batch, seq, padded vocabulary]; labels are those of the same positions, shifted here."""
+        """logits: [batch, seq, padded vocabulary]; labels: [batch, seq], not shifted (this method shifts them)."""
         outputs = self.transformer(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )
@@ -311,7 +311,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
 
 
 class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
-    """A classifier of the last token that is not padding."""
+    """Classifier of a sequence by its last token that is not padding."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__(config)
@@ -331,7 +331,7 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
         outputs = self.transformer(input_ids, attention_mask, **kwargs)
         hidden = outputs.last_hidden_state
         last = torch.full((len(hidden),), hidden.shape[1] - 1, device=hidden.device)
-        if attention_mask is not None:  # also right where padding is on the left
+        if attention_mask is not None:  # also correct for padding on the left
             last = (attention_mask * torch.arange(hidden.shape[1], device=hidden.device)).argmax(1)
         logits = self.classifier_head(hidden[torch.arange(len(hidden), device=hidden.device), last])
         loss = None if labels is None else F.cross_entropy(logits, labels, ignore_index=_IGNORED)

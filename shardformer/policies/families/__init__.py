@@ -1,1 +1,1 @@
-"""Policies written for single families, one file each."""
+"""Hand-written policies of model families, one file per family or group of related families."""

@@ -1,4 +1,4 @@
-"""ALBERT: a few groups of layers, each of which runs several times."""
+"""ALBERT: a few groups of layers, each run several times."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class RepeatedLayers(nn.ModuleList):
-    """A list of layers that looks as long as the model is deep; its modules keep their names and parameters.
+    """A layer list whose length is the depth of the model; the layers keep their names and parameters.
 
     Args:
-        modules: the layers, each once.
-        order: for each position the index of the layer that runs there.
+        modules: the distinct layers.
+        order: index of the layer that runs at each position.
     """
 
     def __init__(self, modules: nn.ModuleList, order: list[int]) -> None:
-        # Distinct objects with the same parameters: a stage treats its first layer unlike the others.
+        # Distinct objects with the same parameters, because a stage modifies its first layer only.
         self.positions = [_twin(modules[index]) for index in order]
         super().__init__()
         self.order = order
@@ -29,11 +29,11 @@ class RepeatedLayers(nn.ModuleList):
             self.add_module(name, module)
 
     def positions_of(self, index: int) -> list[int]:
-        """Where layer number `index` runs."""
+        """Return the positions at which layer `index` runs."""
         return [position for position, used in enumerate(self.order) if used == index]
 
     def keep_used(self) -> None:
-        """Drop the layers that no position of this stage runs."""
+        """Delete the layers that this stage does not run at any position."""
         for index in list(self._modules):
             used = {id(child) for layer in self.positions for child in layer._modules.values()}
             if not any(id(child) in used for child in self._modules[index]._modules.values()):
@@ -65,7 +65,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 class AlbertPolicy(Policy):
-    """All heads of ALBERT. Stages that run the same group share its parameters."""
+    """Policy for ALBERT. Stages that run the same group share its parameters."""
 
     family, prefix = "albert", "Albert"
     heads = (
@@ -77,7 +77,7 @@ class AlbertPolicy(Policy):
         "ForQuestionAnswering",
         "ForMultipleChoice",
     )
-    supports_sequence_parallel = False  # the residual is added inside of the attention
+    supports_sequence_parallel = False  # the residual is added inside the attention
     repeats_layers = True
     stages = StageLayout(
         layers="encoder.albert_layer_groups",
@@ -92,9 +92,9 @@ class AlbertPolicy(Policy):
         if self.shard_config.stage_manager.num_stages > 1 and not isinstance(
             encoder.albert_layer_groups, RepeatedLayers
         ):
-            order = [int(position / (depth / groups)) for position in range(depth)]  # as transformers counts
+            order = [int(position / (depth / groups)) for position in range(depth)]  # same formula as in transformers
             encoder.albert_layer_groups = RepeatedLayers(encoder.albert_layer_groups, order)
-            # The encoder finds group number `position * groups / depth` at each position.
+            # The encoder runs group `position * groups / depth` at each position; groups = depth makes it the position.
             encoder.config = copy.copy(encoder.config)
             encoder.config.num_hidden_groups = depth
         return self.model

@@ -1,4 +1,4 @@
-"""BART, the encoder-decoders built like it, and Whisper."""
+"""BART, encoder-decoders with the same structure, and Whisper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout,
 
 
 class BartPolicy(Policy):
-    """Encoder-decoders whose layers have q_proj, k_proj, v_proj, out_proj, fc1 and fc2."""
+    """Policy for BART, and base class for encoder-decoders with the same layers.
+
+    The layers have q_proj, k_proj, v_proj, out_proj, fc1 and fc2.
+    """
 
     family, prefix = "bart", "Bart"
     splits_towers = True
@@ -39,7 +42,7 @@ class BartPolicy(Policy):
     @property
     def stages(self) -> StageLayout:
         base = self.model.get_submodule(self.base_path)
-        # What a layout names and a class does not have (a tower, a norm) is left out.
+        # Modules that a class does not have (a tower, a norm) may be named: the partitioner skips them.
         decoder = StageLayout(
             layers="decoder.layers",
             first={
@@ -94,7 +97,7 @@ class BartPolicy(Policy):
 
         config = self.model.config
         encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
-        # A bias is added to the logits behind the head: they have to be whole there.
+        # A bias is added to the logits after the head, so the logits must be gathered.
         head = rules.gathered_lm_head if hasattr(self.model, "final_logits_bias") else rules.head
         heads = [*rules.vocab("shared?"), *(head("lm_head?")), *(rules.head("proj_out?"))]
         return {
@@ -112,7 +115,7 @@ class BartPolicy(Policy):
         }
 
     def _keep_local_heads(self, attention: nn.Module) -> None:
-        attention.num_heads //= self.tp_size  # the two towers may differ
+        attention.num_heads //= self.tp_size  # the towers may have different numbers of heads
         attention.embed_dim //= self.tp_size
 
     def _drop_behind_activation(self, layer: nn.Module) -> None:
@@ -120,27 +123,27 @@ class BartPolicy(Policy):
             drop_behind_activation(layer, self.shard_config.group.rank())
 
     def _drop_own_slice(self, layer: nn.Module) -> None:
-        """Dropout between the regions is a function: a layer whose rank holds a slice draws all of it for itself."""
+        """Draw functional dropout between the regions per rank, because each rank holds its own sequence slice."""
         if self.shard_config.sequence is not None:
             draw_per_rank(layer, self.shard_config.group.rank())
 
 
 class MBartPolicy(BartPolicy):
-    """mBART."""
+    """Policy for mBART."""
 
     family, prefix = "mbart", "MBart"
     writes_usual_losses = True
 
 
 class MvpPolicy(BartPolicy):
-    """MVP, without prompts in front of its layers' keys and values."""
+    """Policy for MVP, without prompts before the keys and values of its layers."""
 
     family, prefix = "mvp", "Mvp"
     writes_usual_losses = True
 
     def _keep_local_heads(self, attention: nn.Module) -> None:
         super()._keep_local_heads(attention)
-        if self.tp_size > 1:  # written out in the model
+        if self.tp_size > 1:  # the model computes attention, with its dropout, itself
             draw_per_rank(attention, self.shard_config.group.rank())
 
     def check(self) -> list[str]:
@@ -149,7 +152,7 @@ class MvpPolicy(BartPolicy):
 
 
 class PLBartPolicy(BartPolicy):
-    """PLBART."""
+    """Policy for PLBART."""
 
     family, prefix = "plbart", "PLBart"
     heads = ("Model", "ForConditionalGeneration", "ForSequenceClassification", "ForCausalLM")
@@ -157,7 +160,7 @@ class PLBartPolicy(BartPolicy):
 
 
 class PegasusPolicy(BartPolicy):
-    """Pegasus."""
+    """Policy for Pegasus."""
 
     family, prefix = "pegasus", "Pegasus"
     heads = ("Model", "ForConditionalGeneration", "ForCausalLM")
@@ -165,21 +168,21 @@ class PegasusPolicy(BartPolicy):
 
 
 class BlenderbotPolicy(PegasusPolicy):
-    """Blenderbot."""
+    """Policy for Blenderbot."""
 
     family, prefix = "blenderbot", "Blenderbot"
     writes_usual_losses = True
 
 
 class BlenderbotSmallPolicy(PegasusPolicy):
-    """Blenderbot, small."""
+    """Policy for BlenderbotSmall."""
 
     family, prefix = "blenderbot_small", "BlenderbotSmall"
     writes_usual_losses = True
 
 
 class MarianPolicy(BartPolicy):
-    """Marian."""
+    """Policy for Marian."""
 
     family, prefix = "marian", "Marian"
     heads = ("Model", "MTModel", "ForCausalLM")
@@ -187,7 +190,7 @@ class MarianPolicy(BartPolicy):
 
 
 class M2M100Policy(BartPolicy):
-    """M2M-100 and NLLB."""
+    """Policy for M2M-100 and NLLB."""
 
     family, prefix = "m2m_100", "M2M100"
     heads = ("Model", "ForConditionalGeneration")
@@ -195,7 +198,7 @@ class M2M100Policy(BartPolicy):
 
 
 class WhisperPolicy(BartPolicy):
-    """Whisper: convolutions in the place of an embedding in front of the encoder."""
+    """Policy for Whisper, whose encoder starts with convolutions instead of an embedding."""
 
     family, prefix = "whisper", "Whisper"
     heads = ("Model", "ForConditionalGeneration", "ForCausalLM", "ForAudioClassification")

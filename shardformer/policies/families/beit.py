@@ -16,13 +16,13 @@ _READ_HIDDEN_STATES = ("BeitForSemanticSegmentation", "BeitBackbone")
 
 
 class BeitPolicy(ViTPolicy):
-    """BEiT with any of its heads: ViT's modules, biases of relative positions in each layer or one for all of them.
+    """Policy for BEiT: the modules of ViT, with relative position biases per layer or shared by all layers.
 
-    The batch norms of the segmentation head normalise each micro-batch of a rank by itself, as they do in any training
-    that cuts its batches.
+    The batch norms of the segmentation head normalise each micro-batch of a rank separately, as in any training that
+    splits its batches.
     """
 
-    supports_ulysses = False  # attention has biases of single heads
+    supports_ulysses = False  # attention has per-head biases
     family, prefix = "beit", "Beit"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
     stages = StageLayout(
@@ -50,9 +50,10 @@ class BeitPolicy(ViTPolicy):
 
 
 def _batch_norm(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """[rows, channels, height, width]: in the precision of the statistics.
+    """Apply batch norm to [rows, channels, height, width] in the precision of the running statistics.
 
-    They are buffers and keep theirs where parameters are cast to 16 bit, which no kernel of torch takes together.
+    The statistics are buffers and keep their precision when parameters are cast to 16 bits, and no PyTorch kernel
+    accepts this mix of dtypes.
     """
     if self.training:
         self.num_batches_tracked.add_(1)

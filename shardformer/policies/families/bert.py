@@ -12,7 +12,7 @@ from shardformer.stages.stage import Received, StageLayout
 
 
 class BertPolicy(Policy):
-    """All heads of BERT; its layers normalise after each region, so norms sit between the regions."""
+    """Policy for BERT. Its layers normalise after each tensor-parallel region, so norms are between regions."""
 
     family, prefix = "bert", "Bert"
     heads = (
@@ -63,7 +63,7 @@ class BertPolicy(Policy):
 
 
 class RobertaPolicy(BertPolicy):
-    """All heads of RoBERTa."""
+    """Policy for RoBERTa."""
 
     family, prefix = "roberta", "Roberta"
     heads = (

@@ -1,4 +1,4 @@
-"""Encoders with the layers of BERT or RoBERTa under other names."""
+"""Encoders with the layers of BERT or RoBERTa under different names."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from shardformer.stages.stage import Received, StageLayout
 
 
 class XLMRobertaPolicy(RobertaPolicy):
-    """All heads of XLM-RoBERTa."""
+    """Policy for XLM-RoBERTa."""
 
     family, prefix = "xlm_roberta", "XLMRoberta"
     writes_usual_losses = True
 
 
 class CamembertPolicy(RobertaPolicy):
-    """All heads of CamemBERT."""
+    """Policy for CamemBERT."""
 
     family, prefix = "camembert", "Camembert"
     writes_usual_losses = True
 
 
 class Data2VecTextPolicy(RobertaPolicy):
-    """All heads of data2vec for text."""
+    """Policy for data2vec for text."""
 
     family, prefix = "data2vec_text", "Data2VecText"
     module = "transformers.models.data2vec.modeling_data2vec_text"
@@ -33,7 +33,7 @@ class Data2VecTextPolicy(RobertaPolicy):
 
 
 class RobertaPreLayerNormPolicy(RobertaPolicy):
-    """All heads of RoBERTa-PreLayerNorm: a norm in front of each region, and one behind the layers."""
+    """Policy for RoBERTa-PreLayerNorm, which has a norm before each region and one after the layers."""
 
     family, prefix = "roberta_prelayernorm", "RobertaPreLayerNorm"
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("LayerNorm", "pooler"))
@@ -58,7 +58,7 @@ class RobertaPreLayerNormPolicy(RobertaPolicy):
 
 
 class BertGenerationPolicy(BertPolicy):
-    """The encoder of BertGeneration, and its decoder, a causal language model."""
+    """Policy for BertGeneration: the encoder, and the decoder, which is a causal language model."""
 
     family, prefix = "bert_generation", "BertGeneration"
     heads = ("Encoder", "Decoder")
@@ -72,7 +72,7 @@ class BertGenerationPolicy(BertPolicy):
 
 
 class LayoutLMPolicy(BertPolicy):
-    """All heads of LayoutLM; boxes on the page only matter to its embeddings."""
+    """Policy for LayoutLM. Only its embeddings use the boxes on the page."""
 
     family, prefix = "layoutlm", "LayoutLM"
     heads = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -80,7 +80,7 @@ class LayoutLMPolicy(BertPolicy):
 
 
 class SplinterPolicy(BertPolicy):
-    """All heads of Splinter, which find spans."""
+    """Policy for Splinter, whose heads predict spans."""
 
     family, prefix = "splinter", "Splinter"
     heads = ("Model", "ForQuestionAnswering", "ForPreTraining")
@@ -95,7 +95,7 @@ class SplinterPolicy(BertPolicy):
 
 
 class MPNetPolicy(BertPolicy):
-    """All heads of MPNet. Its position biases are computed once: every stage has them, a rank those of its heads."""
+    """Policy for MPNet. Every stage holds the position biases, which are computed once and sharded by heads."""
 
     family, prefix = "mpnet", "MPNet"
     heads = (

@@ -1,4 +1,4 @@
-"""BLIP-2: an image encoder, a querying transformer and a language model of another family, one behind the other."""
+"""BLIP-2: an image encoder, followed by a querying transformer and a language model of another family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class Blip2Policy(Policy):
-    """BLIP-2. The language model is sharded by the policy of its own family."""
+    """Policy for BLIP-2. The language model is sharded by the policy of its own family."""
 
     family, prefix = "blip_2", "Blip2"
     heads = ("ForConditionalGeneration", "Model")
@@ -34,14 +34,14 @@ class Blip2Policy(Policy):
     def stages(self) -> StageLayout:
         language = _below(self._language_path, self.language_policy.stages)
         base = self.language_policy.base_path.split(".")[0]
-        if base:  # the head of the language model is behind its base model
+        if base:  # the head of the language model runs after its base model
             names = [name for name, _ in self.model.language_model.named_children() if name != base]
             language = _with_last(language, tuple(f"language_model.{name}" for name in names))
         queries = StageLayout(
             layers="qformer.encoder.layer",
             first={"qformer.layernorm": IdentityPlaceholder},
             last=("language_projection",),
-            # Its output has become embeddings of the language model, which later stages do not need.
+            # No fields: its output is turned into embeddings of the language model, which later stages do not need.
             finished_towers={"qformer": ()},
             next_layers=language,
         )
@@ -74,7 +74,7 @@ class Blip2Policy(Policy):
         heads = config.qformer_config.num_attention_heads
         output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
         return {
-            # It reshapes by the size of its input, so every rank runs all heads of weights that are cut.
+            # It reshapes by the size of its input, so weights are sharded but every rank computes all heads.
             "Blip2Attention": ModulePolicyDescription(
                 {"attention_is_replicated": True},
                 sub_module_replacement=[*rules.gathered("qkv"), *rules.row_split_input("projection")],
@@ -83,7 +83,7 @@ class Blip2Policy(Policy):
             "Blip2EncoderLayer": ModulePolicyDescription(
                 sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
             ),
-            # Keys and values of a cross-attention read the image: they run apart from the query.
+            # Keys and values of a cross-attention read the image, so they do not share the query's input.
             "Blip2QFormerMultiHeadAttention": ModulePolicyDescription(
                 sub_module_replacement=[
                     *rules.column("query", num_heads=heads),
@@ -104,7 +104,7 @@ class Blip2Policy(Policy):
 
 
 def _below(path: str, layout: StageLayout | None) -> StageLayout | None:
-    """The layout of a model at `path` of a larger one."""
+    """Return the layout of a model that is at `path` inside a larger one."""
     if layout is None:
         return None
     return replace(
@@ -119,7 +119,7 @@ def _below(path: str, layout: StageLayout | None) -> StageLayout | None:
 
 
 def _with_last(layout: StageLayout, names: tuple[str, ...]) -> StageLayout:
-    """The layout with further modules behind its last list."""
+    """Return the layout with `names` added to the modules after its last layer list."""
     if layout.next_layers is not None:
         return replace(layout, next_layers=_with_last(layout.next_layers, names))
     return replace(layout, last=(*layout.last, *names))

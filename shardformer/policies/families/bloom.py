@@ -1,4 +1,4 @@
-"""BLOOM and Falcon: fused query, key and value of each head side by side, and ALiBi (arXiv 2108.12409)."""
+"""BLOOM and Falcon: query, key and value fused head by head, and ALiBi (arXiv 2108.12409)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class BloomPolicy(Policy):
-    """BLOOM. Every rank builds the biases of all heads and uses those of its own."""
+    """Policy for BLOOM. Every rank builds the biases of all heads and uses those of its own heads."""
 
     family, prefix = "bloom", "Bloom"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-    supports_sequence_parallel = False  # the residual is added inside of the regions
+    supports_sequence_parallel = False  # the residual is added inside the regions
     stages = StageLayout(
         layers="h",
         first={"word_embeddings": Received, "word_embeddings_layernorm": IdentityPlaceholder},
@@ -66,7 +66,7 @@ class BloomPolicy(Policy):
 
 
 class FalconPolicy(BloomPolicy):
-    """Falcon: one key/value head for all, one a group of heads, or one a head."""
+    """Policy for Falcon: one key/value head for all query heads, one per group, or one per query head."""
 
     family, prefix = "falcon", "Falcon"
     stages = StageLayout(
@@ -118,5 +118,5 @@ class FalconPolicy(BloomPolicy):
         }
 
     def _draw_per_rank(self, attention: nn.Module) -> None:
-        if self.tp_size > 1:  # SDPA takes the probability of the dropout module, and draws itself
+        if self.tp_size > 1:  # SDPA takes the dropout probability of the module and draws the mask itself
             draw_per_rank(attention, self.shard_config.group.rank())

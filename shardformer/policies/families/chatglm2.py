@@ -1,4 +1,4 @@
-"""ChatGLM2, of this package or of a checkpoint's remote code."""
+"""ChatGLM2, either from this package or from the remote code of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardformer.utils.phrases import divisors_phrase
 
 
 class ChatGLM2Policy(Policy):
-    """Query, key and value are fused, with fewer key/value heads; gate and value of the feed-forward are, too."""
+    """Policy for ChatGLM2: fused query, key and value with fewer key/value heads, and fused gate and up projections."""
 
     family, prefix = "chatglm2", "ChatGLM"
     module = "shardformer.models.chatglm2.modeling_chatglm"

@@ -1,4 +1,4 @@
-"""CLIP: a tower of images, a tower of texts, or both."""
+"""CLIP: an image tower, a text tower, or both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class CLIPPolicy(Policy):
-    """CLIP with any of its heads; in the model of both towers that of images runs first."""
+    """Policy for CLIP. If the model has both towers, the image tower runs first."""
 
     family, prefix = "clip", "CLIP"
     heads = (
@@ -39,14 +39,14 @@ class CLIPPolicy(Policy):
         text = _text_layout("text_model.")
         return replace(
             vision,
-            # The last stage projects what the tower of images has found on an earlier one.
+            # The last stage projects the output of the image tower, which runs on an earlier stage.
             every=("visual_projection", "logit_scale"),
             finished_towers={"vision_model": ("pooler_output",)},
             next_layers=replace(text, last=(*text.last, "text_projection")),
         )
 
     def tokens_mix_only_in_attention(self) -> bool:
-        return False  # the pooler of a text looks for its last token
+        return False  # the text pooler searches for the last token
 
     def head_counts(self) -> Mapping[str, int]:
         return {
@@ -70,7 +70,7 @@ class CLIPPolicy(Policy):
         }
 
     def _tower_configs(self) -> Mapping[str, Any]:
-        """Prefix of the names of its options -> configuration of a tower that the model has."""
+        """Return the configurations of the model's towers, by the prefix of their option names."""
         config = self.model.config
         if hasattr(config, "num_attention_heads"):
             return {"": config}

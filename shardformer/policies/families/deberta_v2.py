@@ -1,4 +1,4 @@
-"""DeBERTa-v2 and v3: disentangled attention, which projects a table of relative positions as well."""
+"""DeBERTa-v2 and v3, whose disentangled attention also projects a table of relative positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardformer.stages.stage import Received, StageLayout
 
 
 class DebertaV2Policy(Policy):
-    """All heads of DeBERTa-v2. The table of relative positions is read by every layer: all stages hold it."""
+    """Policy for DeBERTa-v2. All stages hold the table of relative positions, because every layer reads it."""
 
     family, prefix = "deberta_v2", "DebertaV2"
     heads = (
@@ -21,7 +21,8 @@ class DebertaV2Policy(Policy):
         "ForQuestionAnswering",
         "ForMultipleChoice",
     )
-    supports_sequence_parallel = False  # the table of relative positions is not cut, and read beside the sequence
+    # Attention reads the table of relative positions, which is not sharded, in addition to the sequence.
+    supports_sequence_parallel = False
     stages = StageLayout(
         layers="encoder.layer",
         first={"embeddings": Received, "encoder.conv": Received},
@@ -40,14 +41,14 @@ class DebertaV2Policy(Policy):
 
     @property
     def _reads_embedding(self) -> bool:
-        """The newer head multiplies with the embedding's weight itself, and adds a bias of the whole vocabulary."""
+        """Whether the model has the newer head, which uses the embedding's weight and a bias of the full vocabulary."""
         return hasattr(self.model, "lm_predictions")
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_attention_heads
-        # With a shared key, query and key read the table of positions as well; the value does not.
+        # With a shared key, query and key also read the table of positions; the value does not.
         value_reads = "value_proj" if getattr(config, "share_att_key", False) else "query_proj"
         output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
         return {

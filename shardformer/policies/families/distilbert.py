@@ -10,7 +10,7 @@ from shardformer.stages.stage import Received, StageLayout
 
 
 class DistilBertPolicy(Policy):
-    """All heads of DistilBERT."""
+    """Policy for DistilBERT."""
 
     family, prefix = "distilbert", "DistilBert"
     heads = (

@@ -1,4 +1,4 @@
-"""ELECTRA and ERNIE: BERT's layers under their names."""
+"""ELECTRA and ERNIE: the layers of BERT under different names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
 class ErniePolicy(BertPolicy):
-    """All heads of ERNIE."""
+    """Policy for ERNIE."""
 
     family, prefix = "ernie", "Ernie"
     heads = (
@@ -29,7 +29,7 @@ class ErniePolicy(BertPolicy):
 
 
 class ElectraPolicy(BertPolicy):
-    """All heads of ELECTRA: the discriminator, and the generator's language-model heads."""
+    """Policy for ELECTRA: the discriminator, and the language-model heads of the generator."""
 
     family, prefix = "electra", "Electra"
     heads = (

@@ -12,7 +12,7 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout,
 
 
 class GPT2Policy(Policy):
-    """GPT-2: a fused `Conv1D` for query, key and value, each of the three cut on its own."""
+    """Policy for GPT-2, with a fused `Conv1D` for query, key and value, each sharded independently."""
 
     family, prefix = "gpt2", "GPT2"
     heads = (

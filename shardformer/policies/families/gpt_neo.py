@@ -1,4 +1,4 @@
-"""GPT-Neo and GPT-J, whose attention is written out in their own modules."""
+"""GPT-Neo and GPT-J, which compute attention in their own modules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout,
 
 
 class GPTNeoPolicy(Policy):
-    """GPT-Neo."""
+    """Policy for GPT-Neo."""
 
-    supports_ulysses = False  # attention does not go through the registry
+    supports_ulysses = False  # attention does not use the registry
     family, prefix = "gpt_neo", "GPTNeo"
     heads: tuple[str, ...] = (
         "Model",
@@ -27,7 +27,7 @@ class GPTNeoPolicy(Policy):
         last=("ln_f",),
         tuple_output=2,
     )
-    # (class of the attention, its number of heads, feed-forward in and out, norms of a layer)
+    # (attention class, its head count attribute, feed-forward input and output projections, norms of a layer)
     attention, count, feed_forward, norms = "SelfAttention", "num_heads", ("c_fc", "c_proj"), ("ln_1", "ln_2")
     supports_sequence_parallel = True
     writes_usual_losses = True
@@ -61,7 +61,7 @@ class GPTNeoPolicy(Policy):
 
 
 class GPTJPolicy(GPTNeoPolicy):
-    """GPT-J: attention and feed-forward read the same norm; its head has a bias."""
+    """Policy for GPT-J. Attention and feed-forward read the same norm, and the head has a bias."""
 
     family, prefix = "gptj", "GPTJ"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")

@@ -1,4 +1,4 @@
-"""Llama, and the decoders whose modules have its names: Mistral, Qwen2, Qwen3."""
+"""Llama, and decoders with the same module names: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shardformer.utils.phrases import divisors_phrase
 
 
 class LlamaPolicy(Policy):
-    """Llama with any of its heads; key/value heads fewer than the ranks are copied.
+    """Policy for Llama. If there are fewer key/value heads than ranks, they are copied.
 
-    Heads that the ranks do not divide are shared out in groups around a key/value head, 6 over 4 ranks as 2, 2, 1, 1.
+    If the number of ranks does not divide the heads, they are distributed in groups, each with one key/value head:
+    6 groups over 4 ranks as 2, 2, 1, 1.
     """
 
     family, prefix = "llama", "Llama"
@@ -40,7 +41,7 @@ class LlamaPolicy(Policy):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         is_copied = kv_heads < self.tp_size
         local_groups = heads // self.tp_size if is_copied else heads // kv_heads
-        # Queries stay with their key and value.
+        # Keep query heads on the rank of their key/value head.
         query_units = heads if is_copied else kv_heads
         attention = [
             *rules.column("q_proj", num_heads=query_units, reads="hidden_states"),
@@ -65,21 +66,21 @@ class LlamaPolicy(Policy):
 
 
 class MistralPolicy(LlamaPolicy):
-    """Mistral; the sliding window is a matter of masks, which every rank builds alike."""
+    """Policy for Mistral. The sliding window only affects masks, which are identical on every rank."""
 
     family, prefix = "mistral", "Mistral"
     writes_usual_losses = True
 
 
 class Qwen2Policy(LlamaPolicy):
-    """Qwen2; its query, key and value projections have biases."""
+    """Policy for Qwen2, whose query, key and value projections have biases."""
 
     family, prefix = "qwen2", "Qwen2"
     writes_usual_losses = True
 
 
 class Qwen3Policy(LlamaPolicy):
-    """Qwen3 normalises each head's queries and keys with weights that all heads share."""
+    """Policy for Qwen3, which normalises the queries and keys of each head with weights shared by all heads."""
 
     family, prefix = "qwen3", "Qwen3"
     supports_sequence_parallel = True
@@ -87,7 +88,7 @@ class Qwen3Policy(LlamaPolicy):
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
-        # A rank sees the gradient of its own heads only.
+        # Gradients are partial: a rank sees its own heads only.
         norms = ShardingRules(self.shard_config).head_norm("q_norm", "k_norm")
         table["Qwen3Attention"].sub_module_replacement.extend(norms)
         return table

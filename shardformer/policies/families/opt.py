@@ -14,7 +14,7 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout,
 
 
 class OPTPolicy(Policy):
-    """OPT. Its layers flatten batch and sequence in front of the feed-forward: no sequence parallelism."""
+    """Policy for OPT. No sequence parallelism, because layers flatten batch and sequence before the feed-forward."""
 
     family, prefix = "opt", "OPT"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")

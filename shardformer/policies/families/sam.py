@@ -1,4 +1,4 @@
-"""SAM: an image encoder that is cut into stages, and a small decoder of masks behind it."""
+"""SAM: an image encoder, which is split into pipeline stages, followed by a small mask decoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardformer.stages.stage import Received, StageLayout
 
 
 class SamPolicy(Policy):
-    """SAM. Heads share the decomposed relative positions, of which a rank sees the gradient of its own heads."""
+    """Policy for SAM. Heads share the decomposed relative positions, so a rank's gradient of them is partial."""
 
     family, prefix = "sam", "Sam"
     heads = ("Model", "VisionModel")
@@ -67,5 +67,5 @@ class SamPolicy(Policy):
         return table
 
     def _draw_per_rank(self, attention: nn.Module) -> None:
-        if self.tp_size > 1:  # the dropout of attention is a function, and all that the module draws
+        if self.tp_size > 1:  # attention dropout is a function; the module draws nothing else
             draw_per_rank(attention, self.shard_config.group.rank())

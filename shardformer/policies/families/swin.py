@@ -1,4 +1,4 @@
-"""Swin and SwinV2: windows of an image's patches, in several lists of layers with a merging of patches between them."""
+"""Swin and SwinV2: windowed attention over image patches, in several layer lists with patch merging between them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardformer.stages.stage import StageLayout, StagePlaceholder
 
 
 class ReceivedGrid(StagePlaceholder):
-    """Stands for the embedding: patches of the right shape, [rows, height * width, features], and their grid.
+    """Placeholder for the embedding; returns dummy patches [rows, height * width, features] and their grid.
 
-    Every list of layers reshapes what it gets by the grid, so that shapes have to fit up to the layers of this stage.
+    Every layer list reshapes its input by the grid, so shapes must be right up to the layers of this stage.
     """
 
     def __init__(self, patch_size: int, features: int) -> None:
@@ -29,7 +29,7 @@ class ReceivedGrid(StagePlaceholder):
 
 
 class MergedPatches(StagePlaceholder):
-    """Stands for the merging of patches: four become one of twice the features."""
+    """Placeholder for patch merging, which turns four patches into one with twice the features."""
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         height, width = ((side + 1) // 2 for side in grid)
@@ -37,7 +37,7 @@ class MergedPatches(StagePlaceholder):
 
 
 class SwinPolicy(Policy):
-    """Swin with any of its heads. Each list of layers has a number of attention heads of its own."""
+    """Policy for Swin. Each layer list has its own number of attention heads."""
 
     family, prefix = "swin", "Swin"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "Backbone")
@@ -73,7 +73,7 @@ class SwinPolicy(Policy):
         return problems + self.check_hidden_states((f"{self.prefix}Backbone",))
 
     def preprocess(self) -> nn.Module:
-        # A pipeline stage may end inside of a list of layers, which then is not recomputed as a whole; its layers are.
+        # A pipeline stage may end inside a layer list, so checkpoint single layers instead of the whole list.
         if self.shard_config.stage_manager.num_stages > 1:
             for stage in self._lists():
                 stage.gradient_checkpointing = False
@@ -95,12 +95,12 @@ class SwinPolicy(Policy):
         }
 
     def _lists(self) -> list[nn.Module]:
-        """The modules of transformers that each have a list of layers."""
+        """Return the modules that each contain a layer list (`SwinStage`, `Swinv2Stage` in transformers)."""
         return [module for module in self.model.modules() if type(module).__name__ == f"{self.prefix}Stage"]
 
 
 class Swinv2Policy(SwinPolicy):
-    """SwinV2: a learned scale for each head, and biases of relative positions from a small MLP."""
+    """Policy for SwinV2: a learned scale per head, and relative position biases computed by a small MLP."""
 
     family, prefix = "swinv2", "Swinv2"
     layer_outputs = 1
@@ -143,14 +143,14 @@ class Swinv2Policy(SwinPolicy):
         }
 
     def postprocess(self) -> nn.Module:
-        # The coordinates are a buffer, and buffers keep their precision where parameters are cast to 16 bit.
+        # The coordinates are a buffer, and buffers keep their precision when parameters are cast to 16 bits.
         for module in self.model.modules():
             if type(module).__name__ == "Swinv2SelfAttention":
                 module.continuous_position_bias_mlp.register_forward_pre_hook(_cast_to_weights)
         return self.model
 
     def _count_local_heads(self, attention: nn.Module) -> None:
-        # Not an attribute_replacement: the lists of layers differ in their heads.
+        # Not an attribute_replacement, because the layer lists have different numbers of heads.
         attention.num_attention_heads //= self.tp_size
         attention.all_head_size //= self.tp_size
 

@@ -1,4 +1,4 @@
-"""T5 and mT5: encoder-decoders whose first layer's position bias serves all layers of its stack."""
+"""T5, mT5 and UMT5. In T5 and mT5 all layers of a stack use the position bias of its first layer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardformer.stages.stage import Received, ReceivedByTower, StageLayout
 
 
 class T5Policy(Policy):
-    """All heads of T5. A rank has the position biases of its own heads.
+    """Policy for T5. The position biases are sharded by heads.
 
     Attributes:
-        shares_biases: whether a layer returns (hidden state, position bias, cross-attention's position bias), the
-            biases of the first layer, instead of the hidden state alone.
+        shares_biases: whether a layer returns (hidden state, position bias, cross-attention position bias), with the
+            biases of the first layer, instead of only the hidden state.
     """
 
     family, prefix = "t5", "T5"
@@ -98,14 +98,14 @@ class T5Policy(Policy):
 
 
 class MT5Policy(T5Policy):
-    """mT5: T5's table under its names."""
+    """Policy for mT5: the table of T5 with the class names of mT5."""
 
     family, prefix = "mt5", "MT5"
     writes_usual_losses = True
 
 
 class UMT5Policy(T5Policy):
-    """UMT5: every layer has position biases of its own."""
+    """Policy for UMT5, where every layer has its own position biases."""
 
     family, prefix = "umt5", "UMT5"
     shares_biases = False

@@ -1,4 +1,4 @@
-"""ViT, and DeiT, whose modules have its names."""
+"""ViT, and DeiT, which has the same module names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardformer.stages.stage import ReceivedPatches, StageLayout
 
 
 class ViTPolicy(Policy):
-    """ViT with any of its heads; its layers normalise before each region."""
+    """Policy for ViT. Its layers normalise before each tensor-parallel region."""
 
     family, prefix = "vit", "ViT"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling")
@@ -40,7 +40,7 @@ class ViTPolicy(Policy):
 
 
 class DeiTPolicy(ViTPolicy):
-    """DeiT; its distillation token is one more token of the embedding."""
+    """Policy for DeiT. Its distillation token is an additional token of the embedding."""
 
     family, prefix = "deit", "DeiT"
     heads = (*ViTPolicy.heads, "ForImageClassificationWithTeacher")

@@ -1,1 +1,1 @@
-"""Policies made from tensor-parallel plans, those of transformers or our own."""
+"""Policies built from tensor-parallel plans, either of transformers or declared in this package."""

@@ -1,4 +1,4 @@
-"""Plans of families that transformers gives none, in the terms of those that it gives."""
+"""Declared plans for families without a plan in transformers, in the terms of transformers' plans."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 
 @dataclass(frozen=True)
 class DeclaredPlan:
-    """How one family is sharded. Every path is the end of one: "self_attn.q_proj" is that of each layer.
+    """The plan of one family. Paths match by their end: "self_attn.q_proj" matches that module of every layer.
 
     Attributes:
-        styles: path of a module or parameter -> tensor-parallel style; None for those of the model's own plan.
-        local: path of a module -> its attributes that count heads or features, of which a rank has its share.
-        layers: path of the list of layers that stages are cut from; None for the list that the styles are about.
-        towers: paths of the lists of layers of an encoder and of its decoder.
-        first: stand-ins on later stages for modules in front of the layers, where the tree does not tell.
+        styles: path of a module or parameter -> tensor-parallel style; None for the model's own plan.
+        local: path of a module -> attributes that count heads or features; each is divided by the number of ranks.
+        layers: path of the layer list that is split into stages; None for the list that the styles name.
+        towers: paths of the layer lists of an encoder and its decoder.
+        first: placeholders on later stages for modules before the layers, if the module tree does not determine them.
         every: modules that all stages need.
-        last: modules behind the layers that are registered in front of them.
-        carries: inputs of the layers that an earlier layer has computed.
-        needs: fields of the configuration -> the only value with which the family can be sharded.
-        beside: paths of the lists of parts of the same layers.
-        layer_outputs: elements of the tuple that a layer returns, where its source does not tell.
-        pipelined: whether stages can be cut from the family at all.
-        cut_vocabulary: whether the embedding and the head are cut over the vocabulary.
-        whole_logits: whether the head's logits are gathered at once, because the model does something with them.
+        last: modules that run after the layers but are registered before them.
+        carried_inputs: inputs of the layers that an earlier layer computes.
+        needs: configuration field -> the only value with which the family can be sharded.
+        sublayer_lists: paths of the lists of further parts of the same layers.
+        layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
+        pipelined: whether the family can be split into stages.
+        cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
+        whole_logits: whether the head's logits are gathered immediately, because the model processes them.
     """
 
     styles: Mapping[str, str] | None
@@ -58,7 +58,7 @@ class DeclaredPlan:
     whole_logits: bool = False
 
     def styles_of(self, model: nn.Module) -> dict[str, str]:
-        """Path of the model with `*` for numbers -> style."""
+        """Return the style of each path of the model that has one, with `*` for numbers."""
         if self.styles is None:
             return dict(model.tp_plan)
         names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
@@ -66,12 +66,12 @@ class DeclaredPlan:
         return {pattern: style for pattern, style in found.items() if style is not None}
 
     def local_values(self, path: str, module: nn.Module, tp_size: int) -> dict[str, int]:
-        """Attributes of the module at `path` -> this rank's share."""
+        """Return the local values of the attributes of the module at `path` that count heads or features."""
         names = _lookup(starred(path), self.local) or ()
         return {name: getattr(module, name) // tp_size for name in names if hasattr(module, name)}
 
     def check(self, model: nn.Module) -> list[str]:
-        """Sentences on fields of the configuration that keep the model from being sharded."""
+        """Return a sentence for each configuration field whose value prevents sharding."""
         config, name = model.config, type(model).__name__
         return [
             f"{name} with {field}={getattr(config, field)!r} cannot be sharded; use {field}={value!r}"
@@ -80,7 +80,7 @@ class DeclaredPlan:
         ]
 
     def stages_of(self, model: nn.Module) -> StageLayout | None:
-        """Where the model may be cut."""
+        """Return the stage layout of the model; None if it cannot be split."""
         if not self.pipelined:
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -93,7 +93,7 @@ class DeclaredPlan:
         return None if layout is None else self._corrected(layout, model)
 
     def _corrected(self, layout: StageLayout, model: nn.Module) -> StageLayout:
-        """The layout of the tree, with what the plan says of single modules."""
+        """Apply the plan's settings for single modules to a layout inferred from the module tree."""
         paths = [name for name, _ in model.named_modules()]
         every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
         moved = tuple(path for path in paths if any(_ends(path, end) for end in self.last))
@@ -119,7 +119,7 @@ class DeclaredPlan:
 
 
 def _read_by(layer: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` that the layer has as inputs: a decoder's layers may go without what its encoder's hand on."""
+    """Return the `names` that are inputs of the layer; a decoder's layers may lack inputs of the encoder's layers."""
     return tuple(name for name in names if name in inspect.signature(layer.forward).parameters)
 
 
@@ -128,14 +128,14 @@ def _ends(path: str, end: str) -> bool:
 
 
 def _lookup(path: str, table: Mapping[str, Value]) -> Value | None:
-    """The value of the longest end of `path` in the table."""
+    """Return the value of the longest key in the table that `path` ends in; None if there is none."""
     ends = [end for end in table if _ends(path, end)]
     return table[max(ends, key=len)] if ends else None
 
 
 @cache
 def declared_plans() -> dict[str, DeclaredPlan]:
-    """Family of transformers -> its plan: the tables `PLANS` of the modules of `plans.tables`."""
+    """Return the plan of each transformers family: the `PLANS` tables of all modules in `plans.tables`."""
     package = importlib.import_module("shardformer.policies.plans.tables")
     names = [info.name for info in pkgutil.iter_modules(package.__path__)]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
@@ -143,6 +143,6 @@ def declared_plans() -> dict[str, DeclaredPlan]:
 
 
 def declared_plan_of(cls: type) -> DeclaredPlan | None:
-    """The plan of the family that a model class of transformers belongs to."""
+    """Return the plan of the family that a transformers model class belongs to; None if it has none."""
     found = _FAMILY.match(cls.__module__)
     return declared_plans().get(found[1]) if found else None

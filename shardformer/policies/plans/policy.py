@@ -1,8 +1,8 @@
-"""Models that describe themselves: policies made from transformers' own tensor-parallel plan.
+"""PlanPolicy: a policy built from a model's tensor-parallel plan.
 
-A plan maps paths with `*` in the place of numbers ("layers.*.self_attn.q_proj") to styles. Each style is lowered to
-what the engine has; one that is not known is refused by name. Where stages may be cut is read from the model's tree:
-the plan names the list of layers, and modules run in the order in which they were registered.
+A plan maps paths with `*` for numbers ("layers.*.self_attn.q_proj") to styles. Each style is lowered to a change that
+the engine makes; an unknown style is rejected by name. The stage layout is inferred from the module tree: the plan
+names the layer list, and modules are assumed to run in the order in which they are registered.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
 class PlanPolicy(Policy):
-    """Any model with a `tp_plan`, or with a plan that was declared here. What it does not name is replicated.
+    """Policy for a model with a `tp_plan`, or of a family with a declared plan.
+
+    Modules that the plan does not name are replicated.
 
     Args:
-        declared: the plan of a family that transformers gives none; it goes before one that the model brings.
+        declared: the plan declared in this package for the family; it takes precedence over the model's own plan.
     """
 
     replicate_unlisted = True
@@ -67,7 +69,7 @@ class PlanPolicy(Policy):
         if self.declared is not None:
             return self.declared.stages_of(self.model)
         if getattr(self.model.config, "is_encoder_decoder", False):
-            return None  # a plan does not tell what the decoder reads of the encoder
+            return None  # a plan does not specify which encoder outputs the decoder reads
         return stage_layout(self.model, layer_paths(self.model, self.plan))
 
     def set_model(self, model: nn.Module) -> None:
@@ -76,7 +78,7 @@ class PlanPolicy(Policy):
             self.__dict__.pop(name, None)
 
     def head_counts(self) -> Mapping[str, int]:
-        """Those of the configuration and of its towers, as far as they name one; how they are cut, the plan says."""
+        """Return `num_attention_heads` of the configuration and of its sub-configurations, where defined."""
         config = getattr(self.model, "config", None)
         towers = {"": config} | {f"{name}.": getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
         found = {f"{at}num_attention_heads": getattr(each, "num_attention_heads", None) for at, each in towers.items()}
@@ -123,7 +125,7 @@ class PlanPolicy(Policy):
         return table
 
     def _splits_sequence(self) -> bool:
-        """Whether layers can work on slices of the sequence."""
+        """Return whether the layers can process slices of the sequence."""
         if self.shard_config.uses_ulysses:
             return self.tokens_mix_only_in_attention()
         return bool(self._only_layers()) and not unclosed_regions(self._cut_layers(), self.stages.layers)
@@ -132,7 +134,7 @@ class PlanPolicy(Policy):
         return self._attends_only(self._only_layers())
 
     def _only_layers(self) -> list[nn.Module]:
-        """The layers; none where a tower stands beside them, or where a declaration does not tell."""
+        """Return the layers; none if the plan is declared or the model has attention outside the layer list."""
         layout = None if self.declared is not None else self.stages
         if layout is None or layout.next_layers is not None:
             return []
@@ -142,17 +144,17 @@ class PlanPolicy(Policy):
         return [] if is_beside else layers
 
     def _attends_only(self, layers: list[nn.Module]) -> bool:
-        """Whether tokens of different places meet in attention alone, so that a layer can work on a part of them."""
+        """Return whether attention alone mixes tokens, so that a layer can process a part of the sequence."""
         attentions = [[module for module in layer.modules() if _attends(module)] for layer in layers]
         others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
-        # A part of an attention that is more than a layer reads tokens of its own choice (an indexer).
+        # A nested module inside attention may select tokens by itself (an indexer).
         parts = [child for found in attentions for module in found for child in module.children()]
         others += [part for part in parts if any(True for child in part.children() for _ in child.parameters())]
         sinks = [parameter for found in attentions for module in found for parameter in module._parameters.values()]
         return bool(layers) and all(attentions) and not others and not sinks
 
     def _whole_layers(self, layers: str) -> dict[str, ModulePolicyDescription]:
-        """Every rank has all of a layer and works on a part of the tokens: gradients are summed."""
+        """Return the table for full layers that process a part of the tokens, so that gradients are summed."""
         return {
             f"{layers}.{index}": ModulePolicyDescription(
                 param_replacement=own_parameters_per_token(layer, self.shard_config),
@@ -184,13 +186,13 @@ class PlanPolicy(Policy):
             description.param_replacement += self._norms_by_head(path, owner)
         return table
 
-    # ----- what a plan names -----
+    # ----- modules that the plan names -----
 
     def _planned(self) -> list[tuple[str, nn.Module, str]]:
-        """(path of the owner, owner, name of its module or parameter) of everything that the plan names."""
+        """Return (owner path, owner, name of its module or parameter) for everything that the plan names."""
         found = []
         heads = {id(module) for _, module in self._vocabulary()}
-        # Whole experts are dealt out: not cut a second time.
+        # Expert parallelism distributes full experts, so they must not be sharded again.
         dealt_out = {id(each) for _, each in expert_modules(self.model)} if self.shard_config.shards_experts else ()
         for path, owner in self.model.named_modules():
             if id(owner) in dealt_out:
@@ -204,7 +206,7 @@ class PlanPolicy(Policy):
         return found
 
     def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
-        """The token embeddings and the language-model head, which are cut alike because they may be one parameter."""
+        """Return (target, module) of token embeddings and head; they may be tied, so they are sharded identically."""
         embedding, head = _asked(self.model.get_input_embeddings), _asked(self.model.get_output_embeddings)
         cut: list[tuple[type[nn.Module], nn.Module]] = []
         if self.declared is not None and not self.declared.cut_vocabulary:
@@ -213,20 +215,23 @@ class PlanPolicy(Policy):
             cut.append((VocabParallelLMHead, head))
         is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
         if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
-            # An encoder-decoder has several with one weight.
+            # An encoder-decoder has several embeddings with one weight.
             same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
             cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
         return cut
 
     @property
     def _reads_logits(self) -> bool:
-        """Whether the model does something with all logits: adds a bias to them."""
+        """Whether the model processes the full logits (adds a bias to them)."""
         return hasattr(self.model, "final_logits_bias") or (self.declared is not None and self.declared.whole_logits)
 
     def _learned_activations(
         self, owner: nn.Module, description: ModulePolicyDescription
     ) -> list[SubModuleReplacementDescription]:
-        """Activations with parameters between a column- and a row-parallel layer see a rank's own features."""
+        """Return activations with parameters between column- and row-parallel layers: gradients are partial.
+
+        Each rank applies such an activation to its own features only.
+        """
         targets = {replacement.target_module for replacement in description.sub_module_replacement}
         if not {ColumnParallelLinear, RowParallelLinear} <= targets:
             return []
@@ -236,7 +241,7 @@ class PlanPolicy(Policy):
         return [SubModuleReplacementDescription(name, None, partial_gradient=True) for name in names]
 
     def _head_norms(self, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
-        """Norms of single heads that a plan forgets: their weights are whole, and see a rank's own heads."""
+        """Return per-head norms missing in the plan: weights are replicated, but see only a rank's own heads."""
         return [
             SubModuleReplacementDescription(name, None, partial_gradient=True)
             for name, norm in self._forgotten_norms(path, owner)
@@ -244,7 +249,7 @@ class PlanPolicy(Policy):
         ]
 
     def _norms_by_head(self, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
-        """Norms with weights of each head by itself, [heads, head_dim], which are cut as the heads are."""
+        """Return changes that shard norm weights [heads, head_dim] like the heads."""
         group, head_dim = self.shard_config.group, getattr(owner, "head_dim", None)
         return [
             partial(shard_weights_of_heads, name=name, group=group)
@@ -253,7 +258,7 @@ class PlanPolicy(Policy):
         ]
 
     def _forgotten_norms(self, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
-        """(name, norm) of those behind projections to heads that are cut, of which the plan says nothing."""
+        """Return (name, norm) of head norms after column-parallel projections that the plan does not name."""
         if self.plan.get(starred(_join(path, "q_proj"))) != "colwise":
             return []
         found = [(name, norm) for name, norm in owner.named_children() if any(True for _ in norm.parameters())]
@@ -264,7 +269,7 @@ class PlanPolicy(Policy):
     # ----- attention heads -----
 
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
-        """How many heads a projection to, or from, `features` has; None where it is no attention's."""
+        """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
         if not _is_attention(owner):
             return None
         config = getattr(owner, "config", None) or self.model.config.get_text_config()
@@ -296,7 +301,7 @@ class PlanPolicy(Policy):
         return [f"{problem}; use {divisors_phrase(count)}" for count, problem in problems.items()]
 
     def _local_groups(self, owner: nn.Module) -> dict[str, int]:
-        """Query heads that share a key/value head on this rank, where those are copied."""
+        """Return the local number of query heads per key/value head if key/value heads are copied; else nothing."""
         groups, key = getattr(owner, "num_key_value_groups", None), getattr(owner, "k_proj", None)
         path = _name_of(self.model, owner)
         if not isinstance(groups, int) or self.plan.get(starred(_join(path, "k_proj"))) != "colwise":
@@ -312,7 +317,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _attends(module: nn.Module) -> bool:
-    """Whether it is an attention that goes through transformers' registry; linear attention beside it does not."""
+    """Return whether `module` is an attention that uses transformers' registry, which linear attention does not."""
     return (
         uses_registry(module)
         and _is_attention(module)
@@ -321,7 +326,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _asked(getter: Callable[[], nn.Module | None]) -> nn.Module | None:
-    """What a model says of its embeddings; None where it has none to name."""
+    """Call a model's embedding getter; None if the model has no such embedding."""
     try:
         return getter()
     except (NotImplementedError, AttributeError):

@@ -1,8 +1,9 @@
-"""Split-gather sequence parallelism (arXiv 2205.05198, section 4.2) for models that a plan drives.
+"""Split-gather sequence parallelism (arXiv 2205.05198, section 4.2) for models that are sharded by a plan.
 
-A layer is a row of regions between which every rank has a slice of the sequence. A region of column- and row-parallel
-linears alone gathers what it reads and scatters what it sums. Any other that a plan cuts (experts, latent attention,
-indexers) works on the whole sequence, as it does without sequence parallelism, and gives its slice back.
+A layer is a sequence of tensor-parallel regions; between regions every rank holds a slice of the sequence. A region
+made only of column- and row-parallel linears gathers its input and reduce-scatters its output. Any other sharded
+module (experts, latent attention, indexers) runs on the full sequence, as without sequence parallelism, and its output
+is sliced again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Table = dict[str, ModulePolicyDescription]
 
 
 def add_sequence_regions(table: Table, model: nn.Module, layers: str, config: ShardConfig) -> None:
-    """Add to the table of a plan what split-gather changes in the layers of the list at path `layers`."""
+    """Add the changes for split-gather in the layers of the list at path `layers` to the table of a plan."""
     for index, layer in enumerate(model.get_submodule(layers)):
         path = f"{layers}.{index}"
         described = table.setdefault(path, ModulePolicyDescription())
@@ -40,7 +41,7 @@ def add_sequence_regions(table: Table, model: nn.Module, layers: str, config: Sh
 
 
 def unclosed_regions(table: Mapping[str, ModulePolicyDescription], layers: str) -> list[str]:
-    """Paths of what a plan cuts of a layer itself, where there is no module around it to be a region."""
+    """Return paths of sharded direct children of a layer, which have no enclosing module that could be a region."""
     return [
         f"{path}.{each.suffix}"
         for path, description in table.items()
@@ -50,12 +51,12 @@ def unclosed_regions(table: Mapping[str, ModulePolicyDescription], layers: str) 
 
 
 def own_parameters_per_token(layer: nn.Module, config: ShardConfig) -> list[Callable[[nn.Module], None]]:
-    """What declares that the layer's own parameters see a slice of the sequence."""
+    """Return changes that declare the gradients of the layer's own parameters partial: they see a sequence slice."""
     return ShardingRules(config).module_parameters(*layer._parameters)
 
 
 def per_token(name: str, child: nn.Module) -> list[SubModuleReplacementDescription]:
-    """What changes in a child that sees a slice of the sequence: gradients are partial, dropout is each rank's own."""
+    """Return the changes to a child that sees a slice of the sequence: partial gradients and per-rank dropout."""
     found = []
     if any(True for _ in child.parameters()):
         found.append(SubModuleReplacementDescription(name, None, partial_gradient=True))
@@ -70,7 +71,7 @@ def _below(table: Table, path: str) -> Table:
 
 
 def _is_made_of_linears(model: nn.Module, inside: Table) -> bool:
-    """Whether one module owns all that is cut: columns that read its input, and rows that end in the hidden size."""
+    """Return whether one module owns all sharded layers: columns that read its input, and one row layer at its end."""
     if len(inside) != 1:
         return False
     ((path, description),) = inside.items()
@@ -104,7 +105,7 @@ def _gather_and_scatter(description: ModulePolicyDescription, region: SequencePa
 
 
 def _parts(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What a layer calls: its children, and those in lists."""
+    """Yield the children of a layer by path; a module list is replaced by its elements."""
     for name, child in layer.named_children():
         if isinstance(child, nn.ModuleList):
             yield from _parts(child, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Where a model that describes itself may be cut into stages, read from its tree of modules."""
+"""Inference of the stage layout of a model from its module tree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardformer.stages.stage import (
     ZeroEmbedding,
 )
 
-# Inputs that are turned into embeddings by the first stage; later stages go without.
+# Inputs that the first stage turns into embeddings; later stages do not read them.
 _ENCODED_INPUTS = (
     "pixel_values",
     "pixel_values_videos",
@@ -31,12 +31,12 @@ _ENCODED_INPUTS = (
     "input_audio_embeds",
     "audio_values",
 )
-# What these return is added to the embeddings of tokens.
+# The output of these modules is added to the token embeddings.
 _POSITIONS = ("embed_positions", "position_embeddings", "positions_embed", "wpe")
 
 
 def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
-    """Path of the list of layers that most of the plan is about, or, where it is about none, of the largest list."""
+    """Return the path of the layer list that most of the plan names; without one, the path of the largest list."""
     lists = Counter(
         path
         for path, module in model.named_modules()
@@ -55,16 +55,17 @@ def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
 
 
 def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageLayout | None:
-    """Cut at `layers`: modules registered before it, on any level, run before it, and those after it behind it.
+    """Build a layout for the layer list `layers`, assuming that modules run in registration order.
 
-    Modules without parameters (rotary tables) stay on every stage. A pooler, and what a head class has around its base
-    model, run behind the layers in whatever order they were registered. Only what is below `root` is looked at.
+    Modules registered before the list, on any level, run before it; modules registered after it run after it. Modules
+    without parameters (rotary tables) stay on every stage. A pooler, and the modules of a head class outside its base
+    model, run after the layers regardless of their order. Only modules below `root` are considered.
     """
     if layers is None or len(model.get_submodule(layers)) == 0:
         return None
     first: dict[str, type[StagePlaceholder]] = {}
     last: list[str] = []
-    every: list[str] = []  # parameters beside modules: class tokens, layer weights
+    every: list[str] = []  # parameters that modules own directly: class tokens, layer weights
     parts = layers.split(".")
     for depth in range(len(root.split(".")) if root else 0, len(parts)):
         parent = ".".join(parts[:depth])
@@ -90,8 +91,10 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
 
 
 def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | None:
-    """Cut an encoder-decoder at its two lists of layers; whatever is around both towers runs behind the decoder, but
-    for embeddings that they share."""
+    """Build a layout for the layer lists of an encoder and its decoder.
+
+    Modules outside both towers run after the decoder, except embeddings, which the towers share.
+    """
     roots = [path.rpartition(".")[0] for path in (encoder, decoder)]
     layouts = [stage_layout(model, path, root) for path, root in zip((encoder, decoder), roots, strict=True)]
     if None in layouts:
@@ -126,15 +129,15 @@ def _stand_in_for(module: nn.Module, name: str) -> type[StagePlaceholder]:
         return ZeroEmbedding
     if isinstance(module, nn.Embedding) or name == "embeddings":
         return Received
-    # An encoder of another modality is not called where its inputs are not given.
+    # An encoder of another modality is not called if its inputs are not given.
     is_tower = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
     return UnreachablePlaceholder if is_tower else IdentityPlaceholder
 
 
 def num_outputs(layer: nn.Module) -> int:
-    """How many values the forward of `layer` returns as a tuple; 0 where it returns the bare hidden state.
+    """Return the length of the tuple that the forward of `layer` returns; 0 if it returns the bare hidden state.
 
-    Read from the source: annotations are often those of an earlier release.
+    It is read from the source, because annotations are often out of date.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(type(layer).forward)))
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
@@ -149,7 +152,7 @@ def num_outputs(layer: nn.Module) -> int:
 
 
 def _first_part(value: ast.expr) -> ast.expr:
-    """The tuple in front of what is added to it: (hidden state, …) + rest."""
+    """Return the left operand of a concatenation such as (hidden state, …) + rest; else the value itself."""
     return value.left if isinstance(value, ast.BinOp) else value
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel styles of a plan, each lowered to a change that the engine makes."""
+"""Lowering of the tensor-parallel styles of a plan to changes that the engine makes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from shardformer.shard_config import ShardConfig
 
 
 class HeadCounts(Protocol):
-    """What a style asks of the policy whose plan names it."""
+    """The part of a policy that styles read."""
 
     model: nn.Module
     shard_config: ShardConfig
 
     @property
     def tp_size(self) -> int:
-        """Ranks that share each weight."""
+        """Number of ranks that each weight is sharded over."""
 
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
-        """How many heads a projection to, or from, `features` has; None where it belongs to no attention."""
+        """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
 
 
 Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
@@ -46,7 +46,7 @@ Style = Callable[[HeadCounts, nn.Module, str], Change | None]
 def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = False) -> Change:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
-        # Some plans of transformers forget that gate and up are two parts.
+        # Some plans of transformers do not account for gate and up being two parts.
         num_parts = 2 if name == "gate_up_proj" else 1
         return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
     if gather:
@@ -57,14 +57,14 @@ def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = Fals
 
 
 def _fused_column(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
-    """Query, key and value in one projection, one after the other."""
+    """Shard a fused projection of query, key and value, in this order."""
     features = out_features(getattr(owner, name)) // 3
     kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
     return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
 
 
 def _first_dim(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
-    """A parameter with something for each head along its first dim."""
+    """Shard a parameter along its first dim, such as one entry per head."""
     dims = getattr(owner, name).dim()
     return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
 
@@ -100,7 +100,7 @@ def _dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
 
 
 def _hooked(hook: Callable[..., None]) -> Style:
-    """A style that changes what goes into a module or comes out of it."""
+    """Make a style that applies `hook` to a module, to change its inputs or outputs."""
 
     def style(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
         return lambda module: hook(getattr(module, name), policy.shard_config.group)
@@ -109,25 +109,25 @@ def _hooked(hook: Callable[..., None]) -> Style:
 
 
 def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
-    """An attention that draws by itself, and for its own heads alone."""
+    """Let an attention with built-in dropout draw separate random numbers on each rank, for its own heads."""
     return lambda module: draw_per_rank(getattr(module, name), policy.shard_config.group.rank())
 
 
 def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
-    """A layer with an `activation_dropout` between its linear layers."""
+    """Give each rank its own mask in a layer with an `activation_dropout` between its linear layers."""
     if not hasattr(getattr(owner, name), "activation_dropout"):
         return None
 
     def change(module: nn.Module) -> None:
         layer = getattr(module, name)
-        if hasattr(layer, "activation_fn"):  # it is on this stage
+        if hasattr(layer, "activation_fn"):  # a layer of this stage, not a placeholder
             drop_behind_activation(layer, policy.shard_config.group.rank())
 
     return change
 
 
 def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
-    """An attention that is given biases of all heads; what it draws is this rank's own."""
+    """Let an attention that gets the biases of all heads use those of its own, and draw its own random numbers."""
     heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
 
     def change(module: nn.Module) -> None:
@@ -159,7 +159,7 @@ STYLES: dict[str, Style] = {
     "packed_colwise": partial(_packed, from_end=2),
     "packed_rowwise": partial(_packed, from_end=1),
     "embedding_rowwise": _embedding,
-    "embedding_colwise": _embedding,  # which dim is cut is not seen from outside
+    "embedding_colwise": _embedding,  # the sharded dim makes no difference to callers
     "dropout": _dropout,
     "replicated_with_grad_allreduce": _partial_gradient,
     "mla_kv_a_proj": _latent_key_value,
@@ -171,5 +171,5 @@ STYLES: dict[str, Style] = {
     "local_biases": _local_biases,
     "local_params": _nothing,
     "replicate": _nothing,
-    "sequence_parallel": _nothing,  # norms between regions: whole sequences give the same numbers
+    "sequence_parallel": _nothing,  # norms between regions: full sequences give the same result
 }

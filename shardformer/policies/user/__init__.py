@@ -1,1 +1,1 @@
-"""Policies that users describe: TPInfo, slots, and layers cut one by one."""
+"""User-defined policies: TPInfo, slot policies, and uniform sharding of all linear layers."""

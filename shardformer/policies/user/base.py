@@ -1,4 +1,4 @@
-"""A table of its own for a model whose family says where it may be cut into stages."""
+"""UserPolicy: base class of policies with a user-defined table and the family's pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from shardformer.stages.stage import StageLayout
 
 
 class UserPolicy(Policy):
-    """Takes stages, and what the family prepares for them, from the family's policy; a model without one is read.
+    """Base class of policies that define their own table and take the rest from the family's policy.
 
-    The family is told that nothing is cut over ranks.
+    The rest is the stage layout and the preparation of the model. For a model without a family policy the layout is
+    inferred from the module tree. The family's policy gets a config with tensor parallelism disabled.
     """
 
     replicate_unlisted = True
@@ -27,7 +28,7 @@ class UserPolicy(Policy):
 
     @cached_property
     def family_policy(self) -> Policy | None:
-        """None for a model of no known family."""
+        """The policy of the model's family; None if the family is unknown."""
         try:
             return policy_for(self.model)
         except ValueError:
@@ -35,7 +36,7 @@ class UserPolicy(Policy):
 
     @cached_property
     def stages(self) -> StageLayout | None:
-        """Where the model may be cut: as the family says, or at its largest list of layers."""
+        """The stage layout of the family, or one at the model's largest list of layers."""
         if self.family_policy is not None:
             return self.family_policy.stages
         return stage_layout(self.model, layer_paths(self.model, {}))
@@ -59,7 +60,7 @@ class UserPolicy(Policy):
             self.family_policy.set_shard_config(whole)
 
     def head_counts(self) -> Mapping[str, int]:
-        """Heads that the axis has to divide: none."""
+        """Return no head counts: the tensor-parallel size need not divide any."""
         return {}
 
     def check(self) -> list[str]:

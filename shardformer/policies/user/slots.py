@@ -1,7 +1,7 @@
-"""Slot policies: a family described by static methods that name weights by their paths, slot by slot.
+"""Slot policies: static methods that list the weights of a model family by path, one method per slot.
 
-The interface is that of ColossalAI's first ShardFormer (`argument_policy`, `attn_in`, `Col_Layer`, ...). What the slots
-say becomes the table of a policy, so that everything else is the engine's.
+The interface follows ColossalAI's first ShardFormer (`argument_policy`, `attn_in`, `Col_Layer`, ...). The slots are
+converted to the table of a policy; the sharding engine does the rest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardformer.stages.stage import has_module
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a slot; without a kind it stays whole on every rank.
+    """One layer of a slot. A plain `Layer`, neither column nor row, is replicated on every rank.
 
     Attributes:
-        weight, bias: paths below the module that the slot is for, such as "attention.self.query.weight".
-        replace_layer: the class that takes its place; None for this package's own of that kind.
-        ignore: whether it may be missing.
-        n_cast: fused projections in one weight, each of which is cut by itself (3 for query, key and value).
+        weight, bias: paths relative to the module of the slot, such as "attention.self.query.weight".
+        replace_layer: the class that replaces the layer; None for this package's class of that kind.
+        ignore: whether the layer may be missing.
+        n_cast: number of fused projections in the weight, each sharded independently (3 for query, key and value).
     """
 
     weight: str | None = None
@@ -44,10 +44,10 @@ class Layer:
 
     @property
     def path(self) -> str:
-        """Of the module.
+        """Path of the layer.
 
         Raises:
-            ValueError: neither a weight nor a bias is named, or they are those of two modules.
+            ValueError: neither a weight nor a bias is given, or they belong to two modules.
         """
         paths = {each.rpartition(".")[0] for each in (self.weight, self.bias) if each}
         if len(paths) != 1 or "" in paths:
@@ -60,10 +60,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Col_Layer(Layer):  # noqa: N801 (the name of the interface)
-    """Its output features, or its rows if it is an embedding, are cut.
+    """A layer whose output features (or rows, for an embedding) are sharded.
 
     Attributes:
-        gather_output: whether outputs are put together at once.
+        gather_output: whether the output is gathered immediately.
     """
 
     gather_output: bool = False
@@ -71,15 +71,15 @@ class Col_Layer(Layer):  # noqa: N801 (the name of the interface)
 
 @dataclass(frozen=True)
 class Row_Layer(Layer):  # noqa: N801
-    """Its input features are cut, and its outputs summed."""
+    """A layer whose input features are sharded and whose outputs are summed over ranks."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What changes in modules of one class.
+    """The changes to modules of one class.
 
     Attributes:
-        attr_dict: path of an attribute below the module -> its value on a rank.
+        attr_dict: path of an attribute, relative to the module -> its value on each rank.
         param_funcs: the slots, functions without arguments that return layers.
     """
 
@@ -88,61 +88,61 @@ class Argument:
 
 
 class SlotPolicy:
-    """What a slot policy may say; each method is static. Only `argument_policy` has to be there."""
+    """Interface of slot policies. All methods are static; only `argument_policy` is required."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> Mapping[type[nn.Module], Argument]:
-        """Class of module -> what changes in it.
+        """Return the changes to each module class.
 
         Args:
-            model_config: of the model.
-            shard_config: the number of tensor-parallel ranks.
+            model_config: configuration of the model.
+            shard_config: number of tensor-parallel ranks.
         """
         raise NotImplementedError
 
     @staticmethod
     def inject_policy() -> tuple[type[nn.Module], type[nn.Module]] | tuple[()]:
-        """A class, and the one whose forward its modules get; () for none."""
+        """Return a module class and the class that its instances are changed to; () for none."""
         return ()
 
     @staticmethod
     def binding_policy() -> Mapping[str, str] | None:
-        """Name of a parameter -> name of one that is to be the same."""
+        """Return the parameters to tie: name of a parameter -> name of the one that is replaced by it."""
         return None
 
     @staticmethod
     def attn_in() -> Sequence[Layer]:
-        """Query, key and value."""
+        """Return the query, key and value projections."""
         raise NotImplementedError
 
     @staticmethod
     def attn_out() -> Sequence[Layer]:
-        """The projection behind the heads."""
+        """Return the output projection of attention."""
         raise NotImplementedError
 
     @staticmethod
     def mlp_in() -> Sequence[Layer]:
-        """h -> 4h."""
+        """Return the projection h -> 4h."""
         raise NotImplementedError
 
     @staticmethod
     def mlp_out() -> Sequence[Layer]:
-        """4h -> h."""
+        """Return the projection 4h -> h."""
         raise NotImplementedError
 
     @staticmethod
     def embedding() -> Sequence[Layer]:
-        """Tables that are cut over the vocabulary."""
+        """Return the embeddings that are sharded over the vocabulary."""
         raise NotImplementedError
 
     @staticmethod
     def unembedding() -> Sequence[Layer]:
-        """Heads that are cut over the vocabulary."""
+        """Return the heads that are sharded over the vocabulary."""
         raise NotImplementedError
 
 
 class SlotPolicyAdapter(UserPolicy):
-    """The table that a slot policy means for one model.
+    """Policy built from a slot policy class.
 
     Args:
         slots: the class with the static methods.
@@ -202,7 +202,7 @@ class SlotPolicyAdapter(UserPolicy):
 
     def _bindings(self) -> Mapping[str, str]:
         found = getattr(self.slots, "binding_policy", dict)()
-        return found if isinstance(found, Mapping) else {}  # the interface's own default is NotImplementedError
+        return found if isinstance(found, Mapping) else {}  # the original default is NotImplementedError
 
     def _replacement(self, cls: type[nn.Module], slot: str, layer: Layer) -> SubModuleReplacementDescription:
         path, options = layer.path, {"ignore_if_not_exist": layer.ignore}

@@ -1,7 +1,7 @@
-"""TPInfo: tensor parallelism described by the names of modules, for any model, without a policy file.
+"""TPInfo: tensor parallelism described by module names, for any model, without a policy file.
 
-The interface is that of ATorch's manual tensor parallelism (`TPInfo`, `shard_col`, `shard_row`, `shard_vocab`, ...).
-What is described becomes the table of a policy, so that everything else is the engine's.
+The interface follows ATorch's manual tensor parallelism (`TPInfo`, `shard_col`, `shard_row`, `shard_vocab`, ...).
+The rules are converted to the table of a policy; the sharding engine does the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardformer.policies.feature_counts import whole_counts
 from shardformer.policies.user.base import UserPolicy
 from shardformer.utils.module_paths import ends_in, nearest_names
 
-# Arguments of a layer that may stand in a rule; what has no meaning here, but does no harm, is taken and left.
+# Arguments of a layer that a rule accepts. Harmless arguments that have no effect here are accepted and ignored.
 _LAYER_ARGUMENTS = {
     "shard_col": ("stride", "gather_output", "num_heads", "async_grad_allreduce"),
     "shard_row": ("input_is_parallel", "num_heads"),
@@ -36,10 +36,10 @@ Rule = str | Mapping[str, Mapping[str, Any]]
 
 
 class TPInfo:
-    """Which modules are cut, and how, by the ends of their names.
+    """Tensor-parallel sharding rules for modules, matched by the end of their names.
 
-    A name ends in "mlp.c_fc" if it is that or ends in ".mlp.c_fc"; `*` stands for any number, as in "h.*.attn". Methods
-    return the object, for the next one.
+    The rule "mlp.c_fc" matches this name and all names that end in ".mlp.c_fc"; `*` matches any number, as in
+    "h.*.attn". Methods return the object, so that calls can be chained.
 
     Example:
         TPInfo().shard_col({"attn.c_attn": {"stride": 3}}, "mlp.c_fc").shard_row("attn.c_proj", "mlp.c_proj")
@@ -56,39 +56,39 @@ class TPInfo:
         return f"TPInfo({', '.join(said)})"
 
     def shard_col(self, *rules: Rule) -> TPInfo:
-        """Linear layers whose output features are cut.
+        """Shard the output features of linear layers.
 
-        Arguments of a layer, {name: {...}}: `stride`, the number of fused projections (3 for query, key and value in
-        one), each of which is cut by itself; `gather_output`; `num_heads`, which are not cut.
+        Arguments of a layer, {name: {...}}: `stride`, the number of fused projections (3 for a fused query, key and
+        value), each sharded independently; `gather_output`; `num_heads`, the number of heads, which are not split.
         """
         return self._add("shard_col", rules)
 
     def shard_row(self, *rules: Rule) -> TPInfo:
-        """Linear layers whose input features are cut; their outputs are summed over ranks, then the bias is added.
+        """Shard the input features of linear layers; outputs are summed over ranks, then the bias is added.
 
-        Argument of a layer: `input_is_parallel=False` where its input is whole.
+        Arguments of a layer, {name: {...}}: `input_is_parallel=False` if its input is not sharded; `num_heads`.
         """
         return self._add("shard_row", rules)
 
     def shard_vocab(self, *rules: Rule) -> TPInfo:
-        """Embeddings whose rows are cut, and the heads that are tied to them."""
+        """Shard the rows of embeddings, and the heads that are tied to them."""
         return self._add("shard_vocab", rules)
 
     def replic_drop(self, *names: str) -> TPInfo:
-        """Dropouts of activations that all tensor-parallel ranks have: one mask for all of them."""
+        """Declare dropouts of replicated activations: all tensor-parallel ranks use the same mask."""
         return self._add("replic_drop", names)
 
     def parallel_drop(self, *names: str) -> TPInfo:
-        """Dropouts of what each rank has for itself: a mask for each."""
+        """Declare dropouts of sharded activations: each tensor-parallel rank draws its own mask."""
         return self._add("parallel_drop", names)
 
     def shrink(self, attributes: Mapping[str, str | Iterable[str]]) -> TPInfo:
-        """Numbers of modules that are divided by the number of ranks: {name: {attribute, ...}}.
+        """Divide integer attributes of modules by the number of ranks: {name: {attribute, ...}}.
 
-        An empty set says of a module that its numbers hold for a rank's share as they are.
+        An empty set declares that the attributes of a module are correct for a rank's share as they are.
 
         Raises:
-            ValueError: this is no mapping.
+            ValueError: `attributes` is not a mapping.
         """
         if not isinstance(attributes, Mapping):
             raise ValueError(f"shrink({attributes!r}) names no attributes; use shrink({{'attn': {{'num_heads'}}}})")
@@ -98,15 +98,15 @@ class TPInfo:
         return self
 
     def partial_grad(self, *names: str) -> TPInfo:
-        """Modules between cut layers that stay whole and see what a rank has for itself (norms of heads)."""
+        """Declare replicated modules that process sharded activations (per-head norms): gradients are summed."""
         return self._add("partial_grad", names)
 
     def replicated(self, *names: str) -> TPInfo:
-        """Modules beside cut layers that every rank computes the same with."""
+        """Declare modules next to sharded layers replicated: every rank computes the same with them."""
         return self._add("replicated", names)
 
     def is_vocab_parallelled(self) -> bool:
-        """Whether any embedding is cut."""
+        """Return whether any embedding is sharded."""
         return bool(self.rules["shard_vocab"])
 
     def _add(self, kind: str, rules: Iterable[Rule]) -> TPInfo:
@@ -125,7 +125,7 @@ class TPInfo:
 
 
 class TPInfoPolicy(UserPolicy):
-    """The table that a `TPInfo` means for one model.
+    """Policy built from a `TPInfo`.
 
     Args:
         tp_info: the rules.
@@ -141,7 +141,7 @@ class TPInfoPolicy(UserPolicy):
             self.__dict__.pop(name, None)
 
     def head_counts(self) -> Mapping[str, int]:
-        """Those that the configuration names, since the ranks share them out."""
+        """Return the head counts of the configuration if there are column-parallel layers; else none."""
         names = ("num_attention_heads", "num_key_value_heads") if self.tp_info.rules["shard_col"] else ()
         config = getattr(self.model, "config", None)
         found = {name: getattr(config, name, None) for name in names}
@@ -186,7 +186,7 @@ class TPInfoPolicy(UserPolicy):
 
     @cached_property
     def _matches(self) -> dict[str, dict[str, Any]]:
-        """Kind -> path -> what the rule says."""
+        """The rules that match: kind -> path of the module -> arguments of the rule."""
         paths = [path for path, _ in self.model.named_modules()]
         return {
             kind: {path: said for name, said in rules.items() for path in paths if ends_in(path, name)}
@@ -195,7 +195,7 @@ class TPInfoPolicy(UserPolicy):
 
     @cached_property
     def _tied_heads(self) -> list[str]:
-        """Linear layers with the weight of an embedding that is cut, and the model's own head if it is cut."""
+        """Paths of linear layers tied to a sharded embedding, and of the model's output head if it is sharded."""
         cut = {id(self.model.get_submodule(path).weight) for path in self._matches["shard_vocab"]}
         output = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
         columns = self._matches["shard_col"]
@@ -206,7 +206,7 @@ class TPInfoPolicy(UserPolicy):
             and (id(module.weight) in cut or (module is output and path in columns and not columns[path]))
         ]
 
-    # ----- what may be wrong -----
+    # ----- checks -----
 
     def _unmatched(self) -> list[str]:
         paths = [path for path, _ in self.model.named_modules() if path]
@@ -249,7 +249,7 @@ class TPInfoPolicy(UserPolicy):
         return problems
 
     def _open_columns(self) -> list[str]:
-        """Layers whose outputs stay cut, with nothing behind them that reads them so."""
+        """Return problems of layers whose outputs stay sharded although no row-parallel layer reads them."""
         closed = {_block(path) for path in self._matches["shard_row"]}
         return [
             f"shard_col leaves the outputs of {path} cut, and no layer in {_block(path) or 'the model'} is cut by "
@@ -259,7 +259,7 @@ class TPInfoPolicy(UserPolicy):
         ]
 
     def _in_between(self) -> list[str]:
-        """Parameters beside column-parallel layers, of which it cannot be told what they see."""
+        """Return problems of modules next to column-parallel layers whose input may be sharded or replicated."""
         parents = {path.rpartition(".")[0] for path in self._matches["shard_col"]} - {""}
         said = {path for kind, found in self._matches.items() if kind != "shrink" for path in found}
         return [
@@ -271,7 +271,7 @@ class TPInfoPolicy(UserPolicy):
         ]
 
     def _whole_counts(self) -> list[str]:
-        """Numbers of heads that a module would cut a rank's share of its features by, as if it were the whole."""
+        """Return problems of modules that would split a rank's share of the features by unsharded head counts."""
         shrunk, problems = self._matches["shrink"], []
         for path, arguments in self._matches["shard_col"].items():
             parent = path.rpartition(".")[0]
@@ -320,12 +320,12 @@ _KINDS: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
 
 
 def _in_order(rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The same text on every rank: sets have no order."""
+    """Sort the rules, so that their text is the same on every rank: sets have no order."""
     return {name: sorted(said) if isinstance(said, set) else said for name, said in sorted(rules.items())}
 
 
 def _block(path: str) -> str:
-    """The layer that a module is in: up to the last number of its path, or else the first part."""
+    """Return the path of the layer that contains a module: up to the last number in `path`, or "" without one."""
     parts = path.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[-1] + 1]) if numbers else ""

@@ -1,7 +1,7 @@
-"""Every linear layer cut by itself: activations are whole between layers, whatever the layers are.
+"""Uniform sharding: every linear layer is sharded independently, with full activations between layers.
 
-A column-parallel layer gathers its outputs, a row-parallel one reads its features of a whole input and sums. That takes
-one collective more a pair of layers than the pairing of Megatron-LM, and works for any model.
+A column-parallel layer gathers its outputs. A row-parallel layer slices its full input and sums the outputs. This needs
+one more collective per pair of layers than Megatron-LM's pairing of column and row layers, but works for any model.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OPTIONS = {
 
 
 class UniformPolicy(UserPolicy):
-    """Cuts the linear layers of any model.
+    """Shards the linear layers of any model.
 
-    Weights that are tied to others, and layers with fewer features than ranks, stay whole.
+    Layers with tied weights, and layers with fewer features than ranks, are replicated.
 
     Args:
-        dim: -1 cuts the output features, whose pieces are gathered; 0 the input features, whose partial sums are added.
+        dim: -1 shards the output features and gathers the outputs; 0 shards the input features and sums the outputs.
     """
 
     cuts_attention = False

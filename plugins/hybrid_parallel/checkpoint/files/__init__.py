@@ -1,1 +1,1 @@
-"""Safetensors files: writing, reading, and threads that read."""
+"""Safetensors files: a writer, a reader, and a thread pool for parallel reads."""

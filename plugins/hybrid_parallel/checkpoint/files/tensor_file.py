@@ -1,7 +1,7 @@
-"""Safetensors files, written tensor by tensor.
+"""Writer of safetensors files, one tensor at a time.
 
-`safetensors.save_file` wants all tensors of a file at once. Here only their names, dtypes and shapes are known
-beforehand; each tensor is handed over, written without a copy, and may be dropped before the next one is made.
+`safetensors.save_file` needs all tensors of a file at once. This writer needs only their names, dtypes and shapes in
+advance. Each tensor is written without a copy, and the caller may free it before it produces the next one.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-LENGTH_BYTES = 8  # in front of the header
+LENGTH_BYTES = 8  # size of the length prefix of the header
 _SEND_EVERY = 64 * 2**20  # bytes
 _METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own readers refuse more
 
 
 class TensorFileWriter:
-    """A safetensors file that is filled one tensor at a time.
+    """A safetensors file that is written one tensor at a time.
 
-    A context manager: on leaving it without an error, all tensors have been written and are on the disk. What an
-    error leaves is a part of a file, under a name that the caller is to choose so that nobody reads it.
+    Use it as a context manager: when the block exits without an error, all tensors have been written and synced to
+    disk. After an error, a partial file remains; choose a path that no reader opens.
 
-    The long parts release Python's lock, so that a thread may write while others compute.
+    The long operations release the GIL, so one thread can write while others compute.
 
     Args:
-        path: of the new file; one that is there is overwritten.
-        entries: name -> dtype and shape, of every tensor.
-        metadata: texts for the file's header.
+        path: path of the new file; an existing file is overwritten.
+        entries: name -> (dtype, shape) of every tensor.
+        metadata: strings for the header of the file.
 
     Raises:
-        ValueError: a dtype that the format has not, a name that it keeps for itself, or too many names.
-        OSError: the file cannot be made.
+        ValueError: a dtype is not supported by the format, a name is reserved, or the header is too large.
+        OSError: the file cannot be created.
     """
 
     def __init__(
@@ -85,17 +85,18 @@ class TensorFileWriter:
             raise
 
     def write(self, name: str, tensor: Tensor) -> int:
-        """Write one tensor, best in the order of the entries, in which they lie in the file.
+        """Write one tensor; writing in file order (widest dtypes first, then the order of `entries`) is fastest.
 
         Args:
-            tensor: of the dtype and shape announced; on any device.
+            name: name of an announced tensor.
+            tensor: tensor with the announced dtype and shape, on any device.
 
         Returns:
             `plugins.hybrid_parallel.distributed.checksum.checksum` of the tensor.
 
         Raises:
-            ValueError: the tensor was not announced like this, or is written for the second time.
-            OSError: the disk is full, or broken.
+            ValueError: the dtype or shape differs from the announced one, or the tensor was already written.
+            OSError: the disk is full or has failed.
         """
         announced = self._entries.get(name)
         if announced != (tensor.dtype, tuple(tensor.shape)) or name not in self._missing:
@@ -105,7 +106,7 @@ class TensorFileWriter:
             )
         self._missing.discard(name)
         position, running = self._start + self._offsets[name], 0
-        for chunk in bytes_of(tensor).split(CHUNK):  # read by the checksum and then, out of the cache, by the write
+        for chunk in bytes_of(tensor).split(CHUNK):  # the write then reads the chunk from the CPU cache
             data = chunk.cpu().numpy()
             running = add_to_checksum(running, data)
             self._write_at(position, memoryview(data))
@@ -114,11 +115,11 @@ class TensorFileWriter:
         return running
 
     def finish(self) -> None:
-        """Wait until the file is on the disk, and close it.
+        """Sync the file to disk and close it.
 
         Raises:
-            ValueError: tensors were announced and not written.
-            OSError: the disk is full, or broken.
+            ValueError: an announced tensor was not written.
+            OSError: the disk is full or has failed.
         """
         try:
             if self._missing:
@@ -129,7 +130,7 @@ class TensorFileWriter:
             self.close()
 
     def close(self) -> None:
-        """Close the file as it is; it is of no use unless `finish` came before."""
+        """Close the file as it is; without a preceding `finish` its content is unusable."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -145,22 +146,22 @@ class TensorFileWriter:
         self.close()
 
     def _send(self, position: int) -> None:
-        """Let the disk begin with what lies before `position`: the system would wait for the `fsync` at the end.
+        """Start writing the bytes before `position` to disk; otherwise the kernel would defer them until `fsync`.
 
-        Linux takes the advice so. Pages that are still to be written, as these are, stay in its cache.
+        Linux treats `POSIX_FADV_DONTNEED` this way. Dirty pages, such as these, stay in the page cache.
         """
         if position - self._sent >= _SEND_EVERY and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, self._sent, position - self._sent, os.POSIX_FADV_DONTNEED)
             self._sent = position
 
     def _reserve(self, size: int) -> None:
-        """Ask for the whole file's room at once: a full disk is known now, and writing is about twice as fast."""
+        """Reserve the full size of the file: this detects a full disk early and makes writing about twice as fast."""
         try:
             with naming(self.path):
                 os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise  # other errors say that this file system does not reserve
+                raise  # other errors mean that the file system does not support preallocation
 
     def _write_at(self, position: int, data: memoryview) -> None:
         with naming(self.path):
@@ -171,7 +172,7 @@ class TensorFileWriter:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of calls that take a descriptor get the name of the file, which the system does not know there."""
+    """Add the file name to errors of calls that take a descriptor, because the operating system does not report it."""
     try:
         yield
     except OSError as error:
@@ -181,14 +182,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
-    """Where the tensors of an open file begin, and what its header says of each; the file is known to be sound."""
+    """Return the offset of the tensor data in an open file and its parsed header; the file must be valid."""
     file.seek(0)
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     return LENGTH_BYTES + length, json.loads(file.read(length))
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names of a directory's files, new and removed, are on the disk."""
+    """Sync a directory to disk, so that created, renamed and removed entries persist."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         with naming(directory):
@@ -202,7 +203,7 @@ def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _offsets(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
-    """Where each tensor starts; wide dtypes come first, so that every tensor is aligned to its own."""
+    """Return the offset of each tensor; wide dtypes come first, so that each tensor is aligned to its item size."""
     offsets, position = {}, 0
     for name, (dtype, shape) in sorted(entries.items(), key=lambda entry: -entry[1][0].itemsize):
         offsets[name] = position
@@ -215,7 +216,7 @@ def _header(
     offsets: Mapping[str, int],
     metadata: Mapping[str, str] | None,
 ) -> bytes:
-    """The length of the JSON in 8 bytes, and the JSON, padded by blanks so that the tensors are aligned to 8 bytes."""
+    """Return the 8-byte header length and the JSON header, padded with spaces to align the tensor data to 8 bytes."""
     if _METADATA in entries:
         raise ValueError(f"no tensor of a safetensors file can be called {_METADATA}; give it another name")
     described: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}

@@ -1,4 +1,4 @@
-"""Parts of tensors in safetensors files, read into memory that is there already."""
+"""Reader that copies parts of tensors from safetensors files into preallocated memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from plugins.hybrid_parallel.distributed.checksum import read_at
 
 
 class TensorFileReader:
-    """A safetensors file; a context manager.
+    """A safetensors file opened for reading; a context manager.
 
-    What lies in one piece in the file is read straight into the target, which is about twice as fast as a copy out of
-    mapped memory; anything else is left to `safetensors`.
+    A range that is contiguous in the file is read directly into the target, which is about twice as fast as a copy from
+    mapped memory. Other ranges are read through `safetensors`.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        OSError: it cannot be read.
-        SafetensorError: it is cut off, or is no such file.
+        OSError: the file cannot be read.
+        SafetensorError: the file is truncated or not a safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,10 +36,12 @@ class TensorFileReader:
         self._start, self._entries = read_header(self._file)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int], target: Tensor) -> None:
-        """Fill `target`, of shape `lengths`, with that part of a tensor.
+        """Fill `target`, of shape `lengths`, with one rectangle of a tensor.
 
         Args:
-            offsets, lengths: where the part lies in the tensor of the file.
+            name: name of the tensor in the file.
+            offsets, lengths: position and shape of the rectangle in the tensor.
+            target: tensor that receives the values; its dtype may differ from that of the file.
         """
         entry = self._entries[name]
         view = self._slices.get_slice(name)
@@ -65,7 +67,10 @@ class TensorFileReader:
 
 
 def _in_one_piece(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Where a part begins in the flattened tensor, if it is a range of it: rows that are whole behind the first cut."""
+    """Return the start of a rectangle in the flattened tensor if it is contiguous there, otherwise None.
+
+    A rectangle is contiguous if every dim after its first dim of length != 1 is complete.
+    """
     cut = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
     if list(lengths[cut + 1 :]) != list(shape[cut + 1 :]):
         return None

@@ -1,4 +1,7 @@
-"""Reading by several threads, where a rank has several cores: one alone does not fill memory as fast as it could."""
+"""Parallel reads by a thread pool.
+
+A single thread does not saturate memory bandwidth, so a rank with several cores uses several threads.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Item = TypeVar("Item")
 
 
 def for_each(work: Callable[[Item], None], items: Iterable[Item]) -> None:
-    """Call `work`, which is to spend its time outside of the interpreter, for each item; the first error is raised."""
+    """Call `work` for each item in a thread pool, and raise the first error; `work` should mostly release the GIL."""
     threads = _cores_of_a_rank()
     if threads == 1:
         for item in items:

@@ -1,1 +1,1 @@
-"""Models as Hugging Face directories."""
+"""Saving and loading models as Hugging Face directories."""

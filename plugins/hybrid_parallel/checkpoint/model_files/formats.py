@@ -1,9 +1,9 @@
-"""Tensors as files name and shape them, where a model in memory has them otherwise.
+"""Conversion of tensors from their layout in memory to their layout in files.
 
-transformers gives many models other modules than those their files were made of: experts in one tensor, vision towers
-with new names. Its `save_pretrained` writes the old form, which other programs read. It works on all tensors of a
-model at once; here it is asked for a few tensors at a time, and a run without values says beforehand which tensors
-depend on one another.
+For many models, transformers uses modules that differ from those in the checkpoint files: experts fused into one
+tensor, vision towers with new names. Its `save_pretrained` writes the original layout, which other programs read, but
+converts all tensors of a model at once. This module converts a few tensors at a time. A dry run on the meta device
+first finds which tensors depend on one another.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that are converted together; most are one tensor that stays as it is.
+    """A group of tensors that are converted together; most groups are one tensor that needs no conversion.
 
     Attributes:
         memory: names in memory.
-        file: name in files -> dtype and shape.
-        keeps_values: the one tensor has at most another name in files.
+        file: name in files -> (dtype, shape).
+        keeps_values: the group is a single tensor that is at most renamed.
     """
 
     memory: tuple[str, ...]
@@ -35,11 +35,11 @@ class Unit:
 
 
 def units_of(model: nn.Module, tensors: Mapping[str, Form]) -> list[Unit]:
-    """Which of a model's `tensors` depend on one another in its files, and what they are called there."""
+    """Group a model's `tensors` by their dependencies in the conversion, and find their names in files."""
     if not _conversions(model):
         return [Unit((name,), {name: form}, keeps_values=True) for name, form in tensors.items()]
     traced = {name: _Traced.of(name, *form) for name, form in tensors.items()}
-    units: dict[str, Unit] = {}  # a name in memory -> the unit that it is in
+    units: dict[str, Unit] = {}  # name in memory -> its unit
     for name, value in _reverted(model, traced).items():
         parts = [units[source] for source in sorted(value.sources) if source in units]
         memory = sorted(value.sources.union(*(part.memory for part in parts)))
@@ -52,7 +52,7 @@ def units_of(model: nn.Module, tensors: Mapping[str, Form]) -> list[Unit]:
 
 
 def to_files(model: nn.Module, unit: Unit, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a unit as files have them."""
+    """Convert the tensors of a unit to their layout in files."""
     if unit.keeps_values:
         return dict(zip(unit.file, tensors.values(), strict=True))
     return _reverted(model, tensors)
@@ -65,7 +65,7 @@ def _reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _conversions(model: nn.Module) -> list[Any]:
-    """transformers' transforms from files to memory, those of the files that the model came from if there were any."""
+    """Return transformers' file-to-memory transforms, preferring those used when the model was loaded."""
     if not hasattr(model, "config"):
         return []
     known = getattr(model, "_weight_conversions", None)
@@ -79,7 +79,7 @@ def _conversions(model: nn.Module) -> list[Any]:
 
 
 class _Traced(Tensor):
-    """A tensor without values that knows which tensors it was made of."""
+    """A meta tensor that records which tensors it was computed from."""
 
     sources: frozenset[str]
 

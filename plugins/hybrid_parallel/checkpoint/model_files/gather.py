@@ -1,4 +1,4 @@
-"""Whole tensors from the pieces that the ranks of a group hold, on its first rank alone."""
+"""Gathering of sharded tensors on the first rank of a process group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardformer.shard_spec import ShardSpec, spec_of
 
 @dataclass
 class Gather:
-    """A tensor on its way to the first rank of its group.
+    """A gather in progress of one tensor to the first rank of its group.
 
     Attributes:
-        local: this rank's piece.
-        spec: how the tensor is cut.
-        others: on the first rank, the pieces of the other ranks, by rank.
-        requests: what is still travelling.
+        local: shard of this rank.
+        spec: sharding of the tensor.
+        others: on the first rank, the shards of the other ranks, by rank.
+        requests: pending send and receive operations.
     """
 
     local: Tensor
@@ -30,11 +30,12 @@ class Gather:
 
     @staticmethod
     def begin(tensor: Tensor, dtype: torch.dtype | None, group: dist.ProcessGroup) -> Gather:
-        """Send this rank's piece, or wait for those of the others; all ranks of the group call this alike.
+        """Start to send this rank's shard, or to receive the other shards; all ranks of the group must call it.
 
         Args:
-            tensor: a parameter or buffer, which must not change before the gather has finished.
-            dtype: of a tensor of floating-point numbers at its destination; None for its own.
+            tensor: parameter or buffer; it must not change before the gather has finished.
+            dtype: target dtype of a floating-point tensor; None keeps its dtype.
+            group: process group that shards the tensor.
         """
         local, spec = tensor.detach(), spec_of(tensor)
         if dtype is not None and local.is_floating_point():
@@ -56,7 +57,7 @@ class Gather:
         return gather
 
     def finish(self) -> Tensor | None:
-        """The whole tensor on the first rank, None on the others."""
+        """Wait for the gather, and return the full tensor on the first rank and None on the others."""
         for request in self.requests:
             request.wait()
         if self.spec.rank > 0:
@@ -70,17 +71,17 @@ class Gather:
 
 
 def send(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
-    """Send a contiguous tensor to a rank of a group, which waits for it with `receive`."""
+    """Send a contiguous tensor to rank `to` of a group, which calls `receive`."""
     if tensor.numel():
         dist.send(_bytes(tensor), group=group, group_dst=to)
 
 
 def receive(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Fill `tensor` with what a rank of a group sends."""
+    """Fill `tensor` with the values that rank `source` of a group sends."""
     if tensor.numel():
         dist.recv(_bytes(tensor), group=group, group_src=source)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Bytes travel: no backend knows all dtypes."""
+    """View a tensor as bytes, because no backend supports all dtypes."""
     return tensor.view(-1).view(torch.uint8)

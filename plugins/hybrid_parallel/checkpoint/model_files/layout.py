@@ -1,7 +1,7 @@
-"""Complete files take their names: at every moment a directory opens as the old model or as the new, or not yet.
+"""Atomic publication of model files: at any moment a directory opens as the old model, as the new one, or not at all.
 
-Weights are written under hidden names. They get names that the index of an earlier save does not use, then the new
-index takes the place of the old one in one step, and only then what the old one named is removed.
+Weights are written under hidden names. They are then renamed to names that the index of an earlier save does not use,
+and the new index replaces the old one in one rename. Only afterwards are the files of the old index removed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _OURS = re.compile(r"model(-b)?(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def free_names(directory: Path, count: int) -> list[str]:
-    """Make the directory, and choose names for `count` files.
+    """Create the directory, and choose names for `count` files.
 
-    Several files are called `model-00001-of-00003.safetensors` and so on; `model-b-…` where those names are taken.
+    A single file is named as in transformers. Several files are named `model-00001-of-00003.safetensors` and so on, or
+    `model-b-...` if the index of an earlier save uses those names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     remove_partial_files(directory)
@@ -43,12 +44,12 @@ def free_names(directory: Path, count: int) -> list[str]:
 
 
 def partial_path(directory: Path, name: str) -> Path:
-    """Where a file stands while it is written."""
+    """Return the path of a file while it is being written."""
     return directory / f".{name}{_PARTIAL}"
 
 
 def remove_partial_files(directory: Path) -> None:
-    """Remove what a save that was interrupted left."""
+    """Remove the files of an interrupted save."""
     for path in directory.glob(f".*{_PARTIAL}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -56,12 +57,14 @@ def remove_partial_files(directory: Path) -> None:
 def publish(
     model: HybridParallelModel, directory: Path, weight_map: Mapping[str, str], size: int, dtype: torch.dtype | None
 ) -> None:
-    """Give complete files their names, configuration last; then remove the weights of an earlier save.
+    """Rename complete files to their final names, the index and then the configuration last; then remove old weights.
 
     Args:
-        weight_map: tensor -> name of its file.
-        size: bytes of all tensors.
-        dtype: of the weights in the files; None for that of the model.
+        model: the boosted model.
+        directory: directory that holds the partial files.
+        weight_map: tensor name -> name of its file.
+        size: size of all tensors in bytes.
+        dtype: dtype of the weights in the files; None for that of the model.
     """
     others = _write_other_files(model, directory, dtype or model.dtype)
     names = set(weight_map.values())
@@ -87,7 +90,7 @@ def publish(
 
 
 def _write_other_files(model: HybridParallelModel, directory: Path, dtype: torch.dtype) -> Path:
-    """A hidden directory with the configuration, the defaults of generation, and code that came with the model."""
+    """Write configuration, generation defaults and custom code of the model to a hidden directory, and return it."""
     inside: Any = model_inside(model.unwrap())
     others = Path(tempfile.mkdtemp(prefix=".", suffix=_PARTIAL, dir=directory))
     if model.origin.config is not None:

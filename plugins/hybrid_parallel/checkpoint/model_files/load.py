@@ -1,4 +1,4 @@
-"""The model from a Hugging Face directory, read slice by slice."""
+"""Loading of a model from a Hugging Face directory; each rank reads only its own slices."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from shardformer.lazy.weight_files import WeightFileError, check_shape, open_ten
 from shardformer.peft import model_inside
 from shardformer.shard_spec import ShardSpec, spec_of
 
-# (tensor here, piece that `spec` says -> its values, where they lie as they are)
+# (local tensor, function: spec -> values of its shard, location of the values in a file if stored unconverted)
 Found = list[tuple[Tensor, Callable[[ShardSpec], Tensor], Any]]
 
 
 def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, allow_bin: bool) -> None:
-    """Read each local tensor's own slices.
+    """Read the slices of each local tensor from a directory.
 
     Args:
-        strict: refuse a directory that lacks tensors or has others.
-        allow_bin: read `.bin` files where there are no safetensors.
+        model: the boosted model.
+        directory: Hugging Face directory.
+        strict: raise if the directory lacks tensors or has unexpected ones.
+        allow_bin: read `.bin` files if there are no safetensors files.
 
     Raises:
-        ConfigurationError: files are missing or broken, shapes differ, or, when strict, names differ.
+        ConfigurationError: files are missing or damaged, shapes differ, or, if `strict`, names differ.
     """
     inside = model_inside(model.unwrap())
-    is_whole = inside is model.unwrap()  # peft's wrappers give parameters names that only their own files have
+    is_whole = inside is model.unwrap()  # only peft's own files use its parameter names
     match = _match_pretrained if is_whole and hasattr(inside, "from_pretrained") else _match_names
     found, missing, unexpected = raise_on_all_ranks(lambda: match(model, directory, allow_bin))
-    # Each stage knows of its own parameters only; the message is to name those of all.
+    # Each stage knows only its own parameters, but the message must name those of all stages.
     missing = sorted({name for names in all_gather_json(missing) for name in names})
     if strict and (missing or unexpected):
         raise ConfigurationError(
@@ -56,9 +58,9 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, 
 def _match_pretrained(
     model: HybridParallelModel, directory: Path, allow_bin: bool
 ) -> tuple[Found, list[str], list[str]]:
-    """What transformers finds in the directory for the tensors here, what it misses, and what it does not expect.
+    """Find the local tensors in a directory as transformers does; return matches, missing names and unexpected names.
 
-    Shapes are compared too: nothing is to be overwritten by a checkpoint that does not fit.
+    Shapes are checked before any tensor is overwritten.
     """
     opened = open_directory(type(model.unwrap()), model.origin.config, directory, model.dtype, allow_bin)
     for name, in_files, in_model in opened.mismatched:
@@ -75,7 +77,7 @@ def _match_pretrained(
 
 
 def _match_names(model: HybridParallelModel, directory: Path, _: bool) -> tuple[Found, list[str], list[str]]:
-    """The same for a model that is not transformers': by the names in the files."""
+    """Find the local tensors by their names in the files, for a model that is not a transformers model."""
     files = weight_files(directory)
     found: Found = []
     missing = []
@@ -106,9 +108,9 @@ def _copy(found: Found) -> None:
             raise WeightFileError(f"{path} is not a complete safetensors file ({error}); save it again") from None
 
 
-@torch.no_grad()  # of the thread
+@torch.no_grad()  # grad mode is thread-local
 def _read(file: TensorFileReader, wanted: tuple[str, Tensor]) -> None:
-    """Fill the tensor here with its pieces of the one in the file."""
+    """Fill a local tensor with its slices of the tensor in the file."""
     (name, tensor), position = wanted, 0
     spec, tensor = spec_of(tensor), tensor.detach()
     if spec.dim is None:

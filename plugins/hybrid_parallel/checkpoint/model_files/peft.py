@@ -1,7 +1,7 @@
-"""Adapters as directories of the peft package: `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in the directory format of peft: `adapter_config.json` and `adapter_model.safetensors`.
 
-Only the adapter's weights are in it, and what else is trained with it (biases, copies of modules); what they are added
-to is not. Which tensors these are and what they are called, peft has said of the whole model, before it was cut.
+The directory holds the weights of the adapter and whatever else is trained with it (biases, copies of modules), but
+not the base model. peft determined these tensors and their names on the whole model, before it was sharded.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from shardformer.peft.kinds import is_a, is_adapter_part
 from shardformer.shard_spec import spec_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_DEFAULT = "default"  # this adapter stands in the directory itself, others in folders of their names
+_DEFAULT = "default"  # saved in the directory itself; every other adapter has a subdirectory of its name
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether the model is one of peft's."""
+    """Return whether the model is a peft model."""
     return is_a(module, "model")
 
 
 def refuse_bare_adapters(module: nn.Module) -> None:
-    """Adapters without a model of peft around them, as transformers' `add_adapter` makes them, have no files here.
+    """Refuse adapters without a peft wrapper, as made by transformers' `add_adapter`: they have no file format here.
 
     Raises:
-        ConfigurationError: there are some.
+        ConfigurationError: the module has such adapters.
     """
     if adapter_configs(module):
         raise ConfigurationError(
@@ -58,10 +58,16 @@ def refuse_bare_adapters(module: nn.Module) -> None:
 def save_adapter_files(
     model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: torch.dtype | None
 ) -> None:
-    """Write all adapters; the first rank gathers and writes them, one adapter at a time.
+    """Write all adapters, one at a time; global rank 0 gathers and writes them.
+
+    Args:
+        model: the boosted model.
+        mesh: mesh of ranks.
+        directory: output directory.
+        dtype: dtype of floating-point weights in the files; None for their own.
 
     Raises:
-        ConfigurationError: there are none any more, or the directory cannot be written, on all ranks alike.
+        ConfigurationError: the model has no adapters any more, or the directory cannot be written; on all ranks.
     """
     _check_names(model)
     for adapter, config in model.unwrap().peft_config.items():
@@ -78,10 +84,15 @@ def save_adapter_files(
 
 
 def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool) -> None:
-    """Read the adapters that the model has; each rank reads its own slices.
+    """Read all adapters of the model; each rank reads its own slices.
+
+    Args:
+        model: the boosted model.
+        directory: directory written by `save_model` or by peft's `save_pretrained`.
+        strict: raise if tensor names differ.
 
     Raises:
-        ConfigurationError: files are missing or broken, or, when strict, names or shapes differ.
+        ConfigurationError: files are missing or damaged, shapes differ, or, if `strict`, names differ.
     """
     _check_names(model)
     for adapter in model.unwrap().peft_config:
@@ -108,7 +119,7 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
 
 def _check_names(model: HybridParallelModel) -> None:
     peft_model = model.unwrap()
-    # A stage may hold none of them.
+    # A pipeline stage may hold no adapter modules, so gather from all ranks.
     if not any(all_gather_json(any(is_adapter_part(each) for each in peft_model.modules()))):
         raise ConfigurationError(
             "the model has no adapter any more, since merge_and_unload or unload; save the adapter before, and merge "
@@ -122,7 +133,7 @@ def _check_names(model: HybridParallelModel) -> None:
 
 
 def _of_whole_model(model: Any, adapter: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """An adapter of a kind of which every rank holds the whole."""
+    """Return the tensors of an adapter that is replicated on every rank."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_tensors(model, adapter).items()}
     return {
         name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -131,7 +142,7 @@ def _of_whole_model(model: Any, adapter: str, dtype: torch.dtype | None) -> dict
 
 
 def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name in a file, tensor) of one adapter on this rank."""
+    """Yield (name in a file, tensor) for each tensor of one adapter on this rank."""
     in_file = model.origin.adapter_names[adapter]
     for names, tensor in local_tensors(model, unique):
         name = next((in_file[name] for name in names if name in in_file), None)
@@ -142,7 +153,7 @@ def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> 
 def _gathered(
     model: HybridParallelModel, mesh: HybridMesh, adapter: str, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The whole adapter on the world's first rank, in the order of stages; nothing on the others."""
+    """Gather a full adapter on global rank 0, in stage order; other ranks return an incomplete or empty dict."""
     tensors = dict(_adapter_tensors(model, adapter, unique=True))
     is_first = mesh.rank(DP_CP) == mesh.rank("tp") == 0
     forms = {}
@@ -188,7 +199,7 @@ def _write(directory: Path, tensors: dict[str, Tensor], config: Any, model: Any)
 
 
 def _described(config: Any, model: Any) -> dict[str, Any]:
-    """peft's configuration as its `save_pretrained` writes it: for inference, with the way to its base model."""
+    """Return peft's configuration as its `save_pretrained` writes it, for inference and with the base model's path."""
     described = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     described["inference_mode"] = True
     if described.get("base_model_name_or_path") is None:
@@ -202,7 +213,7 @@ def _described(config: Any, model: Any) -> dict[str, Any]:
 def _match_whole(
     model: HybridParallelModel, directory: Path, adapter: str
 ) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
-    """`_match` for an adapter of which every rank holds the whole."""
+    """Like `_match`, for an adapter that is replicated on every rank."""
     _check_files(directory)
     own = adapter_tensors(model.unwrap(), adapter)
     with open_tensors(directory / _WEIGHTS) as file:
@@ -224,7 +235,7 @@ def _check_files(directory: Path) -> None:
 def _match(
     model: HybridParallelModel, directory: Path, adapter: str
 ) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
-    """What there is to read on this rank, names that the file lacks, and names in the file."""
+    """Return the tensors to read on this rank, the names that the file lacks, and all names in the file."""
     _check_files(directory)
     tensors = dict(_adapter_tensors(model, adapter, unique=False))
     with open_tensors(directory / _WEIGHTS) as file:

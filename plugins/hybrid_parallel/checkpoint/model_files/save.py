@@ -1,8 +1,9 @@
-"""The model as a Hugging Face directory, written tensor by tensor.
+"""Saving of a model as a Hugging Face directory, one tensor at a time.
 
-The tensors of a pipeline stage are dealt out to files, and the files to the stage's data-parallel replicas,
-or to groups of those that share the experts. In each of these the first rank writes what the others send it, while the
-next tensor is on its way: no rank holds more than one whole tensor and the pieces of the next.
+The tensors of a pipeline stage are distributed over files, and the files over the data-parallel replicas of the stage
+(with expert parallelism, over groups of replicas that together hold all experts). The first rank of each such group
+writes what the others send, while the next tensor is in flight. No rank holds more than one full tensor and the shards
+of the next.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from shardformer.peft import model_inside
 from shardformer.shard_spec import EXPERTS, spec_of
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-_AGREE_EVERY = 2**30  # bytes after which ranks ask one another for errors
+_AGREE_EVERY = 2**30  # bytes that a rank writes between two error checks over all ranks
 
 
 @dataclass(frozen=True)
 class Item:
-    """Tensors that are written together; most often one.
+    """Tensors that are written together; usually only one.
 
     Attributes:
-        tensors: name in memory -> this rank's piece.
-        unit: how they are called and shaped in the file.
+        tensors: name in memory -> shard of this rank.
+        unit: names and shapes in the file.
     """
 
     tensors: Mapping[str, Tensor]
@@ -51,25 +52,33 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Size in the file, in bytes."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.unit.file.values())
 
 
 def save_model_files(
     model: HybridParallelModel, mesh: HybridMesh, directory: Path, size_per_shard: str, dtype: torch.dtype | None
 ) -> None:
-    """Write the weights, and then what `from_pretrained` looks for first, so that it never finds a part.
+    """Write a model as a Hugging Face directory.
 
-    Files of an earlier save stay as they are until all of the new ones are complete.
+    Weights are published first, and the files that `from_pretrained` opens first are published last, so that it never
+    sees a partial save. Files of an earlier save stay unchanged until all new files are complete.
+
+    Args:
+        model: the boosted model.
+        mesh: mesh of ranks.
+        directory: output directory.
+        size_per_shard: maximum size of one file, such as "5GB".
+        dtype: dtype of floating-point weights in the files; None for their own.
 
     Raises:
-        ConfigurationError: the directory cannot be written, on all ranks alike; it is then as it was.
+        ConfigurationError: the directory cannot be written; raised on all ranks, and the earlier save is kept.
     """
     files = _cut([*_items(model, dtype)], _bytes(size_per_shard))
     is_first = mesh.rank(DP_CP) == mesh.rank("tp") == 0
     described = [_describe(file) for file in files] if is_first else []
-    stages = [each for each in all_gather_json([mesh.rank("pp"), described]) if each[1]]  # in the order of stages
-    everything = [file for _, found in stages for file in found]  # [names, bytes] of each
+    stages = [each for each in all_gather_json([mesh.rank("pp"), described]) if each[1]]  # in stage order
+    everything = [file for _, found in stages for file in found]  # [names, bytes] per file
     names = raise_on_all_ranks(lambda: free_names(directory, len(everything)) if dist.get_rank() == 0 else [])
     names = all_gather_json(names)[0]
     first = sum(len(found) for stage, found in stages if stage < mesh.rank("pp"))
@@ -95,7 +104,7 @@ def _items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[It
     ignored = set(getattr(inside, "_keys_to_ignore_on_save", None) or ())
     tensors = {}
     for names, tensor in local_tensors(model, unique=True):
-        # What the constructor computes again is left out, as in transformers, unless somebody has it trained.
+        # As in transformers, skip what the constructor recomputes, unless it is being trained.
         if tensor.requires_grad or ignored.isdisjoint(names):
             tensors[next((name for name in names if name not in tied), names[0])] = tensor
     forms = {}
@@ -107,7 +116,7 @@ def _items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[It
 
 
 def _cut(items: Sequence[Item], limit: int) -> list[list[Item]]:
-    """The items of each file, in order; a file has more than `limit` bytes only if it has one item."""
+    """Split items into files, in order; a file exceeds `limit` bytes only if it holds a single item."""
     files: list[list[Item]] = []
     room = 0
     for item in items:
@@ -120,12 +129,12 @@ def _cut(items: Sequence[Item], limit: int) -> list[list[Item]]:
 
 
 def _describe(file: Sequence[Item]) -> tuple[list[str], int]:
-    """Names and bytes."""
+    """Return the tensor names in a file and its size in bytes."""
     return [name for item in file for name in item.unit.file], sum(item.size for item in file)
 
 
 def _rounds(stages: Sequence[Sequence[tuple[list[str], int]]], replicas: int) -> int:
-    """How often the rank that writes most is going to ask for errors, so that all ask as often."""
+    """Return the number of error checks that the busiest writer needs; all ranks must run the same number."""
     shares = [sum(size for _, size in files[replica::replicas]) for files in stages for replica in range(replicas)]
     return max(shares, default=0) // _AGREE_EVERY + 1
 
@@ -137,10 +146,17 @@ def _write(
     dtype: torch.dtype | None,
     rounds: int,
 ) -> None:
-    """Gather and write the items of `files`; all ranks that hold a part of them take part, the first of them writes.
+    """Gather and write the items of `files`; all ranks of the group take part, and its first rank writes.
+
+    Args:
+        model: the transformers model.
+        files: (path, items) of each file of this group.
+        mesh: mesh of ranks.
+        dtype: dtype of floating-point tensors in the files; None for their own.
+        rounds: number of error checks, the same on all ranks.
 
     Raises:
-        ConfigurationError: some rank of the world could not write; all learn of it after at most `_AGREE_EVERY` bytes.
+        ConfigurationError: a rank could not write; all ranks raise after at most `_AGREE_EVERY` more bytes.
     """
     items = [item for _, file in files for item in file]
     output = _Output(files, model)
@@ -159,7 +175,7 @@ def _write(
         for _ in range(rounds - asked):
             raise_on_all_ranks(output.check)
     finally:
-        for gathers in on_its_way:  # what was asked for when an error came
+        for gathers in on_its_way:  # complete the gathers that were in flight when an error was raised
             for gather in gathers.values():
                 gather.finish()
         output.close()
@@ -167,19 +183,19 @@ def _write(
 
 def _begin(item: Item, dtype: torch.dtype | None, mesh: HybridMesh) -> dict[str, Gather]:
     held = {name: (tensor, spec_of(tensor).axis) for name, tensor in item.tensors.items()}
-    # Of ranks that share the experts, only those beside the writer are asked for anything else.
+    # Tensors other than experts are replicated over EP, so only the tensor-parallel group of the writer sends them.
     asked = {name: each for name, each in held.items() if each[1] == EXPERTS or mesh.rank(EP) == 0}
     return {name: Gather.begin(tensor, dtype, mesh.group(axis)) for name, (tensor, axis) in asked.items()}
 
 
 class _Output:
-    """The files of this rank, one after the other.
+    """Writer of the files of this rank, one after another.
 
-    After an error it takes what it is given and drops it: who sends is not to be left waiting.
+    After an error it discards further input, so that the sending ranks do not block.
 
     Args:
-        files: path and items of each.
-        model: of transformers, which the tensors are of.
+        files: (path, items) of each file.
+        model: transformers model that owns the tensors.
     """
 
     def __init__(self, files: Sequence[tuple[Path, Sequence[Item]]], model: nn.Module) -> None:
@@ -189,7 +205,7 @@ class _Output:
         self._problem: OSError | ValueError | None = None
 
     def put(self, item: Item, full: dict[str, Tensor]) -> None:
-        """Write the next item, of which these are the whole tensors."""
+        """Write the next item, given its full tensors."""
         if self._problem is not None:
             return
         try:
@@ -207,21 +223,21 @@ class _Output:
             self._problem = error
 
     def check(self) -> None:
-        """Raise the error there was."""
+        """Raise the stored error, if any."""
         if self._problem is not None:
             raise self._problem
 
     def close(self) -> None:
-        """Give back what an error left open."""
+        """Close a file that an error left open."""
         if self._file is not None:
             self._file.close()
 
 
 def _bytes(size: str) -> int:
-    """Bytes of a phrase such as "5GB".
+    """Convert a size such as "5GB" to bytes.
 
     Raises:
-        ConfigurationError: it is not one.
+        ConfigurationError: the string is not a size.
     """
     number, unit = size[:-2].strip(), size[-2:].upper()
     if unit not in _UNITS or not number.replace(".", "", 1).isdigit():

@@ -1,1 +1,1 @@
-"""Training states: tensors of the whole model in chunks that any layout reads."""
+"""Training states: chunks of whole-model tensors, which any layout can read."""

@@ -1,8 +1,8 @@
-"""One save of a checkpoint: it appears whole or not at all.
+"""Atomic save of a checkpoint: it appears completely or not at all.
 
-Files are written into `<name>.partial`, which no load ever looks at. A new checkpoint then takes its name in one
-rename. Where the name exists already, the new files join the old ones under other names, and the exchange of the
-manifest, one rename too, makes them the checkpoint; nothing that the old manifest does not list is ever deleted.
+Files are written into `<name>.partial`, which no load reads. A new checkpoint gets its name in one rename. If the name
+already exists, the new files are moved next to the old ones under different names, and replacing the manifest, again
+one rename, makes them the checkpoint. Only files that a save wrote are ever deleted.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from plugins.hybrid_parallel.checkpoint.state.retention import (
 
 
 def partial_directory(path: Path) -> Path:
-    """Where a save of `path` is written."""
+    """Return the directory in which a save of `path` is written."""
     return path.with_name(f"{path.name}{PARTIAL}")
 
 
 class PendingSave:
-    """A save that is going on, as its first rank sees it: an empty directory, which is locked.
+    """A save in progress, on rank 0: an empty, locked directory.
 
-    The lock tells other runs in the same folder from what a killed run left; it ends with the process.
+    The lock distinguishes a save of another run in the same folder from the remains of a killed run. It is released
+    when the process ends.
 
     Args:
-        path: where the checkpoint is to be.
+        path: final path of the checkpoint.
 
     Attributes:
-        sequence: its number.
+        sequence: sequence number of the checkpoint.
 
     Raises:
-        ConfigurationError: the place is taken by something else.
-        OSError: the directory cannot be made.
+        ConfigurationError: the path is unusable, or another run is saving to it.
+        OSError: the directory cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,11 +68,11 @@ class PendingSave:
         self.sequence = next_sequence(path)
 
     def publish(self, manifest: Manifest) -> None:
-        """Let the files in the directory become the checkpoint.
+        """Make the files in the directory the checkpoint.
 
         Raises:
-            ConfigurationError: a file that a rank wrote is not here: the ranks do not share the file system.
-            OSError: something cannot be written.
+            ConfigurationError: a file that a rank wrote is not visible here: the ranks do not share the file system.
+            OSError: a file cannot be written.
         """
         self._check_complete(manifest)
         _write_durably(self.directory / MANIFEST, manifest.to_bytes())
@@ -85,21 +86,21 @@ class PendingSave:
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """Throw away what was written, after a failure; what cannot be removed is left to the next save."""
+        """Remove what was written, after a failure; what cannot be removed is left to the next save."""
         shutil.rmtree(self.directory, ignore_errors=True)
         with suppress(OSError, ConfigurationError):
             self._remove_unlisted()
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._lock is not None:
-            # Said in words: a process that was forked since, a worker of a data loader, has the descriptor too.
+            # Unlock explicitly: processes forked since then, such as DataLoader workers, share the descriptor.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
     def _remove_older(self) -> None:
-        """What a save of the same name left that was killed."""
+        """Remove the remains of a killed save of the same name."""
         if not os.path.lexists(self.directory):
             return
         if not holds_only_ours(self.directory):
@@ -119,18 +120,18 @@ class PendingSave:
                 )
 
     def _replace_content(self, manifest: Manifest) -> None:
-        """The exchange of the manifest is the moment in which the new checkpoint takes the old one's place."""
+        """Replace an existing checkpoint; replacing its manifest is the step that makes the new checkpoint current."""
         for name in manifest.files:
             os.replace(self.directory / name, self.path / name)
         sync_directory(self.path)
         os.replace(self.directory / MANIFEST, self.path / MANIFEST)
         sync_directory(self.path)
-        with suppress(OSError):  # the new checkpoint is complete; what stays goes with the next one
+        with suppress(OSError):  # the new checkpoint is complete; the next save removes what remains
             self._remove_unlisted()
             self.directory.rmdir()
 
     def _remove_unlisted(self) -> None:
-        """Remove the files that the manifest in place does not name: an older save's, or this one's if it failed."""
+        """Remove data files that the current manifest does not list: an older save's, or this one's if it failed."""
         manifest = self.path / MANIFEST
         listed = Manifest.read(manifest).files if manifest.exists() else {}
         for file in data_files(self.path):
@@ -139,7 +140,7 @@ class PendingSave:
 
 
 def _make_durably(directory: Path) -> None:
-    """Make a directory and those above it, so that a power failure does not lose their names."""
+    """Create a directory and its parents, and sync the new entries, so that they survive a power failure."""
     if not directory.is_dir():
         _make_durably(directory.parent)
         directory.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: at most one at a time, whose failure surfaces at the next call."""
+"""Background saves: at most one at a time; a failure is raised by the next call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _logger = get_logger(__name__)
 
 
 class BackgroundWriter:
-    """One thread that finishes saves; the interpreter waits for it at its end."""
+    """A single thread that completes saves; the interpreter waits for it at exit."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="booster-checkpoint")
         self._last: SavedCheckpoint | None = None
 
     def start(self, path: Path, began: float, work: Callable[[], None]) -> SavedCheckpoint:
-        """Let `work` run; the one before must have been finished."""
+        """Run `work` in the background; the previous save must have been finished."""
 
         def timed() -> float:
             work()
@@ -34,10 +34,10 @@ class BackgroundWriter:
         return self._last
 
     def finish(self) -> None:
-        """Wait for the save that is going on, if there is one.
+        """Wait for the save in progress, if any.
 
         Raises:
-            ConfigurationError: it failed; it is told once.
+            ConfigurationError: the save failed; raised only once.
         """
         last, self._last = self._last, None
         if last is None:

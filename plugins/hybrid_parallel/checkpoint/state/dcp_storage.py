@@ -1,8 +1,8 @@
-"""`torch.distributed.checkpoint` over safetensors files: its planning and resharding, without its pickles.
+"""`torch.distributed.checkpoint` (DCP) over safetensors files: its planning and resharding, without pickle.
 
 DCP's own file storage writes its index as a pickle, and its coordination sends pickled plans between ranks. Here each
-rank plans and writes for itself (`no_dist`): every chunk has exactly one owner by construction, so that nothing has to
-be agreed on beforehand; what was written travels as JSON afterwards.
+rank plans and writes by itself (`no_dist`): every chunk has exactly one owner by construction, so no agreement is
+needed beforehand. The descriptions of what was written are sent as JSON afterwards.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, chunk_key
 
-# True of nobody here: every rank plans for itself.
+# The warning does not apply: every rank plans by itself on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 
-# name -> [shape, dtype, [[offsets, sizes, file, checksum], ...]]: what a rank wrote, as JSON.
+# What a rank wrote, as JSON: name -> [shape, dtype, [[offsets, sizes, file, checksum], ...]].
 WrittenTensors = dict[str, list[Any]]
 
 
 def write_tensors(tensors: Mapping[str, GlobalTensor], path: Path) -> WrittenTensors:
-    """Write this rank's rectangles into one safetensors file.
+    """Write this rank's rectangles to one safetensors file, and return their description.
 
     Raises:
         OSError: the file cannot be written.
@@ -63,17 +63,17 @@ def write_tensors(tensors: Mapping[str, GlobalTensor], path: Path) -> WrittenTen
 
 
 def read_tensors(tensors: Mapping[str, GlobalTensor], directory: Path, manifest: Manifest) -> None:
-    """Fill rectangles from a checkpoint of any layout.
+    """Fill rectangles from a checkpoint that any layout saved.
 
     Raises:
-        ConfigurationError: a tensor is missing, has another shape, or its chunks leave holes.
+        ConfigurationError: a tensor is missing, has another shape, or is not covered by its chunks.
     """
     reader = _Reader(directory, manifest)
     _without_wrapping(lambda: dcp.load(dict(tensors), storage_reader=reader, planner=_LoadPlanner(), no_dist=True))
 
 
 def _without_wrapping(work: Any) -> None:
-    """Run DCP; its wrapper around an error hides the sentence."""
+    """Run DCP, and raise the original error instead of the `CheckpointException` that hides its message."""
     try:
         work()
     except CheckpointException as wrapped:
@@ -82,7 +82,7 @@ def _without_wrapping(work: Any) -> None:
 
 
 class _SavePlanner(SavePlanner):
-    """Writes all that it is given: ranks are given disjoint rectangles."""
+    """Planner that writes everything it is given: the rectangles of the ranks are disjoint."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -148,7 +148,7 @@ class _Writer(StorageWriter):
 
 
 class _LoadPlanner(LoadPlanner):
-    """Reads every rectangle from the chunks that overlap it."""
+    """Planner that reads every rectangle from the chunks that overlap it."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -221,7 +221,7 @@ class _Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items: dict[str, list[ReadItem]] = {}  # file -> what is read from it
+        items: dict[str, list[ReadItem]] = {}  # file -> items to read from it
         for item in plan.items:
             items.setdefault(self._file_of(item.storage_index), []).append(item)
         for name, reads in items.items():
@@ -240,7 +240,7 @@ class _Reader(StorageReader):
         return True
 
 
-@torch.no_grad()  # of the thread
+@torch.no_grad()  # grad mode is thread-local
 def _read(file: TensorFileReader, planner: LoadPlanner, item: ReadItem) -> None:
     target = planner.resolve_tensor(item)
     key = chunk_key(item.storage_index.fqn, item.storage_index.offset)

@@ -1,9 +1,9 @@
-"""GlobalTensor: a tensor of the whole model, of which a rank holds rectangles.
+"""GlobalTensor: a tensor of the whole model, stored on each rank as a set of rectangles.
 
-Checkpoints speak of whole tensors under Hugging Face names. What a rank holds of one is a piece cut along a dim
-(tensor parallelism), perhaps of several parts (a fused query-key-value weight), and of that piece a range of its
-flattened elements (ZeRO). Both are exact unions of rectangles of the whole tensor, which `torch.distributed.checkpoint`
-can store and reshard; nothing is gathered to save, and no rank writes what is not its own.
+Checkpoints store whole tensors under Hugging Face names. A rank holds a shard along one dim (tensor parallelism), which
+may consist of several parts (a fused query-key-value weight), and of this shard a range of flattened elements (ZeRO).
+Both are exact unions of rectangles of the whole tensor, which `torch.distributed.checkpoint` can store and reshard. A
+save gathers nothing, and each rank writes only its own data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A part of the whole tensor that is here.
+    """A rectangle of the whole tensor that is on this rank.
 
     Attributes:
-        offsets, sizes: where it lies in the whole tensor.
-        values: the elements, a view of the rank's own memory, of shape `sizes`.
+        offsets, sizes: position and shape in the whole tensor.
+        values: elements of the rectangle, of shape `sizes`; a view of the rank's own memory.
     """
 
     offsets: Sizes
@@ -41,12 +41,12 @@ class TensorChunk:
 
 
 class GlobalTensor:
-    """What a rank holds of a whole tensor; `torch.distributed.checkpoint` takes it in the place of a tensor.
+    """The local rectangles of a whole tensor; `torch.distributed.checkpoint` accepts it instead of a tensor.
 
     Args:
-        shape: of the whole tensor.
-        dtype: of its elements.
-        rectangles: disjoint parts of it.
+        shape: shape of the whole tensor.
+        dtype: dtype of the elements.
+        rectangles: disjoint rectangles on this rank.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, rectangles: Sequence[TensorChunk]) -> None:
@@ -54,17 +54,18 @@ class GlobalTensor:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> GlobalTensor:
-        """A tensor that is here uncut."""
+        """Wrap a tensor that is complete on this rank."""
         shape = tuple(tensor.shape)
         return cls(shape, tensor.dtype, [TensorChunk((0,) * len(shape), shape, tensor.detach())])
 
     @classmethod
     def piece(cls, spec: ShardSpec, values: Tensor, start: int = 0, stop: int | None = None) -> GlobalTensor:
-        """A range of the flattened local tensor of a `spec`.
+        """Wrap a range of the flattened local shard of a `spec`.
 
         Args:
-            values: the elements of the range, in any shape.
-            start, stop: the range; everything for None.
+            spec: sharding of the tensor.
+            values: elements of the range, in any shape.
+            start, stop: the range; the whole shard by default.
         """
         stop = math.prod(spec.local_shape) if stop is None else stop
         flat = values.detach().reshape(-1)
@@ -98,9 +99,9 @@ class GlobalTensor:
 
 
 def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """The range [start, stop) of a flattened tensor as rectangles (offsets, sizes), each contiguous in memory.
+    """Split the range [start, stop) of a flattened tensor into rectangles (offsets, sizes), each contiguous in memory.
 
-    A range of a matrix is at most three: the end of a row, whole rows, the start of a row.
+    A range of a matrix has at most three: the end of a row, whole rows, the start of a row.
     """
     if start >= stop:
         return
@@ -109,7 +110,7 @@ def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator
         return
     row, rest = math.prod(shape[1:]), tuple(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside of one row
+    if first > last:  # inside one row
         yield from _in_row(last, rest, start - last * row, stop - last * row)
         return
     yield from _in_row(first - 1, rest, start - (first - 1) * row, row)
@@ -131,7 +132,7 @@ def _flat_index(shape: Sequence[int], offsets: Sequence[int]) -> int:
 
 
 def _in_whole(spec: ShardSpec, offsets: Sizes, view: Tensor) -> Iterator[tuple[tuple[Sizes, Sizes], Tensor]]:
-    """A rectangle of the local tensor as rectangles of the whole one: each part has its own place, padding has none."""
+    """Map a rectangle of the local shard to rectangles of the whole tensor: one per part, none for padding."""
     if spec.dim is None:
         yield (offsets, tuple(view.shape)), view
         return

@@ -1,4 +1,4 @@
-"""What of a model there is to save and to load on this rank."""
+"""Enumeration of the model tensors that this rank saves and loads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 
 
 def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[list[str], Tensor]]:
-    """Parameters and persistent buffers here, each once, with all of its names.
+    """Yield (names, tensor) for each local parameter and persistent buffer, once each, with all of its names.
 
     Args:
-        unique: leave out what another stage is the one to save.
+        model: the boosted model.
+        unique: skip tensors that another stage saves.
     """
     module = model.unwrap()
     persistent = set(module.state_dict(keep_vars=True))

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: which tensors there are, where their chunks lie, and what every byte sums up to.
+"""Manifest of a checkpoint: its tensors, the locations of their chunks, and checksums of every byte.
 
-It is one JSON object and the last file of a save: a directory without one is no checkpoint. It ends in a checksum of
-itself; it holds the checksum of every chunk and of every file's header, which together cover all bytes of all files.
+The manifest is one JSON object and the last file that a save writes: a directory without it is not a checkpoint. It
+ends in a checksum of itself. It holds the checksum of every chunk and of every file header, which together cover all
+bytes of all files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SEQUENCE = re.compile(rb'^\{"format": "[^"]*", "version": \d+, "sequence": (\d+
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, in a file."""
+    """A rectangle of a tensor that is stored in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,13 +37,13 @@ class Chunk:
     checksum: int
 
     def key(self, name: str) -> str:
-        """What the chunk is called in its file."""
+        """Return the name of the chunk in its file."""
         return chunk_key(name, self.offsets)
 
 
 @dataclass
 class SavedTensor:
-    """A whole tensor: its shape and dtype, and the chunks that it was saved in."""
+    """A whole tensor: its shape, its dtype, and the chunks that it is stored in."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,7 +56,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file's length, and the checksum of its header, all of it that is not a chunk."""
+    """Size of a file, and checksum of its header (everything in it that is not a chunk)."""
 
     size: int
     header_checksum: int
@@ -63,14 +64,14 @@ class SavedFile:
 
 @dataclass
 class Manifest:
-    """What a checkpoint consists of.
+    """Contents of a checkpoint.
 
     Attributes:
-        sequence: grows from save to save of a folder; the largest is the latest.
-        files: name -> file.
+        sequence: number that grows with each save in a folder; the largest is the newest.
+        files: file name -> size and header checksum.
         tensors: logical name -> tensor.
         state: everything that is not a tensor, as JSON.
-        checksum: of the text that was read; 0 for a manifest that was not.
+        checksum: checksum of the text that was read; 0 for a manifest that was not read from a file.
     """
 
     sequence: int
@@ -80,7 +81,7 @@ class Manifest:
     checksum: int = 0
 
     def to_bytes(self) -> bytes:
-        """The JSON text, closed by its own checksum."""
+        """Return the JSON text, ending in its own checksum."""
         body = json.dumps(
             {
                 "format": FORMAT,
@@ -102,10 +103,10 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read and check the text.
+        """Read and check a manifest file.
 
         Raises:
-            ConfigurationError: there is none, it is damaged, or of a version that this package does not know.
+            ConfigurationError: the file is missing, damaged, or of an unknown version.
         """
         if not path.is_file():
             raise ConfigurationError(
@@ -140,10 +141,10 @@ class Manifest:
         )
 
     def check_sizes(self, directory: Path) -> None:
-        """See that all files are there, in their lengths.
+        """Check that all files exist and have the right sizes.
 
         Raises:
-            ConfigurationError: a file is missing or cut off.
+            ConfigurationError: a file is missing or truncated.
         """
         for name in self.files:
             self._check_size(directory / name)
@@ -152,7 +153,7 @@ class Manifest:
         """Compare every byte of a file with the checksums.
 
         Raises:
-            ConfigurationError: the file is missing, cut off or changed; names the tensor that was hit.
+            ConfigurationError: the file is missing, truncated or changed; the message names the damaged tensor.
             OSError: the file cannot be read.
         """
         path = directory / name
@@ -183,7 +184,7 @@ class Manifest:
             for_each(verify, sorted(self._chunks_of(file, name), key=lambda found: found[2]))
 
     def _chunks_of(self, file: Any, name: str) -> Iterator[tuple[str, Chunk, int, int]]:
-        """(tensor, chunk, first byte, end) of each chunk in a file whose header is sound."""
+        """Yield (tensor, chunk, first byte, end) for each chunk in a file whose header is valid."""
         start, entries = read_header(file)
         for tensor, saved in self.tensors.items():
             for chunk in saved.chunks:
@@ -193,12 +194,12 @@ class Manifest:
 
 
 def chunk_key(name: str, offsets: Sequence[int]) -> str:
-    """What a chunk is called in its file."""
+    """Return the name of a chunk in its file."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
 def header_checksum(path: Path) -> int:
-    """Of all of a safetensors file that is not a tensor."""
+    """Return the checksum of everything in a safetensors file that precedes the tensor data."""
     with path.open("rb") as file:
         length = file.read(LENGTH_BYTES)
         # A damaged length may be larger than any file.
@@ -207,7 +208,7 @@ def header_checksum(path: Path) -> int:
 
 
 def sequence_of(path: Path) -> int | None:
-    """The sequence number of a manifest, without reading all of it; None if it cannot be told."""
+    """Return the sequence number of a manifest, read from its first bytes, or None if it cannot be read."""
     try:
         with path.open("rb") as file:
             found = _SEQUENCE.match(file.read(200))
@@ -217,7 +218,7 @@ def sequence_of(path: Path) -> int | None:
 
 
 def merge_tensors(parts: Sequence[Mapping[str, Any]]) -> dict[str, SavedTensor]:
-    """The tensors of all ranks, from what `write_tensors` said on each."""
+    """Merge the tensors of all ranks, given the results of `write_tensors`."""
     merged: dict[str, SavedTensor] = {}
     for part in parts:
         for name, (shape, dtype, chunks) in part.items():

@@ -1,4 +1,4 @@
-"""The model's part of a training state: which rectangles of which tensors this rank writes and reads."""
+"""The model part of a training state: the rectangles of tensors that this rank writes and reads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 PREFIX = "model/"
-MASTER = "master"  # the fp32 value of a 16-bit parameter, among the optimizer's states
+MASTER = "master"  # key of the fp32 master of a 16-bit parameter among the optimizer states
 
 
 def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, group: dist.ProcessGroup) -> set[str]:
-    """Names of persistent buffers that stages before this one have, too: every stage has those of the model itself.
+    """Return names of persistent buffers that an earlier stage has too: every stage has the buffers of the root model.
 
     Args:
-        group: all ranks.
+        model: the boosted model.
+        mesh: mesh of ranks.
+        group: group of all ranks.
     """
     if mesh.size("pp") == 1:
         return set()
@@ -34,9 +36,11 @@ def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, grou
 
 
 def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Collection[str]) -> dict[str, GlobalTensor]:
-    """What this rank writes: of each tensor one copy over all ranks, shared out among the data-parallel replicas.
+    """Return what this rank writes: one copy of each tensor over all ranks, distributed over data-parallel replicas.
 
     Args:
+        model: the boosted model.
+        mesh: mesh of ranks.
         elsewhere: buffers that another stage writes.
     """
     owned = [
@@ -54,12 +58,12 @@ def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Colle
 def tensors_to_fill(
     model: HybridParallelModel, manifest: Manifest, group: dist.ProcessGroup
 ) -> dict[str, GlobalTensor]:
-    """The model's local tensors, under the names that the checkpoint has for them.
+    """Return the model's local tensors under their names in the checkpoint.
 
-    A parameter that is kept in fp32 here and was a 16-bit one with an fp32 master is read from its master.
+    A parameter that is fp32 here but was saved in 16 bit with an fp32 master is read from the master.
 
     Raises:
-        ConfigurationError: the checkpoint is that of another model, on all ranks alike.
+        ConfigurationError: the checkpoint is of a different model; raised on all ranks.
     """
     found: dict[str, GlobalTensor] = {}
     missing = []
@@ -81,14 +85,14 @@ def tensors_to_fill(
 
 
 def clear_padding(model: HybridParallelModel) -> None:
-    """Zeros where the padding of a vocabulary is, which no file has."""
+    """Zero the padding rows of vocabularies, which are not saved."""
     for _, tensor in local_tensors(model, unique=False):
         if spec_of(tensor).is_padded:
             tensor.detach().zero_()
 
 
 def precise_name(manifest: Manifest, name: str, wanted: Tensor) -> str:
-    """Where the most exact value of a parameter lies that a tensor of `wanted`'s dtype can hold."""
+    """Return the name of the most precise saved value of a parameter that the dtype of `wanted` can represent."""
     saved = manifest.tensors[f"{PREFIX}{name}"]
     master = f"optimizer/{name}/{MASTER}"
     is_wider = wanted.dtype.is_floating_point and wanted.dtype.itemsize > saved.torch_dtype.itemsize
@@ -96,7 +100,7 @@ def precise_name(manifest: Manifest, name: str, wanted: Tensor) -> str:
 
 
 def _share(owned: list[tuple[str, Tensor]], rank: int, world_size: int) -> Iterable[tuple[str, Tensor]]:
-    """Parameters by equal bytes; buffers, which may differ between replicas, are those of the first."""
+    """Yield this rank's share: parameters balanced by bytes; buffers, which may differ, from the first replica."""
     total = sum(tensor.nbytes for _, tensor in owned)
     position = 0
     for name, tensor in owned:

@@ -1,7 +1,7 @@
-"""The optimizer's part of a training state, under Hugging Face names: any layout opens any other's.
+"""The optimizer part of a training state, under Hugging Face names, so that any layout can load it.
 
-A shard holds pieces of parameters. Each rank writes the states of its own pieces as rectangles of the whole parameter
-(`global_tensor.py`), and reads those of its own; steps and other numbers are in the manifest.
+A ZeRO shard holds pieces of parameters. Each rank writes and reads the states of its own pieces as rectangles of whole
+parameters (`global_tensor.py`). Steps and other numbers are stored in the manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "optimizer/"
 
 
 def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, GlobalTensor]:
-    """What this rank writes of the states that are tensors, and of the fp32 master weights."""
+    """Return the optimizer states that this rank writes as tensors, and the fp32 master weights."""
     tensors: dict[str, GlobalTensor] = {}
     with torch.no_grad():
         optimizer.take_changed_weights()
@@ -38,13 +38,13 @@ def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, GlobalTen
             name = f"{PREFIX}{optimizer.names[param]}/{key}"
             if value.shape == piece.parameter.shape:
                 tensors[name] = GlobalTensor.piece(spec, value, piece.start, piece.stop)
-            else:  # Adafactor's rows and columns
+            else:  # Adafactor's row and column statistics
                 tensors[name] = GlobalTensor.whole(value)
     return tensors
 
 
 def optimizer_numbers(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
-    """This rank's states that are numbers, and the shapes of its parameters, as JSON.
+    """Return this rank's numeric states and the shapes of its parameters, as JSON.
 
     Returns:
         `numbers`: parameter -> key -> [kind, number]; `shapes`: parameter -> full shape.
@@ -63,7 +63,7 @@ def optimizer_numbers(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
 
 
 def optimizer_header(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
-    """What all ranks know alike: class, parameter groups and loss scale."""
+    """Return what is identical on all ranks: class name, parameter groups and loss scale."""
     groups = [
         {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
@@ -75,10 +75,10 @@ def optimizer_header(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
 
 
 def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | None) -> None:
-    """Refuse another optimizer's state, before anything is changed.
+    """Check that a saved state belongs to this kind of optimizer, before anything is changed.
 
     Raises:
-        ConfigurationError: the checkpoint has no optimizer, one of another class, or with other groups.
+        ConfigurationError: the checkpoint has no optimizer, or one of another class or with other groups.
     """
     if saved is None:
         raise ConfigurationError("the checkpoint was saved without an optimizer; load it without one")
@@ -95,17 +95,17 @@ def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | No
 
 
 class OptimizerLoad:
-    """New states for an optimizer: asked for from the checkpoint first, put in place when they have been read.
+    """Optimizer states that are being loaded: tensors to read, then to apply.
 
     Args:
         optimizer: the boosted optimizer.
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Attributes:
-        tensors: what is to be read.
+        tensors: tensors to read from the checkpoint.
 
     Raises:
-        ConfigurationError: the state of a parameter is that of another shape.
+        ConfigurationError: the saved state of a parameter has another shape.
     """
 
     def __init__(self, optimizer: HybridParallelOptimizer, manifest: Manifest) -> None:
@@ -114,13 +114,13 @@ class OptimizerLoad:
         self._manifest = manifest
         self._keys = _keys_of(manifest)
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        optimizer.take_unfrozen(self._names_with_states())  # what is frozen now may be trained again
+        optimizer.take_unfrozen(self._names_with_states())  # frozen parameters may be trained again
         for bucket in optimizer.buckets:
             for piece in bucket.pieces:
                 self._ask_for(bucket, piece)
 
     def apply(self) -> None:
-        """Put the states that were read in place, with groups and loss scale."""
+        """Set the loaded states, parameter group options and loss scale in the optimizer."""
         for group, saved in zip(self.optimizer.param_groups, self.saved["param_groups"], strict=True):
             for key, value in saved.items():
                 group[key] = _like(value, group.get(key))
@@ -132,7 +132,7 @@ class OptimizerLoad:
                 self.optimizer.state.pop(target, None)
 
     def _names_with_states(self) -> set[str]:
-        """The parameters here of which the checkpoint has a state."""
+        """Return the names of local parameters that have a state in the checkpoint."""
         saved = {name for name, keys in self._keys.items() if set(keys) != {MASTER}} | set(self.saved["numbers"])
         aliases = self.optimizer.aliases
         return {name for name in self.optimizer.names.values() if saved & {name, *aliases.get(name, ())}}
@@ -163,7 +163,7 @@ class OptimizerLoad:
         self._states.append((target, state))
 
     def _room_for(self, target: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype, padded: bool) -> Tensor:
-        """The present state's own memory where it fits; the padding of a vocabulary is in no file, and zero."""
+        """Return a tensor to read into: the current state if it fits; zeros if padded, because padding is not saved."""
         present = self.optimizer.state.get(target, {}).get(key)
         if padded:
             return torch.zeros(shape, dtype=dtype, device=target.device)
@@ -172,14 +172,14 @@ class OptimizerLoad:
         return torch.empty(shape, dtype=dtype, device=target.device)
 
     def _ask_for_master(self, names: Sequence[str], piece: BucketSlice, spec: ShardSpec) -> None:
-        """The fp32 value; of a checkpoint without masters the parameter itself is as exact."""
+        """Request the fp32 value; if the checkpoint has no masters, the saved parameter is equally precise."""
         candidates = [f"{PREFIX}{name}/{MASTER}" for name in names] + [f"{MODEL}{name}" for name in names]
         found = next((name for name in candidates if name in self._manifest.tensors), None)
         if found is not None:
             self.tensors[found] = GlobalTensor.piece(spec, piece.parameter.data, piece.start, piece.stop)
 
     def _find(self, names: Sequence[str], shape: tuple[int, ...]) -> str | None:
-        """The first of a parameter's names that has a state; None for one that was never updated."""
+        """Return the first name of a parameter that has a saved state, or None if it was never updated."""
         shapes = self.saved["shapes"]
         name = next((alias for alias in names if alias in shapes), None)
         if name is not None and tuple(shapes[name]) != shape:
@@ -191,7 +191,7 @@ class OptimizerLoad:
 
 
 def _pieces(optimizer: HybridParallelOptimizer) -> Any:
-    """(bucket, piece, parameter) of what this rank is the one to save: it counts in the norm for the same reason."""
+    """Yield (bucket, piece, parameter) for the pieces that this rank saves: those it counts in the gradient norm."""
     for bucket in optimizer.buckets:
         if bucket.counted:
             for piece in bucket.pieces:
@@ -215,12 +215,12 @@ def _keys_of(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _plain(value: Any) -> Any:
-    """A learning rate may be a tensor."""
+    """Convert a 0-d tensor to a number; a learning rate may be a tensor."""
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def _like(value: Any, present: Any) -> Any:
-    """What JSON gave back, in the type that the group has."""
+    """Convert a value from JSON to the type of the present value."""
     if isinstance(present, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(present, Tensor):

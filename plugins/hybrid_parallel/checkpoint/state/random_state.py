@@ -1,4 +1,4 @@
-"""Random numbers of a rank: torch's, the model's stream, Python's and numpy's, as tensors under the rank's name."""
+"""Random states of a rank (torch, the model's stream, Python, numpy) as tensors under a per-rank prefix."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 
 PREFIX = "random/"
 _STREAM = "stream_"
-_PYTHON_VERSION = 3  # of random.getstate's tuple
+_PYTHON_VERSION = 3  # version number in the tuple of random.getstate
 
 
 def random_tensors(model: HybridParallelModel | None) -> dict[str, GlobalTensor]:
-    """The present states of this rank."""
+    """Return the current random states of this rank."""
     states = {"torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["torch_cuda"] = torch.cuda.get_rng_state()
@@ -36,11 +36,11 @@ def random_tensors(model: HybridParallelModel | None) -> dict[str, GlobalTensor]
 
 
 class RandomLoad:
-    """States for this rank: asked for first, put in place when they have been read.
+    """Random states of this rank that are being loaded: buffers to fill, then to apply.
 
     Args:
         model: the boosted model.
-        saved: names and shapes of all tensors of the checkpoint.
+        saved: name -> saved tensor, for all tensors of the checkpoint.
     """
 
     def __init__(self, model: HybridParallelModel | None, saved: Any) -> None:
@@ -54,7 +54,7 @@ class RandomLoad:
         self.tensors = {f"{prefix}{key}": GlobalTensor.whole(value) for key, value in self._states.items()}
 
     def apply(self) -> None:
-        """Go on with the random numbers where the checkpoint left off; a state that it has not stays as it is."""
+        """Set the generators to the loaded states; a generator without a saved state is not changed."""
         states = self._states
         if "torch_cpu" in states:
             torch.set_rng_state(states["torch_cpu"])

@@ -1,6 +1,6 @@
-"""Directories of checkpoints: how complete ones are found again, and how old ones and remains are removed.
+"""Checkpoint directories: finding complete checkpoints, and removing old ones and the remains of interrupted saves.
 
-Nothing is ever removed that a save did not write: a user's own files stay, and the directory with them.
+Only files that a save wrote are removed: a user's own files stay, and so does the directory that contains them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, sequence_of
 
 MANIFEST = "manifest.json"
-PARTIAL, REMOVED = ".partial", ".removed"  # endings of names of directories that no load looks at
+PARTIAL, REMOVED = ".partial", ".removed"  # suffixes of directories that no load reads
 _DATA_FILE = re.compile(r"state-\d+-rank\d+\.safetensors")
 _logger = get_logger(__name__)
 
@@ -29,30 +29,30 @@ class InUseError(OSError):
 
 
 def data_file(sequence: int, rank: int) -> str:
-    """The name of a rank's file; saves under one name never share a file."""
+    """Return the file name of a rank; saves under one name never share a file."""
     return f"state-{sequence}-rank{rank}.safetensors"
 
 
 def data_files(directory: Path) -> list[Path]:
-    """All files of this kind in a directory."""
+    """Return all data files in a directory."""
     return [entry for entry in directory.iterdir() if _DATA_FILE.fullmatch(entry.name)]
 
 
 def next_sequence(path: Path) -> int:
-    """One more than that of any checkpoint beside `path`, or of itself."""
+    """Return a number above the sequence of `path` and of every other checkpoint in its folder."""
     known = [sequence_of(manifest) or 0 for manifest in path.parent.glob(f"*/{MANIFEST}")]
     return max(known, default=0) + 1
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the latest first; one whose age cannot be told counts as the latest."""
+    """Return the checkpoints in a folder, newest first; those with an unreadable sequence number come first."""
     found = [(sequence_of(manifest), manifest.parent) for manifest in folder.glob(f"*/{MANIFEST}")]
     found = [entry for entry in found if not entry[1].name.endswith((PARTIAL, REMOVED))]
     return [path for _, path in sorted(found, key=lambda entry: (entry[0] is None, entry[0] or 0), reverse=True)]
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the manifest is sound and the files have their sizes; a changed byte in one is found at loading."""
+    """Return whether the manifest is valid and all files have their sizes; changed bytes are detected only at load."""
     try:
         Manifest.read(path / MANIFEST).check_sizes(path)
     except (ConfigurationError, OSError):
@@ -61,25 +61,25 @@ def is_whole(path: Path) -> bool:
 
 
 def keep_latest(path: Path, number: int) -> None:
-    """Remove all but the latest `number` of the checkpoints beside `path`.
+    """Remove all but the newest `number` checkpoints in the folder of `path`.
 
-    One that is damaged is neither counted nor removed; nor is a link.
+    Damaged checkpoints and symbolic links are neither counted nor removed.
     """
     sound = [each for each in checkpoints_in(path.parent) if not each.is_symlink() and is_whole(each)]
     for old in sound[number:]:
         if old != path:
             try:
                 _remove(old)
-            except OSError as error:  # the new checkpoint is complete: no reason to end the training
+            except OSError as error:  # the new checkpoint is complete, so training can continue
                 _logger.warning("the old checkpoint %s could not be removed: %s", old, error)
             else:
                 _logger.info("removed the old checkpoint %s", old)
 
 
 def remove_remains(folder: Path) -> None:
-    """Remove what interrupted saves and removals left in a folder, as far as nobody is writing it."""
+    """Remove the remains of interrupted saves and removals in a folder, unless another process may be writing them."""
     for left in folder.iterdir():
-        # An error: somebody else is saving or cleaning there.
+        # An OSError means that another process is saving or cleaning up there.
         with suppress(OSError):
             if left.name.endswith((PARTIAL, REMOVED)) and holds_only_ours(left):
                 with locked(left) as is_certain:
@@ -88,20 +88,20 @@ def remove_remains(folder: Path) -> None:
 
 
 def holds_only_ours(directory: Path) -> bool:
-    """Whether a directory holds nothing but what a save writes."""
+    """Return whether a directory contains only files that a save writes."""
     if directory.is_symlink() or not directory.is_dir():
         return False
     return all(_DATA_FILE.fullmatch(entry.name) or entry.name == MANIFEST for entry in directory.iterdir())
 
 
 def lock_directory(directory: Path) -> int | None:
-    """Hold a directory until the descriptor is closed or the process ends, in whatever way.
+    """Lock a directory until the descriptor is closed or the process ends, even if it is killed.
 
     Returns:
-        A descriptor; None where the file system has no locks.
+        A descriptor; None if the file system does not support locks.
 
     Raises:
-        InUseError: another save holds it.
+        InUseError: another save holds the lock.
     """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -116,10 +116,10 @@ def lock_directory(directory: Path) -> int | None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[bool]:
-    """Hold a directory in the context; yields whether the file system has locks, so that nobody else can hold it.
+    """Lock a directory within the context; yields whether the file system supports locks, so that the lock is certain.
 
     Raises:
-        InUseError: another save holds it.
+        InUseError: another save holds the lock.
     """
     handle = lock_directory(directory)
     try:
@@ -130,7 +130,7 @@ def locked(directory: Path) -> Iterator[bool]:
 
 
 def _remove(checkpoint: Path) -> None:
-    """So that what is interrupted leaves no half of a checkpoint under its name."""
+    """Remove a checkpoint; rename it first if possible, so that an interruption leaves no partial checkpoint."""
     if holds_only_ours(checkpoint):
         removed = checkpoint.with_name(f"{checkpoint.name}{REMOVED}")
         os.rename(checkpoint, removed)

@@ -1,4 +1,4 @@
-"""A snapshot's own memory: what an asynchronous save writes while training changes the original."""
+"""Staging memory of asynchronous saves: a copy of the snapshot, so that training can change the original."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ALIGNMENT = 64  # bytes
 
 
 class Staging:
-    """Memory on the host that is kept from save to save: to ask for it anew takes longer than to fill it."""
+    """Host memory that is reused between saves, because allocating it takes longer than filling it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The same snapshot, in this memory; the one before is lost."""
+        """Copy a snapshot into the staging memory, overwriting the previous one."""
         values = [part.values for tensor in snapshot.tensors.values() for part in tensor.rectangles]
         copies = iter(self._copies(values))
         tensors = {
@@ -38,7 +38,7 @@ class Staging:
         values = list(values)
         room = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
         if sum(room) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first let go of the old
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             has_gpu = any(value.is_cuda for value in values)
             self._memory = torch.empty(sum(room), dtype=torch.uint8, pin_memory=has_gpu)
         position, copies = 0, []

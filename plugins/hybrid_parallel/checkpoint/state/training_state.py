@@ -1,4 +1,4 @@
-"""The whole training state of a rank: what is written of it, and what becomes of it when it is read."""
+"""The complete training state of a rank: taking a snapshot of it, and restoring it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from plugins.hybrid_parallel.checkpoint.state.random_state import RandomLoad, ra
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import AXES, HybridMesh
 
-_PLAIN = ("lr_scheduler", "dataloader")  # their states are JSON
+_PLAIN = ("lr_scheduler", "dataloader")  # kinds whose state is JSON
 
 
 @dataclass
 class Snapshot:
-    """A training state at one moment.
+    """A training state at one point in time.
 
     Attributes:
-        tensors: this rank's part of the tensors.
-        numbers: this rank's part of the optimizer's numbers.
-        state: what is the same on all ranks, as JSON; copied already.
+        tensors: tensors that this rank writes.
+        numbers: optimizer numbers of this rank.
+        state: state that is identical on all ranks, as JSON; a copy.
     """
 
     tensors: dict[str, GlobalTensor]
@@ -47,13 +47,16 @@ class Snapshot:
 def take_snapshot(
     mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, Any], elsewhere: Collection[str]
 ) -> Snapshot:
-    """The present state; its tensors are views of the training's own.
+    """Take a snapshot of the current state; its tensors are views of the live training tensors.
 
     Args:
-        elsewhere: buffers of the model that another stage writes.
+        mesh: mesh of ranks.
+        objects: objects to save, by kind.
+        extra: additional values of the user, as JSON.
+        elsewhere: model buffers that another stage writes.
 
     Raises:
-        ConfigurationError: an extra, or the scheduler's state, holds something that JSON cannot.
+        ConfigurationError: an extra or the scheduler's state is not representable as JSON.
     """
     model, optimizer = objects.get("model"), objects.get("optimizer")
     tensors = random_tensors(model)
@@ -69,7 +72,7 @@ def take_snapshot(
         "extra": extra,
     }
     try:
-        state = json.loads(json.dumps(state))  # lists that the training goes on to change are copied
+        state = json.loads(json.dumps(state))  # also copies lists that training mutates later
     except TypeError as error:
         raise ConfigurationError(
             f"save_checkpoint cannot write its extras as JSON ({error}); give plain values"
@@ -85,16 +88,21 @@ def restore(
     group: dist.ProcessGroup,
     with_random: bool = True,
 ) -> None:
-    """Put the state of a checkpoint in place of the present one; random states where the layout is the same.
+    """Replace the current state by that of a checkpoint; random states only if the layout is the same.
 
-    Nothing is changed before everything is known to fit. An I/O error while tensors are read leaves some of both.
+    Nothing is changed until everything is known to fit. An I/O error while tensors are read leaves a mix of both
+    states.
 
     Args:
-        group: all ranks; what fails on one is an error on all.
-        with_random: whether random states are taken over at all.
+        mesh: mesh of ranks.
+        objects: objects to restore, by kind.
+        directory: directory of the checkpoint.
+        manifest: manifest of the checkpoint.
+        group: group of all ranks; an error on one is raised on all.
+        with_random: whether to restore random states at all.
 
     Raises:
-        ConfigurationError: the checkpoint is that of other objects.
+        ConfigurationError: the checkpoint was saved from different objects.
     """
     model, optimizer = objects.get("model"), objects.get("optimizer")
     same_layout = manifest.state["layout"] == {axis: mesh.size(axis) for axis in AXES}
@@ -123,12 +131,12 @@ def restore(
 
     loads = raise_on_all_ranks(prepare, group)
     wanted = {} if model is None else tensors_to_fill(model, manifest, group)
-    raise_on_all_ranks(take_plain, group)  # the last that may refuse
+    raise_on_all_ranks(take_plain, group)  # the last step that may fail before tensors are changed
     raise_on_all_ranks(read, group)
     if optimizer is not None:
         optimizer.publish_masters()
     if model is not None and manifest.state["step"]:
-        model.checked_full_batch = True  # what comes next may be the short last batch of an epoch
+        model.checked_full_batch = True  # the next batch may be the short last one of an epoch
     if with_random and not same_layout and model is not None and model.stream is not None:
         model.stream.restart(manifest.state["step"] or 0)
     if optimizer is not None:

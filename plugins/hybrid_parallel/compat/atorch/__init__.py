@@ -1,1 +1,1 @@
-"""One call from a model and a dataset to training objects: a layout that is given, or the fastest that is found."""
+"""Interface of ATorch's `auto_accelerate`: training objects for a given layout or for the fastest one found."""

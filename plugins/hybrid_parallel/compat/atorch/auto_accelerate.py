@@ -1,6 +1,6 @@
-"""`auto_accelerate`: from a model, a dataset and a loss to training objects, by a strategy or by the fastest layout.
+"""`auto_accelerate`: turn a model, a dataset and a loss into training objects, by a strategy or the fastest layout.
 
-The interface is that of ATorch's function of this name; strategies are JSON in the place of pickles.
+The interface is that of ATorch's function of this name, except that strategies are JSON instead of pickles.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _logger = get_logger(__name__)
 
 @dataclass
 class AccelerateResult:
-    """What `auto_accelerate` made.
+    """Result of `auto_accelerate`.
 
     Attributes:
-        model, optim, dataloader, lr_scheduler: boosted; None for what was not given.
+        model, optim, dataloader, lr_scheduler: the boosted objects; None for those that were not given.
         loss_func: the user's loss, or None for the model's own.
         prepare_input: `prepare_input(batch)` moves a batch to this rank's device.
-        booster, plugin: that boosted them, for `execute_pipeline`, checkpoints and so on.
-        args: further results by name: "predicted" and "measured" seconds of the layouts that were tried.
+        booster, plugin: the booster and the plugin, for `execute_pipeline`, checkpoints and so on.
+        args: further results; if a layout was searched, "tried" lists the tried layouts with their "predicted" and
+            "measured" seconds.
     """
 
     model: nn.Module
@@ -57,7 +58,7 @@ class AccelerateResult:
     args: dict[str, Any] = field(default_factory=dict)
 
     def train_step(self, batches: Iterator[Any]) -> Tensor:
-        """One step with the next batch: passes, update, schedule; returns the global loss, 0-d."""
+        """Run one training step (passes, update, schedule) on the next batch; return the global loss, 0-d."""
         loss = self.booster.execute_pipeline(batches, self.model, self.loss_func, self.optim).loss
         self.optim.step()
         if self.lr_scheduler is not None:
@@ -76,26 +77,26 @@ def auto_accelerate(
     save_strategy_to_file: str | Path | None = None,
     **options: Any,
 ) -> tuple[bool, AccelerateResult | None, dict[str, Any] | Strategy | None]:
-    """Boost a model by a strategy, or find one: plan, try the best few on the real devices, keep the fastest.
+    """Boost a model by a strategy, or find one: plan, try the best few on the real devices, and keep the fastest.
 
-    All ranks of a job call this alike; without a job, this process becomes one of a single rank.
+    All ranks of a job must call this. Outside of a job, this process becomes the only rank of one.
 
     Args:
-        model: unmodified; on the meta device under `record_module_init`, or with values.
-        optim_func: makes the optimizer, see `AccelerateOptions`; or give `optimizer`.
-        dataset: of mappings of tensors.
+        model: unmodified model; on the meta device under `record_module_init`, or with values.
+        optim_func: builds the optimizer, see `AccelerateOptions`; alternatively, give `optimizer`.
+        dataset: dataset of mappings of tensors.
         loss_func: (outputs, batch) -> mean over samples, or (sum, count); None for the model's own loss.
-        load_strategy: what a call before found, a file of it, options of the plugin, or a list of methods; None to
-            find one.
-        save_strategy_to_file: where the strategy is written as JSON.
+        load_strategy: the strategy from an earlier call, a file with it, options of the plugin, or a list of methods;
+            None to search for one.
+        save_strategy_to_file: file to which the strategy is written as JSON; None to write none.
         options: fields of `AccelerateOptions`.
 
     Returns:
-        (whether a layout was found, what was made, the strategy, for `load_strategy` and `from_config`);
-        (False, None, None) where nothing fits.
+        (whether a layout was found, the result, the strategy for `load_strategy` and `from_config`);
+        (False, None, None) if no layout fits.
 
     Raises:
-        ConfigurationError: what was given does not fit together, or the strategy is refused.
+        ConfigurationError: the arguments are inconsistent, or the strategy is invalid.
     """
     chosen = AccelerateOptions.of(options)
     if optim_func is None and callable(chosen.optimizer) and not isinstance(chosen.optimizer, torch.optim.Optimizer):
@@ -152,7 +153,7 @@ def _trial(
 def _find(
     trial: Trial, model: nn.Module, dataset: Dataset | None, options: AccelerateOptions
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The fastest of the best layouts by plan, and what was predicted and measured."""
+    """Try the best planned layouts; return the options of the fastest, and the predicted and measured times."""
     job = _job(model, dataset, options)
     rows = _plan(trial.build, job, options.device)
     rows = [row for row in rows if options.excluded is None or not options.excluded(row["options"])]
@@ -169,7 +170,10 @@ def _find(
 
 
 def _different(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The best `count`, at first one of each grid: others of it differ by less than a prediction errs."""
+    """Select `count` layouts, first the best of each combination of mesh and sequence parallelism.
+
+    Layouts of the same combination differ by less than the error of the prediction.
+    """
     names = ("sharding_size", "stage_cnt", "enable_sequence_parallelism")
     firsts: dict[tuple, dict[str, Any]] = {}
     for row in rows:
@@ -179,8 +183,8 @@ def _different(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def _plan(build: Callable[[], nn.Module], job: Job, device: str | Device | None) -> list[dict[str, Any]]:
-    """The ranked layouts, planned by rank 0, the same on every rank."""
-    control_group()  # of all ranks, before the first goes its own way
+    """Plan on rank 0, and return the ranked layouts on every rank."""
+    control_group()  # creating it is collective, so do it before rank 0 takes its own path
     rows: list[dict[str, Any]] = []
     problem = None
     if dist.get_rank() == 0:
@@ -190,7 +194,7 @@ def _plan(build: Callable[[], nn.Module], job: Job, device: str | Device | None)
                 {"layout": str(each.layout), "options": each.layout.description(), "predicted": each.seconds.total}
                 for each in plan.ranked
             ]
-        except Exception as error:  # whatever it is, the other ranks wait for an answer
+        except Exception as error:  # the other ranks wait for an answer, whatever the error
             problem = f"no layout was planned: {error}"
     rows, problem = all_gather_json((rows, problem), control_group())[0]
     if problem is not None:
@@ -215,7 +219,7 @@ def _job(model: nn.Module, dataset: Dataset | None, options: AccelerateOptions) 
 
 
 def _anew(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """The model with values of its own, which are drawn where they are needed."""
+    """Build a new copy of the model whose weights are initialized lazily, on the ranks that need them."""
     with record_module_init():
         return model_class(config)
 

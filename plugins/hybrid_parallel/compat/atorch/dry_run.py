@@ -1,4 +1,4 @@
-"""A few steps of a layout on the real devices, with a copy of the model that is thrown away."""
+"""Time a few steps of a layout on the real devices, with a temporary copy of the model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Trial:
-    """What every layout is tried with.
+    """Setup with which every layout is tried.
 
     Attributes:
-        build: makes the model anew, on the meta device or with values.
-        optimizer: makes an optimizer of its parameters.
+        build: builds a new copy of the model, on the meta device or with values.
+        optimizer: builds an optimizer of its parameters.
         criterion: the user's loss, or None.
-        batches: plugin -> batches of one replica, one after the other.
-        steps: that are timed.
+        batches: plugin -> iterable of the batches of one replica.
+        steps: number of timed steps.
     """
 
     build: Callable[[], nn.Module]
@@ -44,9 +44,9 @@ class Trial:
 
 
 def seconds_of(options: Mapping[str, Any], trial: Trial) -> float | None:
-    """Median seconds of a step, of the slowest rank; None where the layout fails on any rank.
+    """Measure the median seconds of a step on the slowest rank; None if the layout fails on any rank.
 
-    All ranks call this alike.
+    All ranks must call this.
     """
     try:
         times = _run(options, trial)
@@ -83,7 +83,7 @@ def _run(options: Mapping[str, Any], trial: Trial) -> list[float]:
 
 
 def alike(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
-    """What makes an optimizer of the same class with the same defaults."""
+    """Return a function that builds an optimizer of the same class with the same defaults."""
     defaults = copy.deepcopy(optimizer.defaults)
 
     def make(params: Any) -> torch.optim.Optimizer:

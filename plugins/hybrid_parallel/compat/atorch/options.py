@@ -1,4 +1,4 @@
-"""What `auto_accelerate` takes beside the model, its data and its strategy."""
+"""Options of `auto_accelerate` other than the model, its data and its strategy."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from plugins.hybrid_parallel.planner.device import Device
 
 @dataclass(kw_only=True)
 class AccelerateOptions:
-    """What else `auto_accelerate` takes.
+    """Further options of `auto_accelerate`.
 
     Attributes:
-        optim_args, optim_param_func: `optim_func(optim_param_func(model), **optim_args)` is the optimizer.
-        optimizer: in the place of `optim_func`; a class does as well.
-        prepare_input: `prepare_input(batch, device)`; None moves tensors to the device.
-        dataloader_args: of the `DataLoader`; `batch_size` is the **global** batch (default: 8 for each rank).
-        lr_scheduler_cls, lr_scheduler_args: `lr_scheduler_cls(optimizer, **lr_scheduler_args)` is the schedule.
-        device: that is planned for, a `Device` or the name of a preset; None measures this machine.
-        precision: of training; None for "bf16" on GPUs and "fp32" on CPUs.
-        sequence_length: tokens of a sample; None for those of the dataset's first.
-        num_candidates: layouts that are tried.
-        num_steps: steps that are timed of each.
-        excluded: `excluded(options)` is true of layouts that are not wanted.
+        optim_args, optim_param_func: the optimizer is `optim_func(optim_param_func(model), **optim_args)`.
+        optimizer: an optimizer, or its class, instead of `optim_func`.
+        prepare_input: called as `prepare_input(batch, device)`; None moves tensors to the device.
+        dataloader_args: arguments of the `DataLoader`; `batch_size` is the **global** batch (default: 8 per rank).
+        lr_scheduler_cls, lr_scheduler_args: the schedule is `lr_scheduler_cls(optimizer, **lr_scheduler_args)`.
+        device: device to plan for, a `Device` or the name of a preset; None measures this machine.
+        precision: training precision; None for "bf16" on GPUs and "fp32" on CPUs.
+        sequence_length: tokens of a sample; None for the length of the dataset's first sample.
+        num_candidates: number of layouts that are tried.
+        num_steps: number of timed steps per layout.
+        excluded: layouts for which `excluded(options)` is true are skipped.
     """
 
     optim_args: Mapping[str, Any] | None = None
@@ -48,10 +48,10 @@ class AccelerateOptions:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> AccelerateOptions:
-        """The options by name.
+        """Create the options from a mapping of names to values.
 
         Raises:
-            ConfigurationError: there is no such option; names the nearest.
+            ConfigurationError: there is no such option; the message suggests the nearest name.
         """
         check_names(options, [each.name for each in fields(AccelerateOptions)], "auto_accelerate")
         return AccelerateOptions(**options)

@@ -1,4 +1,4 @@
-"""Strategies: how a job is laid out, as JSON, or as the list of named methods that ATorch's `auto_accelerate` takes."""
+"""Parallelization strategies, given as JSON or as the list of named methods that ATorch's `auto_accelerate` takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Strategy = str | Path | Mapping[str, Any] | Sequence[Any]
 
 _AXES = {"tensor": "tp_size", "data": "dp_size", "pipeline": "pp_size", "pipe": "pp_size"}
 _PRECISIONS = {"float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
-_OF_THE_WHOLE = ("parallel_mode", "deepspeed_3d_parallel")  # which `plugin_of` reads itself
+_OF_THE_WHOLE = ("parallel_mode", "deepspeed_3d_parallel")  # handled by `plugin_of` itself
 _NOT_HERE = {
     "zero2": "zero1",
     "fsdp": "zero1",
@@ -27,13 +27,13 @@ _NOT_HERE = {
 
 
 def plugin_of(strategy: Strategy) -> HybridParallelPlugin:
-    """The plugin that a strategy means.
+    """Create the plugin for a strategy.
 
     Args:
-        strategy: what `HybridParallelPlugin.from_config` reads, or a list of method names and (name, settings).
+        strategy: input of `HybridParallelPlugin.from_config`, or a list of method names and (name, settings) pairs.
 
     Raises:
-        ConfigurationError: a method that is not known or not available, or settings that do not fit.
+        ConfigurationError: a method is unknown or not available, or its settings are invalid.
     """
     if isinstance(strategy, str | Path | Mapping):
         return HybridParallelPlugin.from_config(dict(strategy) if isinstance(strategy, Mapping) else strategy)
@@ -67,7 +67,7 @@ def _pair(each: Any) -> tuple[str, Any]:
 
 
 def _options_of(name: str, settings: Any) -> dict[str, Any]:
-    """Options of the plugin that a method means."""
+    """Return the plugin options of a method."""
     if name in _NOT_HERE:
         raise ConfigurationError(f"the method '{name}' is not available; use '{_NOT_HERE[name]}'")
     if name not in _METHODS:
@@ -77,7 +77,7 @@ def _options_of(name: str, settings: Any) -> dict[str, Any]:
 
 
 def _amp(name: str, settings: Any) -> dict[str, Any]:
-    """Mixed precision; like ATorch's, fp16 where nothing is said."""
+    """Return the options for mixed precision; as in ATorch, the default is fp16."""
     settings = _known(name, settings, ("dtype", "skip_if_nonfinite"))
     dtype = str(settings.get("dtype", "fp16")).removeprefix("torch.")
     if dtype not in _PRECISIONS:
@@ -87,7 +87,7 @@ def _amp(name: str, settings: Any) -> dict[str, Any]:
 
 
 def _half(name: str, settings: Any) -> dict[str, Any]:
-    """Parameters of 16 bits without copies of 32."""
+    """Return the options for 16-bit parameters without fp32 master weights."""
     dtype = "fp16" if settings is None else str(settings).removeprefix("torch.")
     if _PRECISIONS.get(dtype) not in ("fp16", "bf16"):
         raise ConfigurationError(f"{name} with {settings!r} is not available; use 'fp16' or 'bf16'")
@@ -100,12 +100,12 @@ def _zero1(name: str, settings: Any) -> dict[str, Any]:
 
 
 def _checkpoint(name: str, settings: Any) -> dict[str, Any]:
-    """Recomputation; ATorch names the classes of the layers, here all layers are meant."""
+    """Return the options for recomputation; ATorch's settings name layer classes, here all layers are recomputed."""
     return {"gradient_checkpointing": settings if isinstance(settings, float) or settings == "selective" else "full"}
 
 
 def _module_replace(name: str, settings: Any) -> dict[str, Any]:
-    """Faster kernels where there are any."""
+    """Return the options for optimized kernels."""
     _known(name, settings, ())
     return {"enable_fused_normalization": True, "enable_flash_attention": True, "enable_jit_fused": True}
 
@@ -131,7 +131,7 @@ def _sequence(name: str, settings: Any) -> dict[str, Any]:
 
 
 def _mixed(name: str, settings: Any) -> dict[str, Any]:
-    """Several axes at once, as `parallel_mode` has them."""
+    """Return the sizes of several axes, given in the form of `parallel_mode`."""
     return _sizes(settings)
 
 
@@ -158,7 +158,7 @@ def _known(name: str, settings: Any, keys: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _sizes(groups: Any) -> dict[str, int]:
-    """Sizes of the axes from `([("tensor", t), ("data", d), ("pipeline", p)], None)`."""
+    """Parse axis sizes from `([("tensor", t), ("data", d), ("pipeline", p)], None)`."""
     if groups is None:
         return {}
     try:

@@ -1,1 +1,1 @@
-"""3D parallelism as ATorch's `DeepSpeed3DParallelConfig` describes it, lowered to options of the plugin."""
+"""3D parallelism as described by ATorch's `DeepSpeed3DParallelConfig`, converted to options of the plugin."""

@@ -1,4 +1,4 @@
-"""Batches of ((inputs...), (labels...)), and losses `loss_func(logits, labels)`, in the engine's terms."""
+"""Adapt batches of the form ((inputs...), (labels...)) and losses `loss_func(logits, labels)` to the engine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _FORM = "((inputs...), (labels...)), or a mapping of the model's keyword argumen
 
 
 def names_of_inputs(model: nn.Module) -> tuple[str, ...]:
-    """The parameters of a model's forward that can be given by position."""
+    """Return the names of the positional parameters of a model's forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
 class PairLoss:
-    """A loss function of pairs, as a criterion of `execute_pipeline`.
+    """Criterion of `execute_pipeline` that calls a loss function of logits and labels.
 
     Args:
-        loss_func: (logits, labels) -> a mean over samples, or (sum, count).
-        model: which computed the logits; they are left cut over the vocabulary where its head is.
-        names: of the labels in a batch, in their order.
-        is_tuple: whether `loss_func` takes a tuple of labels, or the bare one.
+        loss_func: (logits, labels) -> mean over samples, or (sum, count).
+        model: the model that computed the logits; they stay sharded over the vocabulary if its head is.
+        names: names of the labels in a batch, in order.
+        is_tuple: whether `loss_func` takes a tuple of labels or a single tensor.
     """
 
     reads_parallel_logits = True
@@ -47,16 +47,20 @@ class PairLoss:
 def adapted(
     batch: Any, names: Sequence[str], model: nn.Module, criterion: LossFunction | None, needs_loss: bool
 ) -> tuple[Any, Callable[[Any, Any], Any] | None]:
-    """A batch as a mapping, and the criterion for it. A mapping, and the criterion for it, are left as they are.
+    """Convert a batch to a mapping, and the loss function to a criterion for it.
+
+    If the batch is a mapping, both are returned unchanged.
 
     Args:
         batch: a mapping, or ((inputs...), (labels...)).
-        names: of the model's inputs, in their order.
-        model: for the criterion.
-        needs_loss: whether a loss is asked for.
+        names: names of the model's inputs, in order.
+        model: the model, for the criterion.
+        criterion: the user's loss function, or None.
+        needs_loss: whether a loss is required.
 
     Raises:
-        ConfigurationError: the batch has another form, or more inputs than the model, or no criterion is given.
+        ConfigurationError: the batch has another form or more inputs than the model, or a required loss function is
+            missing.
     """
     if isinstance(batch, Mapping):
         return batch, criterion
@@ -79,7 +83,7 @@ def adapted(
 
 
 def _by_name(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Inputs by the names that they have in the model's forward; None is left out."""
+    """Map inputs to their parameter names in the model's forward; None inputs are left out."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -92,7 +96,7 @@ def _by_name(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _logits_of(outputs: Any) -> Any:
-    """What the loss is computed of: logits, or of a model without a head its hidden states."""
+    """Return the input of the loss: the logits, or the hidden states of a model without a head."""
     if isinstance(outputs, Mapping):
         return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
     return outputs[0] if isinstance(outputs, tuple) else outputs

@@ -1,4 +1,4 @@
-"""DeepSpeed3DParallelConfig: what is said about a 3D-parallel training beside the sizes of its groups."""
+"""`DeepSpeed3DParallelConfig`: configuration of 3D-parallel training, in addition to the sizes of its groups."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from shardformer import TPInfo
 
 @dataclass
 class DeepSpeed3DParallelConfig:
-    """The fields of ATorch's class of this name; `HybridParallelPlugin.from_3d_config` makes a plugin of it.
+    """Configuration with the fields of ATorch's class of this name; see `HybridParallelPlugin.from_3d_config`.
 
     Attributes:
-        base_seed: of the random streams.
-        tpinfo: which modules are cut; None, or one without rules, for the policy of the model's family.
-        custom_patcher: path of a module, or the end of one -> `patch(forward, module)`, which returns its new forward.
-        tie_first: give a bare base model a head that is tied to its input embedding. A model that has a head keeps it.
-        logit_helper: computes the logits of that head, `logit_helper(hidden, embedding)`; None for the family's way.
+        base_seed: seed of the random streams.
+        tpinfo: which modules are sharded; None, or one without rules, selects the policy of the model's family.
+        custom_patcher: path of a module or the end of a path -> `patch(forward, module)`, which returns its new
+            forward.
+        tie_first: give a bare base model a head that is tied to its input embedding. A model with a head keeps it.
+        logit_helper: `logit_helper(hidden, embedding)` computes the logits of that head; None for the family's own.
         ds_config: DeepSpeed's configuration, a dict or the path of a JSON file; None for the plugin's defaults.
-        batch_fn: makes ((inputs...), (labels...)) of what a loader yields; None for a loader that yields that, or
+        batch_fn: converts what a loader yields to ((inputs...), (labels...)); None if the loader yields that form or
             mappings.
 
     Raises:
-        ConfigurationError: see the message.
+        ConfigurationError: a field is invalid, or fields contradict each other.
     """
 
     base_seed: int = 1234
@@ -59,21 +60,21 @@ class DeepSpeed3DParallelConfig:
             problems.append("logit_helper computes logits of a tied embedding, and tie_first=False ties none; use True")
         if problems:
             raise ConfigurationError("; ".join(problems))
-        _ = self.deepspeed  # a mistake in it is one of this object
+        _ = self.deepspeed  # validate `ds_config` here
 
     @cached_property
     def deepspeed(self) -> DeepSpeedConfig | None:
-        """What `ds_config` says."""
+        """The parsed `ds_config`; None if there is none."""
         return None if self.ds_config is None else read_ds_config(self.ds_config)
 
     def options(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """The same as options of `HybridParallelPlugin`.
+        """Convert the configuration to options of `HybridParallelPlugin`.
 
         Args:
-            sizes: of the groups "tensor", "data" and "pipeline"; 1 where one is not there.
+            sizes: sizes of the groups "tensor", "data" and "pipeline"; a missing group has size 1.
 
         Raises:
-            ConfigurationError: the batch sizes of `ds_config` do not fit the data-parallel ranks.
+            ConfigurationError: the batch sizes of `ds_config` are inconsistent with the number of data-parallel ranks.
         """
         dp_size = sizes.get("data", 1)
         options = {

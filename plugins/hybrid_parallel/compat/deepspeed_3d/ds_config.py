@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as options of the plugin. What has no equivalent here is refused by name."""
+"""Convert DeepSpeed's configuration to options of the plugin; keys without an equivalent are refused by name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SWITCH = "is neither true nor false; use one of them"
 _SIZE = "is not a positive number of elements; use one such as 5e8"
 _Count = Annotated[StrictInt, Field(ge=1)]
 _Size = Annotated[StrictFloat, Field(gt=0)]
-_BYTES_OF_A_GRADIENT = 4  # buckets hold fp32
+_BYTES_OF_A_GRADIENT = 4  # gradient buckets are fp32
 
 
 class Fp16(BaseModel):
-    """The block `fp16`: half precision with a loss scale that halves on every overflow."""
+    """Block `fp16`: half precision with a loss scale that halves on every overflow."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,7 +48,7 @@ class Fp16(BaseModel):
 
 
 class Bf16(BaseModel):
-    """The block `bf16`."""
+    """Block `bf16`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -56,7 +56,7 @@ class Bf16(BaseModel):
 
 
 class Zero(BaseModel):
-    """The block `zero_optimization`. Fields without a default of the plugin change no number and are left."""
+    """Block `zero_optimization`. The fields in `_LEFT` do not affect results; they are accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -82,15 +82,15 @@ _LEFT = (
 
 
 class DeepSpeedConfig(BaseModel):
-    """The whole object. DeepSpeed's defaults hold for what is left out.
+    """DeepSpeed's configuration. Omitted keys have DeepSpeed's defaults.
 
     Attributes:
-        train_batch_size: samples of a step, of all replicas together.
-        train_micro_batch_size_per_gpu: samples of a replica's micro-batch.
+        train_batch_size: samples of a step, over all replicas.
+        train_micro_batch_size_per_gpu: samples of a micro-batch of one replica.
         gradient_accumulation_steps: micro-batches of a step.
-        gradient_clipping: of the global norm; 0 for none.
+        gradient_clipping: maximum global gradient norm; 0 for no clipping.
         fp16, bf16, zero_optimization, optimizer, scheduler: see their classes.
-        steps_per_print, wall_clock_breakdown: what DeepSpeed prints; taken and left.
+        steps_per_print, wall_clock_breakdown: control DeepSpeed's output; accepted and ignored.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -110,10 +110,13 @@ class DeepSpeedConfig(BaseModel):
     wall_clock_breakdown: StrictBool | None = described(None, _SWITCH, False)
 
     def options(self, dp_size: int) -> dict[str, Any]:
-        """The same as options of `HybridParallelPlugin`.
+        """Convert the configuration to options of `HybridParallelPlugin`.
+
+        Args:
+            dp_size: number of replicas.
 
         Raises:
-            ConfigurationError: the batch sizes do not fit together with so many replicas.
+            ConfigurationError: the batch sizes are inconsistent with this number of replicas.
         """
         zero = self.zero_optimization
         options: dict[str, Any] = {
@@ -132,10 +135,13 @@ class DeepSpeedConfig(BaseModel):
         return options if steps is None else {**options, "num_microbatches": steps}
 
     def batch_sizes(self, dp_size: int) -> tuple[int | None, int | None]:
-        """Samples of a micro-batch, and micro-batches of a step; None for what nothing says.
+        """Return the samples of a micro-batch and the micro-batches of a step; None for a number that is not given.
+
+        Args:
+            dp_size: number of replicas.
 
         Raises:
-            ConfigurationError: they do not fit together with so many replicas.
+            ConfigurationError: the batch sizes are inconsistent with this number of replicas.
         """
         total, micro, steps = (
             self.train_batch_size,
@@ -155,7 +161,7 @@ class DeepSpeedConfig(BaseModel):
         return micro, _divided(total, micro * dp_size, f"train_micro_batch_size_per_gpu={micro}", dp_size)
 
     def tell_what_is_left(self) -> None:
-        """One line about keys that change nothing here."""
+        """Log the keys that have no effect here, in one line."""
         left = [name for name in ("steps_per_print", "wall_clock_breakdown") if getattr(self, name) is not None]
         left += [f"zero_optimization.{name}" for name in _LEFT if getattr(self.zero_optimization, name) is not None]
         if left:
@@ -163,10 +169,10 @@ class DeepSpeedConfig(BaseModel):
 
 
 def read_ds_config(config: str | Path | Mapping[str, Any]) -> DeepSpeedConfig:
-    """A configuration from a dict, or from a JSON file.
+    """Read and validate a configuration from a dict or a JSON file.
 
     Raises:
-        ConfigurationError: there is no such file, or what it holds is refused, one sentence each.
+        ConfigurationError: there is no such file, or the configuration is invalid; one sentence for each problem.
     """
     values = config if isinstance(config, Mapping) else _read(config)
     try:

@@ -1,4 +1,4 @@
-"""Logits of a tied embedding, and their cross-entropy, whether or not the vocabulary is cut over ranks."""
+"""Compute the logits of a tied embedding and their cross-entropy, with or without a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from shardformer.distributed.collectives import copy_to_axis, gather_from_axis
 from shardformer.layers.index_range import check_indices
 from shardformer.layers.lm_head import VocabParallelLMHead
 
-# (hidden states [batch, seq, hidden], what holds the tied weight) -> logits
+# (hidden states [batch, seq, hidden], module with the tied weight) -> logits
 LogitHelper = Callable[[Any, nn.Module], Tensor]
 
 
 def vocab_parallel_logit_helper(lm_output: Any, embedding: nn.Module) -> Tensor:
-    """Logits by the weight of an embedding, for the rows of it that this rank has.
+    """Compute logits with the weight of an embedding, for this rank's rows of it.
 
     Args:
-        lm_output: the hidden states [batch, seq, hidden], or a tuple with them first. Their gradient is summed over
-            the ranks that share the vocabulary, whichever helper is used.
-        embedding: what holds the weight, [vocabulary, hidden] or this rank's rows.
+        lm_output: the hidden states [batch, seq, hidden], or a tuple with them first. With any helper, their gradient
+            is all-reduced over the ranks that share the vocabulary.
+        embedding: module with the weight, [vocabulary, hidden] or this rank's rows.
     """
     hidden = lm_output[0] if isinstance(lm_output, tuple) else lm_output
     return F.linear(hidden, embedding.weight)
 
 
 def helper_as_patch(helper: LogitHelper) -> Patch:
-    """The patch of an output head that computes logits by `helper`."""
+    """Return the patch for an output head that computes its logits with `helper`."""
 
     def patch(forward: Callable[[Tensor], Tensor], head: nn.Module) -> Callable[[Tensor], Tensor]:
         if not isinstance(head, VocabParallelLMHead):
@@ -54,11 +54,11 @@ def helper_as_patch(helper: LogitHelper) -> Patch:
 
 @dataclass
 class _Reading:
-    """A call of a loss function.
+    """State of one call of a loss function.
 
     Attributes:
-        head: which left its logits cut over the vocabulary.
-        knows: whether the loss function has asked for that.
+        head: the head whose logits are sharded over the vocabulary.
+        knows: whether the loss function handles sharded logits, by calling `vocab_parallel_cross_entropy`.
     """
 
     head: VocabParallelLMHead
@@ -69,17 +69,21 @@ _reading: ContextVar[_Reading | None] = ContextVar("reading_logits", default=Non
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """The cross-entropy of each label, 0 where it is `ignore_index`; at least fp32.
+    """Compute the cross-entropy of each label, in fp32 or higher precision.
 
-    Inside of a loss function that gets pairs of inputs and labels, logits lie cut over the vocabulary where an
-    embedding does, and are not gathered. Anywhere else they are whole, and this is the plain cross-entropy.
+    In a loss function for pairs of inputs and labels, the logits stay sharded over the vocabulary if the embedding is
+    sharded. Anywhere else the logits are whole, and this is the plain cross-entropy.
 
     Args:
         logits: [..., vocabulary], or this rank's [..., padded vocabulary / ranks].
         labels: [...], the same on all ranks that share the vocabulary.
+        ignore_index: label of positions whose loss is 0.
+
+    Returns:
+        The losses, [...].
 
     Raises:
-        ConfigurationError: `logits` have another width than the vocabulary or this rank's part of it.
+        ConfigurationError: the width of `logits` is neither the vocabulary nor this rank's shard of it.
     """
     reading, width = _reading.get(), logits.shape[-1]
     vocab_range = group = None
@@ -100,10 +104,10 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: i
 
 @contextmanager
 def reading_cut_logits(model: nn.Module) -> Iterator[None]:
-    """A call of a loss function, which has to know it if the logits of `model` are cut over the vocabulary.
+    """Run a loss function, and check that it handles logits of `model` that are sharded over the vocabulary.
 
     Raises:
-        ConfigurationError: it did not: its softmax was one over a part of the vocabulary.
+        ConfigurationError: it does not, so that its softmax covered only a part of the vocabulary.
     """
     head = next((module for module in model.modules() if isinstance(module, VocabParallelLMHead)), None)
     if head is None or head.gather_output:

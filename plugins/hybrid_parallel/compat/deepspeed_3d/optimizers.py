@@ -1,4 +1,4 @@
-"""The block `optimizer` of DeepSpeed's configuration as an optimizer of torch."""
+"""Build a torch optimizer from the block `optimizer` of DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.pydantic_errors import AUTO, auto_value, described, unknown_key
 
-# By their names in lower case, as DeepSpeed reads them. "Adam" is AdamW unless `adam_w_mode` is false, as there.
+# By lower-case name, as DeepSpeed compares them. As in DeepSpeed, "Adam" means AdamW unless `adam_w_mode` is false.
 _CLASSES = {
     "adam": torch.optim.AdamW,
     "adamw": torch.optim.AdamW,
@@ -32,15 +32,16 @@ _KERNELS = (
     "capturable",
     "differentiable",
     "maximize",
-)  # torch's own
+)  # options of torch's implementation, which are not accepted
 
 
 class OptimizerBlock(BaseModel):
-    """`{"type": "AdamW", "params": {"lr": 1e-4}}`.
+    """Block `optimizer`, such as `{"type": "AdamW", "params": {"lr": 1e-4}}`.
 
     Attributes:
-        type: of the optimizer, in any case.
-        params: its arguments. For Adam also `adam_w_mode` and `torch_adam`, which chooses between equal kernels.
+        type: name of the optimizer, case-insensitive.
+        params: arguments of the optimizer. Adam also takes `adam_w_mode` and `torch_adam`; the latter only selects
+            between equivalent kernels, and is ignored.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -49,7 +50,7 @@ class OptimizerBlock(BaseModel):
     params: dict[str, Any] = described({}, "is no object; use {'lr': 1e-4}", {"lr": 1e-4})
 
     def problems(self) -> list[str]:
-        """What is wrong with it, one sentence each."""
+        """Return what is wrong with the block, one sentence for each problem."""
         if self.type.lower() not in _CLASSES:
             return [f"optimizer.type={self.type!r} is not available; use {_NAMES}"]
         known, found = self._known(), []
@@ -68,7 +69,7 @@ class OptimizerBlock(BaseModel):
         return []
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over `parameters`; without a weight decay there is none, as in DeepSpeed."""
+        """Build the optimizer over `parameters`; for Adam, the weight decay defaults to 0, as in DeepSpeed."""
         params = {name: value for name, value in self.params.items() if name not in ("adam_w_mode", "torch_adam")}
         if self._is_adam:
             params.setdefault("weight_decay", 0.0)
@@ -94,10 +95,10 @@ class OptimizerBlock(BaseModel):
 
 
 def check_lr(optimizer: torch.optim.Optimizer) -> None:
-    """A schedule is a factor on the optimizer's learning rates.
+    """Check that no learning rate is 0, because a schedule is a factor on the optimizer's learning rates.
 
     Raises:
-        ConfigurationError: one of them is 0.
+        ConfigurationError: a learning rate is 0.
     """
     if any(not group["lr"] for group in optimizer.param_groups):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""`custom_patcher`: forwards that the user puts around those of single modules."""
+"""Implement `custom_patcher`: user functions that wrap the forward of selected modules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ Patch = Callable[[Callable[..., Any], nn.Module], Callable[..., Any]]
 
 
 def find_patched(model: nn.Module, patcher: Mapping[str, Patch]) -> dict[nn.Module, list[Patch]]:
-    """The modules that `patcher` names, each with its patches, the first innermost.
+    """Find the modules that `patcher` names.
 
     Args:
-        patcher: the path of a module, or the end of one, in which `*` stands for any number -> its patch. A whole path
-            means that module alone.
+        model: the whole model.
+        patcher: path of a module or the end of a path, in which `*` stands for any number -> patch. A full path selects
+            only that module.
+
+    Returns:
+        module -> its patches, innermost first.
 
     Raises:
-        ConfigurationError: names that match no module, with the nearest that would.
+        ConfigurationError: a name matches no module; the message suggests the nearest names.
     """
     modules = {path: module for path, module in model.named_modules() if path}
     found: dict[nn.Module, list[Patch]] = {}
@@ -44,38 +48,38 @@ def find_patched(model: nn.Module, patcher: Mapping[str, Patch]) -> dict[nn.Modu
 
 
 class ForwardPatches:
-    """Patches of a model that is about to be sharded.
+    """Forward patches of a model that is about to be sharded.
 
-    A module that gets a sharded twin, or another forward, in the course of that is patched once more afterwards: then
-    the patch is given the twin, and its forward.
+    A module that sharding replaces by a sharded version, or whose forward it replaces, is patched again afterwards. The
+    patch then gets the sharded module and its forward.
 
     Args:
         model: the whole model.
-        patched: its modules -> their patches.
+        patched: module -> its patches.
     """
 
     def __init__(self, model: nn.Module, patched: Mapping[nn.Module, list[Patch]]) -> None:
-        # Paths and not modules, which are to be let go.
+        # Store paths instead of modules, so that replaced modules can be freed.
         self._patches = {path: patched[module] for path, module in model.named_modules() if module in patched}
 
     def apply(self, model: nn.Module) -> None:
-        """Patch every module that is here and is not patched yet.
+        """Patch every module that is on this rank and not patched yet.
 
         Raises:
-            ConfigurationError: a patch returned no function.
+            ConfigurationError: a patch did not return a function.
         """
         for path, patches in self._patches.items():
             if not has_module(model, path) or isinstance(module := model.get_submodule(path), StagePlaceholder):
-                continue  # it runs on another stage
+                continue  # the module runs on another stage
             present = vars(module).get("forward")
             if getattr(present, "patched_module", None) is module:
                 continue
-            if hasattr(present, "patched_module"):  # the twin is a copy of the module that was patched
+            if hasattr(present, "patched_module"):  # the sharded module is a copy of the patched one
                 del module.forward
             module.forward = _patched(path, module, patches)
 
     def remove(self, model: nn.Module) -> None:
-        """Undo it, where the model turned out not to be one that can be sharded as asked."""
+        """Remove the patches, after the model turned out not to be shardable as requested."""
         for path in self._patches:
             module = model.get_submodule(path) if has_module(model, path) else None
             present = vars(module).get("forward") if module is not None else None
@@ -95,10 +99,10 @@ def _patched(path: str, module: nn.Module, patches: list[Patch]) -> Callable[...
                 f"custom_patcher: the patch of {path} returned a {type(new).__name__}; return the new forward"
             )
 
-    @functools.wraps(native)  # stages find the inputs of a layer by the names of its parameters
+    @functools.wraps(native)  # stages match the inputs of a layer by parameter name
     def forward(*args: Any, **kwargs: Any) -> Any:
         return new(*args, **kwargs)
 
-    forward.__module__ = __name__  # not a user's own forward: it is put around that of the sharded twin again
+    forward.__module__ = __name__  # marks it as a patch, not a user's own forward: it will wrap the sharded one
     forward.patched_module, forward.native_in_dict = module, vars(module).get("forward")
     return forward

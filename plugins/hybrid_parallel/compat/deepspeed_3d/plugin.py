@@ -1,4 +1,4 @@
-"""ThreeDPlugin: the plugin of a `DeepSpeed3DParallelConfig`, which prepares models and batches for the engine."""
+"""`ThreeDPlugin`: plugin for a `DeepSpeed3DParallelConfig`, which adapts models and batches to the engine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _AXES = {"tensor": "tp_size", "data": "dp_size", "pipeline": "pp_size"}
 
 
 class ThreeDPlugin(HybridParallelPlugin):
-    """See `HybridParallelPlugin.from_3d_config`.
+    """Plugin that `HybridParallelPlugin.from_3d_config` creates; see there.
 
     Attributes:
         three_d: the configuration.
-        optimizer, lr_scheduler: those that `ds_config` describes, boosted, where `boost` was given none.
+        optimizer, lr_scheduler: the boosted optimizer and schedule built from `ds_config`; None if it describes none or
+            `boost` was given one.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ThreeDPlugin(HybridParallelPlugin):
         self._names_of_inputs: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
     def configure(self, objects: TrainingObjects) -> TrainingObjects:
-        """Give the model its head and its patches, make what `ds_config` describes, and go on as always."""
+        """Add the tied head and the patches to the model, build what `ds_config` describes, and boost."""
         self._check_loaders(objects.dataloaders)
         if objects.model is None:
             return super().configure(objects)
@@ -68,7 +69,7 @@ class ThreeDPlugin(HybridParallelPlugin):
         config = getattr(objects.model, "config", None)
         model = self._with_head(objects.model, patched)
         patches = ForwardPatches(model, patched)
-        del patched  # whose modules are let go when they are sharded
+        del patched  # otherwise it would keep modules alive that sharding replaces
         described = self._described(model, objects)
         try:
             patches.apply(model)
@@ -98,7 +99,7 @@ class ThreeDPlugin(HybridParallelPlugin):
         return model
 
     def _described(self, model: nn.Module, objects: TrainingObjects) -> TrainingObjects:
-        """With the optimizer and the schedule of `ds_config`, where none is given."""
+        """Add the optimizer and the schedule that `ds_config` describes, unless `boost` was given one."""
         deepspeed, optimizers, schedulers = self.three_d.deepspeed, objects.optimizers, objects.lr_schedulers
         if deepspeed is None:
             return objects
@@ -126,7 +127,7 @@ class ThreeDPlugin(HybridParallelPlugin):
         return adapted(batch, self._names_of_inputs[model], model, criterion, needs_loss)
 
     def _placement(self) -> list[list[list[int]]] | None:
-        """Where the groups stand in another order than the plugin's."""
+        """Return the ranks as [dp][pp][tp]; None if the groups are in the plugin's own order."""
         tensor, data, pipeline = (self.groups.sizes.get(name, 1) for name in _AXES)
         ranks = [[[0] * tensor for _ in range(pipeline)] for _ in range(data)]
         for rank in self.groups.order:
@@ -150,7 +151,7 @@ class ThreeDPlugin(HybridParallelPlugin):
             raise ConfigurationError("; ".join(problems))
 
     def _check_loaders(self, loaders: Sequence[DataLoader]) -> None:
-        """One of them has to yield the batches of a step."""
+        """Check that at least one loader yields the batch of a whole step."""
         if self.three_d.deepspeed is None or self._cuts_batch_itself or not loaders:
             return
         micro, steps = self.three_d.deepspeed.batch_sizes(self.groups.sizes.get("data", 1))
@@ -163,10 +164,10 @@ class ThreeDPlugin(HybridParallelPlugin):
 
 
 def _groups_of(parallel_config: Any) -> ParallelGroups:
-    """The grid that `parallel_config` describes.
+    """Parse `parallel_config` to process groups.
 
     Raises:
-        ConfigurationError: it describes none, or one with other groups than tensor, data and pipeline.
+        ConfigurationError: it is malformed, or has other groups than tensor, data and pipeline with more than one rank.
     """
     try:
         axes, order = parallel_config

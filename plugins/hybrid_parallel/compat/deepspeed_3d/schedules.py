@@ -1,7 +1,7 @@
-"""The block `scheduler` of DeepSpeed's configuration as a schedule of torch.
+"""Build a torch learning-rate schedule from the block `scheduler` of DeepSpeed's configuration.
 
-Formulas are DeepSpeed's. Step 0 is the first of the optimizer, as in torch: DeepSpeed, whose schedules start one call
-later, has a step without a learning rate before it.
+The formulas are DeepSpeed's. As in torch, step 0 is the first step of the optimizer. DeepSpeed's schedules start one
+call later, so DeepSpeed has a step without a learning rate before it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _Ratio = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
 class _Warmup(BaseModel):
-    """What all schedules have.
+    """Base class of schedules with a warm-up.
 
     Attributes:
-        warmup_num_steps: before the highest learning rate is reached; at least 2 count.
-        warmup_type: "log": with the logarithm of the steps, "linear": with the steps.
+        warmup_num_steps: number of warm-up steps until the highest learning rate; values below 2 count as 2.
+        warmup_type: "log" increases with the logarithm of the step, "linear" with the step.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -43,16 +43,16 @@ class _Warmup(BaseModel):
         return max(2, self.warmup_num_steps)
 
     def risen(self, step: int) -> float:
-        """How far the warm-up has come at a step in it, 0 to 1."""
+        """Return the progress of the warm-up, 0 to 1, at one of its steps."""
         return math.log(step + 1) / math.log(self.warmup) if self.warmup_type == "log" else step / self.warmup
 
     def factor(self, step: int, base_lr: float) -> float:
-        """Of the optimizer's learning rate at a step."""
+        """Return the factor on the optimizer's learning rate at a step."""
         raise NotImplementedError
 
 
 class WarmupLR(_Warmup):
-    """From `warmup_min_lr` to `warmup_max_lr`, whatever the optimizer's learning rate is; then constant."""
+    """Schedule from `warmup_min_lr` to `warmup_max_lr`, then constant; the optimizer's learning rate has no effect."""
 
     warmup_min_lr: _Lr = described(0.0, _LR, 0.0)
     warmup_max_lr: _Lr = described(0.001, _LR, 0.001)
@@ -62,12 +62,12 @@ class WarmupLR(_Warmup):
         return (self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share) / base_lr
 
     def share_behind(self, step: int) -> float:
-        """Of the way from the lowest to the highest learning rate, behind the warm-up."""
+        """Return the position between the lowest (0) and the highest (1) learning rate after the warm-up."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """The same, then linearly down to `warmup_min_lr` at `total_num_steps`."""
+    """Schedule that warms up as `WarmupLR`, then decays linearly to `warmup_min_lr` at `total_num_steps`."""
 
     total_num_steps: _Steps = described(..., _STEPS, 10000)
 
@@ -76,7 +76,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Shares of the optimizer's learning rate: from `warmup_min_ratio` to 1, then along a cosine to `cos_min_ratio`."""
+    """Schedule of learning-rate factors: warm-up from `warmup_min_ratio` to 1, then a cosine to `cos_min_ratio`."""
 
     total_num_steps: _Steps = described(..., _STEPS, 10000)
     warmup_min_ratio: _Ratio = described(0.0, _RATIO, 0.0)
@@ -94,7 +94,7 @@ _NAMES = "WarmupLR, WarmupDecayLR or WarmupCosineLR"
 
 
 class SchedulerBlock(BaseModel):
-    """`{"type": "WarmupLR", "params": {"warmup_num_steps": 100}}`."""
+    """Block `scheduler`, such as `{"type": "WarmupLR", "params": {"warmup_num_steps": 100}}`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -102,7 +102,7 @@ class SchedulerBlock(BaseModel):
     params: dict[str, Any] = described({}, "is no object; use {'warmup_num_steps': 100}", {"warmup_num_steps": 100})
 
     def problems(self) -> list[str]:
-        """What is wrong with it, one sentence each."""
+        """Return what is wrong with the block, one sentence for each problem."""
         if self.type not in _KINDS:
             return [f"scheduler.type={self.type!r} is not available; use {_NAMES}"]
         try:
@@ -116,7 +116,7 @@ class SchedulerBlock(BaseModel):
         return _KINDS[self.type](**self.params)
 
     def build(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        """The schedule of an optimizer that has not begun.
+        """Build the schedule of an optimizer that has not taken a step yet.
 
         Raises:
             ConfigurationError: the optimizer's learning rate is 0.

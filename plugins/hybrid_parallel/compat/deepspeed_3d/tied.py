@@ -1,7 +1,7 @@
-"""`tie_first`: a bare base model becomes its family's causal language model, whose head is the input embedding.
+"""Implement `tie_first`: wrap a bare base model in its family's causal language model with a tied head.
 
-So the logits are computed on the last stage with a weight that is tied to that of the first, by what the engine has for
-tied weights anyway.
+The logits are then computed on the last stage with a weight that is tied to the embedding of the first stage. The
+engine's usual support for tied weights keeps both in sync.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ _logger = get_logger(__name__)
 
 
 def with_tied_head(model: nn.Module, logit_helper: LogitHelper | None) -> nn.Module:
-    """The family's causal language model around a bare base model; any other model as it is.
+    """Wrap a bare base model in its family's causal language model; return any other model unchanged.
 
-    A model that has a head of its own keeps it, tied or not as it is.
+    A model that already has a head keeps it, tied or not.
 
     Args:
-        logit_helper: for which a head is needed; None for the family's own.
+        model: the model.
+        logit_helper: computes the logits of the tied head; None for the family's own computation.
 
     Raises:
-        ConfigurationError: the family has no head that is the embedding alone, or `logit_helper` has nothing to do.
+        ConfigurationError: the family has no head that consists only of the embedding, or `logit_helper` was given for
+            a model that is not bare.
     """
     if is_bare(model):
         return _causal_model(model)
@@ -42,7 +44,7 @@ def with_tied_head(model: nn.Module, logit_helper: LogitHelper | None) -> nn.Mod
 
 
 def is_bare(model: nn.Module) -> bool:
-    """Whether this is a base model of transformers, as `LlamaModel`, with nothing behind its layers."""
+    """Check whether this is a base model of transformers without a head, such as `LlamaModel`."""
     from transformers import PreTrainedModel
 
     return isinstance(model, PreTrainedModel) and model.base_model is model and model.get_output_embeddings() is None
@@ -60,7 +62,7 @@ def _causal_model(base: nn.Module) -> nn.Module:
         )
     config = copy.deepcopy(base.config)
     config.tie_word_embeddings = True
-    with torch.device("meta"):  # all but the base model is shape alone, and what has a weight is refused or tied
+    with torch.device("meta"):  # only shapes are needed: weights outside of the base model are refused or tied
         whole = cls(config)
     prefix = cls.base_model_prefix
     if type(getattr(whole, prefix, None)) is not type(base):
@@ -84,13 +86,16 @@ def _causal_model(base: nn.Module) -> nn.Module:
 
 
 def _own_tensors(whole: nn.Module, prefix: str) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers outside of the base model."""
+    """Return the parameters and buffers outside of the base model."""
     named = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()]
     return [(key, tensor) for key, tensor in named if not key.startswith(f"{prefix}.")]
 
 
 def share_config(base: nn.Module, old: object, new: object) -> None:
-    """As in a model that was built in one piece: what is set for all is seen by all. The user's own stays as it is."""
+    """Replace the configuration object `old` by `new` in all modules of `base`.
+
+    As in a model that is built at once, all modules then share one configuration. The object `old` is not modified.
+    """
     for module in base.modules():
         if getattr(module, "config", None) is old:
             module.config = new

@@ -1,9 +1,9 @@
-"""The two collectives of ZeRO stage 1: reduce-scatter of gradients, all-gather of parameters, both over flat buffers.
+"""The two collectives of ZeRO stage 1 over flat buffers: reduce-scatter of gradients, all-gather of parameters.
 
-NCCL has its own. gloo's reduce-scatter is an all-reduce of a copy, of which all but one shard is thrown away. Between
-CPUs every rank therefore gets from each other rank the shard that is its own, and adds up what it gets: (p - 1) / p of
-the buffer a rank instead of twice that, and no copy. On one machine it reads that shard in the other's memory
-(`SharedMemoryCollectives`), else the other sends it (`P2PCollectives`).
+NCCL implements both. gloo's reduce-scatter is an all-reduce of a copy that discards all but one shard. Between CPUs,
+every rank therefore fetches its own shard from each other rank and sums the shards: (p - 1) / p of the buffer per rank
+instead of twice that, and no copy. On one machine a rank reads the shard from the other rank's memory
+(`SharedMemoryCollectives`), otherwise the other rank sends it (`P2PCollectives`).
 """
 
 from __future__ import annotations
@@ -19,109 +19,109 @@ from torch.distributed import ProcessGroup
 from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, meet_neighbours
 from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_flat
 
-# What a number says that ranks tell each other.
+# Meanings of the numbers that ranks send each other.
 _WRITTEN, _SUMMED, _UPDATED, _READ = range(4)
-_TAGS = 2**20  # of messages that can be on their way
-# What is mapped of another rank's memory at a time, in bytes: it counts as memory of both.
+_TAGS = 2**20  # turns whose messages may be in flight
+# Bytes of another rank's memory that are mapped at a time: they count as memory of both processes.
 _WINDOW = 2**23
-Answers = Callable[[], dict[int, int]]  # waits for the others' numbers; by rank
+Answers = Callable[[], dict[int, int]]  # waits for the numbers of the other ranks; returns them by rank
 
 
 class ZeroCollectives:
-    """By the backend's own collectives.
+    """ZeRO collectives by the backend's own implementation.
 
     Args:
-        group: the ranks.
+        group: the process group of the ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[count], memory for what is exchanged, with any values."""
+        """Return uninitialized memory of shape [count] for data to exchange."""
         return torch.empty(count, dtype=dtype, device=device)
 
     def release(self, tensor: Tensor) -> None:
-        """What `empty` gave is no longer used, by any rank."""
+        """Release memory from `empty` that no rank uses any more."""
 
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
-        """Sum `flat` over the ranks; this rank's part of the sum goes to `shard`.
+        """Sum `flat` over the ranks; write this rank's shard of the sum to `shard`.
 
         Args:
-            flat: [ranks * shard], not to be changed until the result is settled.
+            flat: [ranks * shard], must not change until all ranks are done.
             shard: [shard], memory for the result.
         """
         return ReduceScatterHandle(shard, [reduce_scatter_flat(shard, flat, group=self.group, async_op=True)])
 
     def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
-        """Fill `flat`, [ranks * shard], of which each rank has its own shard in place.
+        """Fill `flat`, [ranks * shard], in which each rank has its own shard in place.
 
         Args:
-            is_copied: this rank's shard may be changed once `wait` is over, before all others have it.
+            is_copied: whether this rank may change its shard after `wait`, before all other ranks have it.
         """
         own = flat.view(dist.get_world_size(self.group), -1)[dist.get_rank(self.group)]
         return AllGatherHandle([all_gather_flat(flat, own, group=self.group, async_op=True)])
 
 
 class ReduceScatterHandle:
-    """A reduce-scatter that was started.
+    """Handle of a reduce-scatter in progress.
 
     Args:
         shard: memory for the result.
-        works: what to wait for.
+        works: works to wait for.
     """
 
     def __init__(self, shard: Tensor, works: Sequence[Any] = ()) -> None:
         self.shard, self._works = shard, works
 
     def wait(self) -> Tensor:
-        """The sum over the ranks, [shard]."""
+        """Wait for the sum over the ranks and return it, [shard]."""
         for work in self._works:
             work.wait()
         return self.shard
 
     def mark_done(self, is_finite: bool | None) -> None:
-        """This rank has its result and needs nobody's summands any more; tells the others whether it is finite."""
+        """Mark this rank as done reading peers' buffers; report whether its shard is finite."""
 
     def wait_all_done(self) -> bool | None:
-        """Wait until all ranks have settled; whether all of the sum is finite, None where nobody knows."""
+        """Wait until all ranks are done; return whether the whole sum is finite, None if no rank knows."""
         return None
 
 
 class AllGatherHandle:
-    """An all-gather that was started."""
+    """Handle of an all-gather in progress."""
 
     def __init__(self, works: Sequence[Any] = ()) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Until all shards are here."""
+        """Wait until all shards have arrived."""
         for work in self._works:
             work.wait()
         self._works = ()
 
     def close(self) -> None:
-        """Until this rank's shard may be changed: the others have it."""
+        """Wait until the other ranks have this rank's shard, so that it may be changed."""
         self.wait()
 
 
 class P2PCollectives(ZeroCollectives):
-    """Between CPUs: every rank sends each other one what that one needs."""
+    """ZeRO collectives between CPUs: every rank sends each other rank the shard that it needs."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         self.rank, count = dist.get_rank(group), dist.get_world_size(group)
-        # The next one first: not all turn to the same rank at once.
+        # Start with the next rank, so that not all ranks address the same one first.
         self.others = [(self.rank + step) % count for step in range(1, count)]
         self._turns = 0
 
     def next_turn(self) -> int:
-        """Which exchange of the group starts; all ranks start them in one order, and may wait for them in another."""
+        """Return the number of the next exchange; all ranks start them in one order, but may wait in another."""
         self._turns += 1
         return self._turns
 
     def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
-        """Tell all others a number; what comes back waits for theirs of the same turn and kind."""
+        """Send a number to all other ranks; the returned function waits for theirs of the same turn and kind."""
         tag = _tag(turn, kind)
         answers = [torch.zeros(1, dtype=torch.int64) for _ in self.others]
         works = [
@@ -140,7 +140,7 @@ class P2PCollectives(ZeroCollectives):
 
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
         rows = flat.view(len(self.others) + 1, -1)
-        place = min(self.others)  # one of the first two summands, read in the moment in which the sum is written
+        place = min(self.others)  # one of the first two summands, which are read as the sum is written
         parts = {rank: shard if rank == place else torch.empty_like(shard) for rank in self.others}
         works = [dist.irecv(part, group=self.group, group_src=rank) for rank, part in parts.items()]
         works += [dist.isend(rows[rank], group=self.group, group_dst=rank) for rank in self.others]
@@ -154,10 +154,10 @@ class P2PCollectives(ZeroCollectives):
 
 
 class _SentShard(ReduceScatterHandle):
-    """One whose summands are sent.
+    """Handle of a reduce-scatter whose summands are sent.
 
     Args:
-        parts: each rank's summand, by rank.
+        parts: rank -> its summand.
     """
 
     def __init__(self, exchange: P2PCollectives, shard: Tensor, works: Sequence[Any], parts: dict[int, Tensor]) -> None:
@@ -181,11 +181,11 @@ class _SentShard(ReduceScatterHandle):
 
 
 class SharedMemoryCollectives(P2PCollectives):
-    """Between CPUs of one machine: every rank reads what it needs in the others' memory.
+    """ZeRO collectives between CPUs of one machine: every rank reads what it needs from the others' memory.
 
     Args:
-        group: the ranks.
-        neighbours: what they reach each other by.
+        group: the process group of the ranks.
+        neighbours: memory of the other ranks and sockets to them.
     """
 
     def __init__(self, group: ProcessGroup, neighbours: LocalPeers) -> None:
@@ -207,7 +207,7 @@ class SharedMemoryCollectives(P2PCollectives):
     def read(
         self, rank: int, place: int, row: int, like: Tensor, is_kept: bool = False
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Row `row` of what starts at `place` of another rank's memory, in rows like this one, part by part."""
+        """Yield windows of row `row` of the buffer at `place` in another rank's memory; rows are shaped like `like`."""
         count = like.numel()
         step = _WINDOW // like.element_size()
         memory, start = self._neighbours.memories[rank], place + row * count * like.element_size()
@@ -224,7 +224,7 @@ class SharedMemoryCollectives(P2PCollectives):
 
 
 class _ReadShard(_SentShard):
-    """One whose summands are read where they were written."""
+    """Handle of a reduce-scatter whose summands are read from the memory of the other ranks."""
 
     def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, shard: Tensor) -> None:
         super().__init__(exchange, shard, [], {})
@@ -233,7 +233,7 @@ class _ReadShard(_SentShard):
 
     def wait(self) -> Tensor:
         rank, places = self._exchange.rank, self._places()
-        # Gradients take turns in the same memory.
+        # Windows are kept: gradient buffers reuse the same memory.
         readers = [self._exchange.read(other, place, rank, self.shard, is_kept=True) for other, place in places.items()]
         for windows in zip(*readers, strict=True):
             part, _ = windows[0]
@@ -243,7 +243,7 @@ class _ReadShard(_SentShard):
 
 
 class _ReadGather(AllGatherHandle):
-    """One whose shards are read where they are, or in copies, which are let go of when all have read them."""
+    """Handle of an all-gather that reads shards in place, or from copies that are released after all have read them."""
 
     def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, is_copied: bool) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class _ReadGather(AllGatherHandle):
 
 
 def _add_up(parts: Mapping[int, Tensor], out: Tensor) -> None:
-    """The sum of all ranks' parts, in the order of ranks, so that its bits do not depend on who adds."""
+    """Sum all parts into `out` in rank order, so that the bits do not depend on the rank that adds."""
     first, second, *others = (part for _, part in sorted(parts.items()))
     torch.add(first, second, out=out)
     for part in others:
@@ -287,7 +287,7 @@ def _tag(turn: int, kind: int) -> int:
 
 
 def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:
-    """The fastest way to exchange between these ranks; to be called on all of them."""
+    """Choose the fastest collectives for these ranks; must be called on all of them."""
     uses_gloo = device.type == "cpu" and "gloo" in str(dist.get_backend_config(group))
     if not uses_gloo or dist.get_world_size(group) == 1:
         return ZeroCollectives(group)

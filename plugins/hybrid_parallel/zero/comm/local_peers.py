@@ -1,4 +1,4 @@
-"""Which ranks are on one machine, and what they reach each other by."""
+"""Detection of ranks on one machine, and the connections between them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardformer.distributed.collectives import world_timeout
 
 @dataclass
 class LocalPeers:
-    """A group whose ranks are on one machine, as one of them sees it.
+    """One rank's connections in a group whose ranks are all on one machine.
 
     Attributes:
-        memory: this rank's memory, which the others can read.
-        memories: the others', by rank of the group.
-        lines: to the others.
+        memory: this rank's memory, which the other ranks can read.
+        memories: rank of the group -> its memory.
+        lines: sockets to the other ranks.
     """
 
     memory: SharedSegment
@@ -32,14 +32,14 @@ class LocalPeers:
 
 
 def meet_neighbours(group: ProcessGroup) -> LocalPeers | None:
-    """Make out whether all ranks of a group can read each other's memory; to be called on all of them.
+    """Connect the ranks of a group if all can read each other's memory; must be called on all of them.
 
-    None, on all alike, where some cannot: on several machines, in containers that do not see each other's processes,
-    on systems other than Linux.
+    Returns None, on all ranks, if some cannot: on several machines, in containers that do not see each other's
+    processes, or on systems other than Linux.
     """
     memory = listener = None
     if hasattr(os, "memfd_create"):
-        with contextlib.suppress(OSError):  # forbidden by what the process is confined in
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
             memory = SharedSegment()
             listener = Listener(memory.token)
     here = None if listener is None else (machine(), os.getpid(), memory.file, memory.token)

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one machine read in each other's processes.
+"""Memory of the ranks of one machine that they read from each other.
 
-A rank's memory is one anonymous file (`memfd_create`): no name that could be taken, no limit of /dev/shm, and nothing
-to clean up after a rank that was killed, as it is gone with the last process that has it open. Others open it by way of
-/proc and map what they read for the time in which they read it.
+A rank's memory is one anonymous file (`memfd_create`): it has no name that could collide, no limit of /dev/shm, and
+needs no cleanup after a rank was killed, because it is gone with the last process that has it open. Other ranks open it
+through /proc and map the parts that they read while they read them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-# Address space is taken in pieces of at least this many bytes; pages come when they are written.
+# Address space is reserved in pieces of at least this many bytes; pages are allocated when they are written.
 _EXTENT = 2**28
-_MOST_KEPT = 8  # windows of one neighbour
+_MOST_KEPT = 8  # windows kept per neighbour
 
 
 class SharedSegment:
-    """This rank's memory for others to read. Its first number is one that no other memory has."""
+    """This rank's memory that other ranks can read. It starts with a unique number, the token."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("booster", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.file)
         self._extent: mmap.mmap | None = None
         self._extent_start = self._extent_used = 0
-        self._places: dict[int, tuple[mmap.mmap, int, int]] = {}  # address -> its extent, place in that, in the file
+        self._places: dict[int, tuple[mmap.mmap, int, int]] = {}  # address -> its extent, offsets in extent and file
         self.token = secrets.randbits(62)
         self.empty(1, torch.int64).fill_(self.token)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """[count] zeros, at the start of a page."""
+        """Allocate [count] zeros at the start of a page."""
         size = max(1, -(-count * dtype.itemsize // _PAGE)) * _PAGE
         if self._extent is None or self._extent_used + size > len(self._extent):
             self._grow(max(size, _EXTENT))
@@ -44,11 +44,11 @@ class SharedSegment:
         return tensor
 
     def place(self, tensor: Tensor) -> int:
-        """Where a tensor that `empty` gave starts in the file, in bytes."""
+        """Return the offset of a tensor from `empty` in the file, in bytes."""
         return self._places[tensor.data_ptr()][2]
 
     def release(self, tensor: Tensor) -> None:
-        """Give the pages of a tensor that `empty` gave back to the system; its values are lost."""
+        """Give the pages of a tensor from `empty` back to the system; its values are lost."""
         extent, start, _ = self._places.pop(tensor.data_ptr())
         size = -(-tensor.numel() * tensor.element_size() // _PAGE) * _PAGE
         extent.madvise(mmap.MADV_REMOVE, start, size)
@@ -63,12 +63,12 @@ class PeerSegment:
     """The memory of another rank of this machine.
 
     Args:
-        process: its process id.
-        file: what it calls its memory's file.
-        token: the first number in it.
+        process: process id of the rank.
+        file: its file descriptor of the memory.
+        token: the first number in the memory.
 
     Raises:
-        OSError: it cannot be opened from here, or is another's.
+        OSError: if the memory cannot be opened from here, or belongs to another rank.
     """
 
     def __init__(self, process: int, file: int, token: int) -> None:
@@ -79,10 +79,10 @@ class PeerSegment:
             raise FileNotFoundError(f"process {process} has no memory to share")
 
     def map_view(self, place: int, count: int, dtype: torch.dtype, is_kept: bool = False) -> Tensor:
-        """[count] of what starts `place` bytes into the file, mapped as long as the tensor is there.
+        """Map [count] values that start at byte `place` of the file, for the lifetime of the tensor.
 
         Args:
-            is_kept: whether it will be asked for again soon; to map a page takes as long as to read it.
+            is_kept: whether to keep the mapping for later calls; mapping a page takes as long as reading it.
         """
         if not is_kept:
             return self._map(place, count, dtype)

@@ -1,8 +1,8 @@
-"""Lines on which the ranks of one machine tell each other numbers.
+"""Sockets on which the ranks of one machine send each other numbers.
 
-A message through gloo wakes a thread of the other process, which takes the core from what computes there: half a
-millisecond on machines without cores to spare. These are plain local sockets, read when somebody waits for a number;
-a rank that died is noticed at once, as its end is closed.
+A message through gloo wakes a thread of the receiving process, which interrupts its computation: half a millisecond on
+machines without spare cores. These are plain local sockets, read only when a rank waits for a number. The end of a rank
+is noticed at once, because its socket is closed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Iterable, Mapping
 from booster.failure.stack_probe import waits_for_ranks
 
 _MESSAGE = struct.Struct("qq")  # tag, number
-_COURIERS_LOOK_MS = 100  # at whether the script is over
+_COURIERS_LOOK_MS = 100  # how often the courier checks whether the script has ended
 
 
 class SignalSocket:
-    """To one other rank.
+    """Socket to one other rank.
 
     Args:
-        connection: to the other rank.
-        rank: what the other is called in messages.
+        connection: the connected socket.
+        rank: the other rank's number, for error messages.
     """
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
@@ -37,22 +37,22 @@ class SignalSocket:
         self.received: dict[int, deque[int]] = {}
 
     def flush(self) -> None:
-        """Send what there is to send, as far as the other has room for it."""
+        """Send queued messages until the receiver has no more room for them."""
         while self.to_send:
             try:
                 self.connection.send(self.to_send[0])
             except BlockingIOError:
                 return
-            except ConnectionError:  # it has ended: no fault of the job's if nobody waits for it, else `read` says so
+            except ConnectionError:  # it has ended: an error only if this rank waits for it, which `read` reports
                 self.to_send.clear()
                 return
             self.to_send.popleft()
 
     def read(self) -> None:
-        """Take a message, if there is one.
+        """Read a message, if there is one.
 
         Raises:
-            ConnectionError: the other rank ended, and has said nothing more.
+            ConnectionError: if the other rank has ended and sent nothing more.
         """
         try:
             message = self._receive()
@@ -66,15 +66,15 @@ class SignalSocket:
     def _receive(self) -> bytes:
         try:
             return self.connection.recv(_MESSAGE.size)
-        except ConnectionResetError:  # told once, before what the other has sent, where it ended with messages unread
+        except ConnectionResetError:  # reported once, before data the peer sent, if it ended with unread messages
             return self.connection.recv(_MESSAGE.size)
 
 
 class SignalSockets:
-    """To all other ranks of a group. Numbers of one tag keep their order; sending never waits.
+    """Sockets to all other ranks of a group. Numbers with one tag keep their order; sending never waits.
 
     Args:
-        lines: by rank of the group.
+        lines: rank of the group -> the socket to it.
         timeout_s: how long to wait for a number.
     """
 
@@ -83,7 +83,7 @@ class SignalSockets:
         self._lock, self._has_courier = threading.Lock(), False
 
     def send(self, rank: int, tag: int, number: int) -> None:
-        """Tell a number. It leaves now, or as soon as the other has read some of those that wait for it."""
+        """Send a number. It leaves now, or as soon as the receiver has read some of its queued messages."""
         line = self._lines[rank]
         with self._lock:
             line.to_send.append(_MESSAGE.pack(tag, number))
@@ -95,11 +95,11 @@ class SignalSockets:
 
     @waits_for_ranks
     def receive(self, rank: int, tag: int) -> int:
-        """The next number of that rank with that tag.
+        """Return the next number from `rank` with `tag`.
 
         Raises:
-            TimeoutError: none came.
-            ConnectionError: the other rank ended.
+            TimeoutError: if none arrived in time.
+            ConnectionError: if the other rank has ended.
         """
         line, until = self._lines[rank], time.monotonic() + self._timeout_s
         while tag not in line.received:
@@ -118,7 +118,7 @@ class SignalSockets:
             )
 
     def _deliver(self) -> None:
-        """Send what there was no room for, whatever the main thread does; a script that is over waits for that."""
+        """Send queued messages while the main thread does other work; the interpreter waits for this at its exit."""
         while True:
             with self._lock:
                 late = [line for line in self._lines.values() if line.to_send]
@@ -129,12 +129,12 @@ class SignalSockets:
             with self._lock:
                 for line in late:
                     line.flush()
-            if not threading.main_thread().is_alive():  # the other may be at its end too, and wait for room here
+            if not threading.main_thread().is_alive():  # the other rank may also be at its end, waiting for room here
                 self._discard_received()
 
     def _discard_received(self) -> None:
         for line in self._lines.values():
-            with contextlib.suppress(OSError):  # there is nothing more, or the other has ended
+            with contextlib.suppress(OSError):  # no more data, or the other rank has ended
                 while line.connection.recv(_MESSAGE.size):
                     pass
 
@@ -147,10 +147,10 @@ def _poll_of(lines: Iterable[SignalSocket], events: int) -> select.poll:
 
 
 class Listener:
-    """Where other ranks reach this one.
+    """Socket on which other ranks connect to this one.
 
     Args:
-        token: what they have to know.
+        token: number that the other ranks must know.
     """
 
     def __init__(self, token: int) -> None:
@@ -159,7 +159,7 @@ class Listener:
         self._socket.listen(1024)
 
     def accept(self, count: int, timeout_s: float) -> dict[int, socket.socket]:
-        """The connections of `count` ranks that have called `connect`, by their rank; then nobody is listened to."""
+        """Accept the connections of `count` ranks that call `connect`, by rank; then stop listening."""
         self._socket.settimeout(timeout_s)
         connections = {}
         while len(connections) < count:
@@ -172,10 +172,10 @@ class Listener:
 
 
 def connect(token: int, rank: int) -> socket.socket:
-    """Reach the listener with that token, as rank `rank`.
+    """Connect to the listener with that token, as rank `rank`.
 
     Raises:
-        OSError: there is none that can be reached from here.
+        OSError: if no such listener can be reached from here.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -188,5 +188,5 @@ def connect(token: int, rank: int) -> socket.socket:
 
 
 def _name(token: int) -> str:
-    # No file: the name is gone with the socket.
+    # An abstract socket: it has no file, and its name is gone with the socket.
     return f"\0booster-{token:x}"

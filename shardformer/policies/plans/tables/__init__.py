@@ -1,1 +1,1 @@
-"""Plans for families to which transformers gives none."""
+"""Plans for families without a plan in transformers."""

@@ -1,4 +1,4 @@
-"""Plans of causal language models without one of their own."""
+"""Plans of causal language models without a plan in transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FUSED = {
     "mlp.c_proj": "rowwise",
 }
 
-# Nothing in a layer can be cut: its heads are normalised together, or it is a state-space model.
+# No part of a layer can be sharded: its heads are normalised together, or it is a state-space model.
 _VOCABULARY = DeclaredPlan({})
 
 PLANS = {
@@ -74,7 +74,7 @@ PLANS = {
     ),
     "trocr": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"}, pipelined=False),
     "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
-    "zaya": DeclaredPlan({}, pipelined=False),  # routers hand on their states
+    "zaya": DeclaredPlan({}, pipelined=False),  # routers pass their states to the next layer
     "biogpt": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": ZeroEmbedding}),
     "ctrl": DeclaredPlan(
         {
@@ -88,23 +88,23 @@ PLANS = {
         {"multi_head_attention": ("num_heads", "d_model_size")},
     ),
     "emu3": DeclaredPlan(LLAMA),
-    # Its state-space half stays whole.
+    # The state-space part is replicated.
     "falcon_h1": DeclaredPlan({**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}),
-    "gemma4": DeclaredPlan(None, pipelined=False),  # every layer reads embeddings of its own
+    "gemma4": DeclaredPlan(None, pipelined=False),  # every layer reads its own embeddings
     "lfm2": DeclaredPlan(_LFM2),
     "lfm2_vl": DeclaredPlan(_LFM2, layers="language_model.layers"),
     "lfm3": DeclaredPlan(_LFM3),
     "lfm3_vl": DeclaredPlan(_LFM3, layers="language_model.layers"),
-    "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers behind the layers
-    **dict.fromkeys(("deepseek_v4", "hy_v4"), DeclaredPlan(None, pipelined=False)),  # layers hand on several streams
-    "inkling2": DeclaredPlan(None, pipelined=False),  # layers read the states of all before them
-    "hrm_text": DeclaredPlan(None, pipelined=False),  # runs its two lists of layers in turns
-    # Where heads are mixed otherwise, the attention stays whole.
+    "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers after the layers
+    **dict.fromkeys(("deepseek_v4", "hy_v4"), DeclaredPlan(None, pipelined=False)),  # layers pass on several streams
+    "inkling2": DeclaredPlan(None, pipelined=False),  # layers read the states of all earlier layers
+    "hrm_text": DeclaredPlan(None, pipelined=False),  # alternates between its two layer lists
+    # Attention is replicated if heads are mixed in another way.
     "doge": DeclaredPlan(GATED),
     "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
     "diffllama": DeclaredPlan(GATED),
     "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
-    # Experts interleave gate and up, and each adds a bias: they stay whole.
+    # Experts are replicated: they interleave gate and up, and each adds a bias.
     "gpt_oss": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
     "hunyuan_v1_dense": DeclaredPlan(
         {

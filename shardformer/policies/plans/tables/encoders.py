@@ -1,4 +1,4 @@
-"""Plans of encoders of text, and of pages, whose layers have the names of BERT or of Llama."""
+"""Plans of text and document encoders, most of them with the module names of BERT or Llama."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardformer.stages.stage import Received
 
 
 class ReceivedTokens(Received):
-    """Stands for an embedding whose table of tokens the model reads by itself."""
+    """Placeholder for an embedding whose token table the model calls directly."""
 
     @property
     def tok_embeddings(self) -> Received:
@@ -27,7 +27,7 @@ _BERT_STYLES = {
 }
 _BERT_LOCAL = {"self": ("num_attention_heads", "all_head_size")}
 _BERT = DeclaredPlan(_BERT_STYLES, _BERT_LOCAL)
-# Where heads are mixed before they are put together, the attention stays whole.
+# Attention is replicated if heads are mixed before they are concatenated.
 _FEED_FORWARD = DeclaredPlan(
     {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
 )
@@ -56,13 +56,13 @@ _LLAMA = DeclaredPlan(LLAMA)
 
 PLANS = {
     "big_bird": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
-    # Every head adds products with the embedding of the distances between boxes.
+    # Every head adds products with the embedding of the distances between boxes, so its gradient is partial.
     "bros": DeclaredPlan(
         {**_BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"}, _BERT_LOCAL, every=("bbox_embeddings",)
     ),
-    "canine": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, pipelined=False),  # characters are read again behind the layers
+    "canine": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, pipelined=False),  # characters are read again after the layers
     "convbert": _FEED_FORWARD,
-    # Query, key and value of a head lie side by side.
+    # Query, key and value of a head are contiguous.
     "deberta": DeclaredPlan(
         {**_BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
         | {"self.q_bias": "colwise", "self.v_bias": "colwise"},
@@ -73,7 +73,7 @@ PLANS = {
     "flaubert": DeclaredPlan(**_XLM, needs={"pre_norm": False, "layerdrop": 0.0}),
     "esmc": DeclaredPlan(GATED),  # normalises all heads together
     "fnet": _BERT,
-    "funnel": DeclaredPlan({"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"}, pipelined=False),  # pools on its way
+    "funnel": DeclaredPlan({"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"}, pipelined=False),  # pools inside
     "gte": _LLAMA,
     "jina_embeddings_v3": DeclaredPlan({**LLAMA, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
     "layoutlmv3": DeclaredPlan(
@@ -93,7 +93,7 @@ PLANS = {
     ),
     "longformer": _FEED_FORWARD,
     "luke": DeclaredPlan(
-        # Words and entities ask words and entities with projections of their own.
+        # Word and entity queries have separate projections for word and entity keys.
         {**_BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
         _BERT_LOCAL,
         first={"entity_embeddings": Received},
@@ -101,7 +101,7 @@ PLANS = {
     ),
     "markuplm": _BERT,
     "megatron_bert": _BERT,
-    # Its head puts two weights side by side in one product.
+    # The head concatenates two weights into one product.
     "mobilebert": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, cut_vocabulary=False),
     "modernbert": _MODERN,
     "modernvbert": replace(_MODERN, first={"text_model.embeddings": ReceivedTokens}),
@@ -114,7 +114,7 @@ PLANS = {
     "rembert": _BERT,
     "roc_bert": _BERT,
     "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
-    "squeezebert": DeclaredPlan({}, pipelined=False),  # its projections are convolutions in groups
+    "squeezebert": DeclaredPlan({}, pipelined=False),  # its projections are grouped convolutions
     "tapas": _BERT,
     "visual_bert": _BERT,
     "xlm": DeclaredPlan(**_XLM),

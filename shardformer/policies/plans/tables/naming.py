@@ -1,4 +1,4 @@
-"""Names that many families share, with the styles that belong to them."""
+"""Module names that many families share, with their tensor-parallel styles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ GATED = {f"mlp.{part}": style for part, style in GATED_PARTS.items()}
 
 
 def self_attention(output: str) -> dict[str, str]:
-    """Styles of q_proj, k_proj and v_proj below self_attn, and of the projection named `output`."""
+    """Return the styles of q_proj, k_proj, v_proj and the output projection `output` of self_attn."""
     return {**{f"self_attn.{part}_proj": "colwise" for part in "qkv"}, f"self_attn.{output}": "rowwise"}
 
 

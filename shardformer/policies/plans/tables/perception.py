@@ -1,4 +1,4 @@
-"""Plans of encoders of images, video and sound."""
+"""Plans of image, video and audio encoders."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardformer.stages.stage import Received, ReceivedPatches, StagePlaceholder
 
 
 class ReceivedChannels(StagePlaceholder):
-    """Stands for convolutions over sound: a hidden state of the right shape, channels first."""
+    """Placeholder for convolutions over audio; returns a dummy hidden state with channels first."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.stage_input.dummy().mT
 
 
 class ReceivedPair(StagePlaceholder):
-    """Stands for a projection of features that returns them beside their projection."""
+    """Placeholder for a feature projection that returns both the projection and its input features."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.stage_input.dummy(), self.stage_input.dummy()
@@ -53,7 +53,13 @@ _BERT = DeclaredPlan(
 
 
 def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **options: Any) -> DeclaredPlan:
-    """Layers behind convolutions over the waveform; `projection` stands for what follows those."""
+    """Make the plan of an audio encoder that starts with convolutions over the waveform.
+
+    Args:
+        attention: styles of the attention.
+        projection: placeholder for the feature projection that follows the convolutions.
+        options: further fields of `DeclaredPlan`.
+    """
     feed_forward = {
         "intermediate_dense": "colwise",
         "intermediate_dropout": "dropout",
@@ -67,7 +73,7 @@ def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **o
             "feature_projection": projection,
             "encoder.pos_conv_embed": ZeroEmbedding,
         },
-        # In front of the layers of a base model, behind those of a large one.
+        # Runs before the layers in base models, after the layers in large ones.
         every=("encoder.layer_norm",),
         needs={"layerdrop": 0.0},
         **options,
@@ -87,7 +93,7 @@ _CONFORMER = {
     "distance_embedding": "replicated_with_grad_allreduce",
 }
 
-# Convolutions between the linear layers of a feed-forward see each feature by itself.
+# Depthwise convolutions between the linear layers of a feed-forward process each feature separately.
 _CONVOLVED = {"dwconv.dwconv.weight": "first_dim", "dwconv.dwconv.bias": "first_dim"}
 _CONVOLVED_LOCAL = {"dwconv.dwconv": ("groups", "in_channels", "out_channels")}
 _DENSE = {"mlp.dense1": "colwise", "mlp.dense2": "rowwise"}
@@ -148,7 +154,7 @@ PLANS = {
     "wav2vec2": _sound(_SELF_ATTENTION, ReceivedPair),
     "wav2vec2_bert": _sound(_CONFORMER, ReceivedPair),
     "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair),
-    # Its attention hands whole weights to a function of torch.
+    # Its attention passes full weights to a PyTorch function, so they are replicated.
     "wavlm": _sound({}, ReceivedPair, carried_inputs=("position_bias",)),
     "yolos": _BERT,
 }

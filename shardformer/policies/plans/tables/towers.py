@@ -1,4 +1,4 @@
-"""Plans of encoder-decoders."""
+"""Plans of encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QKV = {f"{name}.{part}_proj": "colwise" for name in _ATTENTIONS for part in "qk
 _FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise", "ffn.dropout": "dropout", "layers.*": "activation_dropout"}
 _STYLES = {**_QKV, **_FEED_FORWARD}
 _LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
-# T5's towers with other attentions in the encoder, which stay whole.
+# T5-like towers, whose encoder may have another attention than T5's. Self-attention is replicated.
 _POP2PIANO = DeclaredPlan(
     {
         "EncDecAttention.q": "colwise",
@@ -55,11 +55,11 @@ PLANS = {
     ),
     "florence2": DeclaredPlan(_STYLES, _LOCAL, pipelined=False),
     "led": DeclaredPlan(
-        # The encoder's windows mix heads before they are put together: its attention stays whole.
+        # Attention is replicated: the encoder's windows mix heads before they are concatenated.
         _FEED_FORWARD,
-        pipelined=False,  # embeds padding in front of its layers
+        pipelined=False,  # embeds padding before its layers
     ),
-    # Of five values the fourth, the bias of cross-attention, is worked out again from the mask where there is none.
+    # A layer returns five values. The fourth, the cross-attention bias, is recomputed from the mask if it is missing.
     "longt5": replace(_POP2PIANO, layer_outputs=5),
     "pop2piano": _POP2PIANO,
     "nllb_moe": DeclaredPlan(_QKV, _LOCAL, pipelined=False),  # its loss reads the routers of all layers
@@ -71,6 +71,6 @@ PLANS = {
     ),
     "seamless_m4t": _SEAMLESS,
     "seamless_m4t_v2": _SEAMLESS,
-    "t5gemma2": DeclaredPlan(GATED, pipelined=False, cut_vocabulary=False),  # an embedding of its own making
+    "t5gemma2": DeclaredPlan(GATED, pipelined=False, cut_vocabulary=False),  # custom embedding class
     "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={"encoder.conv": Received}),
 }
