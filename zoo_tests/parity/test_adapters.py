@@ -19,10 +19,10 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.layers import ParallelDropout
-from zoo_tests.adapters import ADAPTER, with_adapters
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.ranks import distributed
+from zoo_tests.harness.adapters import ADAPTER, with_adapters
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
 _PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
