@@ -16,7 +16,7 @@ _SCRIPT = """
 from hybrid_booster import Booster, HybridParallelPlugin, launch_from_torch, shardformer
 import torch
 from plugins.mine import ANSWER
-from plugins.hybrid_parallel.config import HybridParallelConfig
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
 import booster
 
 launch_from_torch()
@@ -27,9 +27,9 @@ print("trained beside", ANSWER)
 """
 _ON_RANKS = """
 import hybrid_booster
-from plugins.hybrid_parallel.commands.checks import measure_mesh
-from plugins.hybrid_parallel.config import HybridParallelConfig
-from plugins.hybrid_parallel.local_ranks import run_on_local_ranks
+from plugins.hybrid_parallel.cli.doctor import measure_mesh
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 
 print(len(run_on_local_ranks(measure_mesh, 2, HybridParallelConfig(), timeout_s=60.0)), "ranks")
 """

@@ -224,7 +224,7 @@ def _fill(disk: Path) -> None:
     assert training.load(disk, resume="latest") == 4
 
 
-_PLACES = ("staging.Staging.copy", "io.take_snapshot", "store.TensorFileWriter")
+_PLACES = ("state.staging.Staging.copy", "io.take_snapshot", "state.dcp_storage.TensorFileWriter")
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("out of memory"), TypeError("a bug")], ids=repr)

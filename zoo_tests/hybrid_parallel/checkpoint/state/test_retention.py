@@ -162,8 +162,8 @@ _SCRIPT = """
 import sys, tempfile, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from plugins.hybrid_parallel.checkpoint import store
-from plugins.hybrid_parallel.checkpoint.partial import PendingSave
+from plugins.hybrid_parallel.checkpoint.state import dcp_storage
+from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 training, publish = MarkedTraining(), PendingSave.publish

@@ -119,12 +119,12 @@ def test_what_an_ended_rank_has_said_is_heard() -> None:
 
 _TWO_THAT_END = """
 import os, socket
-from plugins.hybrid_parallel.zero.host_lines import Line, Lines
+from plugins.hybrid_parallel.zero.comm.signal_sockets import SignalSocket, SignalSockets
 
 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 is_second = os.fork() == 0
 ends[not is_second].close()
-lines = Lines({0: Line(ends[is_second], 0)}, 20.0)
+lines = SignalSockets({0: SignalSocket(ends[is_second], 0)}, 20.0)
 for number in range(MANY):
     lines.send(0, 0, number)
 if READS and not is_second:
