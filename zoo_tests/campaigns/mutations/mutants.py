@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.shard_spec import spec_of
+from zoo_tests.campaigns.mutations.edits import EDITS, PARITY, Edit
 
-PARITY = "zoo_tests/parity/test_parity.py::test_trains_like_plain_training"
 _TWO = "num_microbatches=2"
 FEATURES = "zoo_tests/parity/test_features.py::test_options_together"
 PRECISION = "zoo_tests/parity/test_precision.py::test_16_bit"
@@ -171,16 +171,16 @@ def _experts_read_alone() -> None:
 
 
 def _encoder_learns_nothing() -> None:
-    from shardformer.stages.placeholders import Finished
+    from shardformer.stages.placeholders import CachedTower
 
-    forward = Finished.forward
+    forward = CachedTower.forward
 
     def detached(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = forward(self, *args, **kwargs)
         output.last_hidden_state = output.last_hidden_state.detach()
         return output
 
-    Finished.forward = detached
+    CachedTower.forward = detached
 
 
 def _encoder_read_as_a_slice() -> None:
@@ -233,7 +233,8 @@ def _weights_that_wait_are_forgotten() -> None:
     runtime.run_deferred = lambda deferred: deferred.clear()
 
 
-MUTANTS: dict[str, Mutant] = {
+MUTANTS: dict[str, Mutant | Edit] = {
+    **EDITS,
     "no data-parallel reduction": Mutant(
         _no_data_parallel_reduction,
         (f"{PARITY}[bert-masked_lm-dp2-zero1]", f"{PARITY}[llama-causal_lm-pp2dp2-zero1]"),
