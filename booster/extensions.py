@@ -21,5 +21,5 @@ def load_extension(group: str, name: str | None = None) -> Any:
     found = next(iter(entry_points(group=group) if name is None else entry_points(group=group, name=name)), None)
     if found is None:
         wanted = group.rpartition(".")[2] if name is None else name
-        raise ConfigurationError(f"no installed package brings {wanted}; pip install hybrid-booster")
+        raise ConfigurationError(f"no installed package provides {wanted}; pip install hybrid-booster")
     return found.load()

@@ -117,7 +117,7 @@ class ModelSharder:
         if self.config.sequence is None or layout is None or layout.next_layers is None or is_split:
             return []
         return [
-            f"enable_sequence_parallelism=True does not support the several lists of layers of "
+            f"enable_sequence_parallelism=True is not supported for the several layer lists of "
             f"{type(self.model).__name__}; use enable_sequence_parallelism=False"
         ]
 

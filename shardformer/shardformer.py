@@ -98,4 +98,4 @@ def as_policy(policy: type | Policy | None) -> Policy | None:
         return SlotPolicyAdapter(policy)
     if isinstance(policy, type) and issubclass(policy, Policy):
         return policy()
-    raise TypeError(f"{policy!r} is no policy; use a Policy, or a class with argument_policy")
+    raise TypeError(f"{policy!r} is not a policy; use a Policy, or a class with argument_policy")

@@ -55,7 +55,7 @@ def _run(arguments: list[str]) -> int:
 def _command_of_a_plugin(name: str) -> Callable[[list[str]], int]:
     found = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
     if found is None:
-        raise ConfigurationError(f"no installed plugin brings `booster {name}`; pip install hybrid-booster")
+        raise ConfigurationError(f"no installed plugin provides `booster {name}`; pip install hybrid-booster")
     return found.load()
 
 

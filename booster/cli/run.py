@@ -171,7 +171,7 @@ def _code_of(failures: dict[int, Any], was_reported: bool) -> int:
             return _SIGNAL_CODE + number
     rank, code = next(((rank, each.exitcode) for rank, each in by_time if each.exitcode > 0), (0, 0))
     if code and not was_reported:  # by sys.exit: Python prints nothing, and the other ranks were shut down too soon
-        sys.stderr.write(f"error: rank {rank} ended with exit code {code}, and with it the job\n")
+        sys.stderr.write(f"error: rank {rank} ended with exit code {code}, which ended the job\n")
     return code or _SIGNAL_CODE + signal.SIGTERM
 
 

@@ -78,7 +78,7 @@ def diagnose_mismatch(snapshots: list[Snapshot]) -> Failure | None:
     culprit = next(one for one in snapshots if one.rank in difference.odd)
     group = next(record for record in culprit.groups.values() if record.role == difference.role)
     message = (
-        f"left out a collective or added one: {culprit.phrase} it called {difference.called[culprit.rank]} on "
+        f"skipped or added a collective: {culprit.phrase} it called {difference.called[culprit.rank]} on "
         f"{group.text()} where others called {difference.usual}"
     )
     return Failure.found(culprit.rank, message, culprit.operation)

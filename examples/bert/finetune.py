@@ -98,7 +98,7 @@ class FineTuning:
         if options.resume == "latest" and not self.resumes:
             raise ConfigurationError(
                 f"--resume finds no checkpoint in {self.checkpoints}; "
-                "give the --output of an earlier run or leave it away"
+                "give the --output of an earlier run or leave it out"
             )
         self.losses: list[float] = []
         self.seconds, self.samples = 0.0, 0

@@ -91,7 +91,7 @@ class GuardedModel(ModelWrapper):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "torch.compile cannot trace what a model that boost() returned sends between ranks; leave it out, or use "
+            "torch.compile cannot trace the communication of a boosted model; leave it out, or use "
             "enable_jit_fused=True, which compiles the operators between products"
         )
 

@@ -133,6 +133,6 @@ def _needs_grad(call: LMHeadCall) -> bool:
 
 def _refuse_gradient(_: Tensor) -> None:
     raise RuntimeError(
-        "deferred logits were given to an autograd.Function, which cannot hand their gradient on; "
+        "deferred logits were given to an autograd.Function, which cannot propagate their gradient; "
         "give it logits.view_as(logits), or use return_outputs=True"
     )

@@ -37,7 +37,7 @@ def check_layers(layers: Layers, config: ShardConfig, policy: Policy) -> None:
         problems += _about(
             layers,
             of_parameters,
-            "target_parameters reaches parameters of {path}, which tp_size and ep_size deal out; "
+            "target_parameters reaches parameters of {path}, which tp_size and ep_size shard; "
             "use tp_size=1 and ep_size=1",
         )
     if problems:
@@ -55,7 +55,8 @@ def _problems_of_stages(layers: Layers, policy: Policy) -> list[str]:
         *_about(
             layers,
             around,
-            "modules_to_save reaches {path}, whose layers pp_size deals out; name modules inside of the layers",
+            "modules_to_save reaches {path}, whose layers pp_size distributes over stages; name modules inside "
+            "of the layers",
         ),
         *_about(
             layers,

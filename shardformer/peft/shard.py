@@ -63,7 +63,7 @@ def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
     splits = isinstance(base, RowParallelLinear) and base.splits_input
     if gathers or splits or isinstance(base, MultiQueryLinear):
         raise ValueError(
-            f"tp_size cuts {path} in a way that does not go with peft's {what}, or tp_size=1 (dp, pp work)"
+            f"tp_size cuts {path} in a way that is incompatible with peft's {what}, or tp_size=1 (dp, pp work)"
         )
 
 

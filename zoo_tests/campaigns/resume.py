@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
-from zoo_tests.case import LAYOUTS, Case, Recipe
-from zoo_tests.ranks import RankPool
-from zoo_tests.sharded import boost
+from zoo_tests.harness.case import LAYOUTS, Case, Recipe
+from zoo_tests.harness.ranks import RankPool
+from zoo_tests.harness.train_sharded import boost
 
 TRIED = ("single", "dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "pp2dp2", "dp4")
 PRECISIONS = ("fp32", "fp16", "bf16")

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.case import LAYOUTS, Recipe
 from zoo_tests.docs.pages import REPOSITORY, rows_of
-from zoo_tests.ranks import run_on_ranks
+from zoo_tests.harness.case import LAYOUTS, Recipe
+from zoo_tests.harness.ranks import run_on_ranks
 
 RECIPE = Recipe(family="llama", head="causal_lm", precision="fp32", rows=4)
 Numbers = dict[str, list[float]]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from zoo_tests.docs.pages import ALONE, COMMAND, PAGES, REPOSITORY, Script, scripts_of
-from zoo_tests.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks
 
 SCRIPTS = [script for page in PAGES for script in scripts_of(page)]
 IN_POOL = [script for script in SCRIPTS if script.how not in (COMMAND, ALONE)]

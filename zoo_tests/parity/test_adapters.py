@@ -19,10 +19,10 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.layers import ParallelDropout
-from zoo_tests.adapters import ADAPTER, with_adapters
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.ranks import distributed
+from zoo_tests.harness.adapters import ADAPTER, with_adapters
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
 _PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -256,8 +256,8 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed() -> None:
         (_with_adapters("llama", "causal_lm", "q_proj"), overlap, "enable_sequence_overlap=True does not support adap"),
         (dropped, {"tp_size": 2}, "use_dora=True with lora_dropout above 0 multiplies by the whole weight"),
         (_with_adapters("llama", "causal_lm", modules_to_save=("model",), target_modules="lm_head"), {"pp_size": 2},
-         "modules_to_save reaches model, whose layers pp_size deals out; name modules inside of the layers"),
-        (_packed_model(), {"tp_size": 2}, "cannot cut a quantised LlamaForCausalLM: model.layers.0.mlp.up_proj.weight"),
+         "modules_to_save reaches model, whose layers pp_size distributes over stages; name modules inside"),
+        (_packed_model(), {"tp_size": 2}, "cannot shard a quantised LlamaForCausalLM: model.layers.0.mlp.up_proj"),
     ):  # fmt: skip
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(ConfigurationError, match=message):

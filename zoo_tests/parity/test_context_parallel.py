@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.ranks import RankError
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import RankError
 from zoo_tests.zoo import FAMILIES
 
 _EXCHANGE = {"sequence_parallelism_mode": "all_to_all"}

@@ -17,9 +17,9 @@ from torch import Tensor
 import shardformer.cross_entropy.deferred_logits as deferred_logits
 import shardformer.loss.text as text
 from shardformer.cross_entropy import chunking
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.sharded import RankReport, train_sharded
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.train_sharded import RankReport, train_sharded
 
 
 @contextmanager

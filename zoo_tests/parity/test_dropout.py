@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo_tests.case import LAYOUTS, Case, Recipe
-from zoo_tests.ranks import run_on_ranks
-from zoo_tests.sharded import RankReport, boost, train_sharded
+from zoo_tests.harness.case import LAYOUTS, Case, Recipe
+from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.train_sharded import RankReport, boost, train_sharded
 from zoo_tests.zoo import FAMILIES
 
 _DROPOUT = {

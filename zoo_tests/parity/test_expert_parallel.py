@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zoo_tests import compare
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.oracle import Trace, _Plain
+from zoo_tests.harness import compare
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.reference import Trace, _Plain
 from zoo_tests.zoo import FAMILIES
 
 _EAGER = {"experts_implementation": "eager"}  # in the place of grouped matrix products

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
 
 _HEADS = {
     "t5": "generation",

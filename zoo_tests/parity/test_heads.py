@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
 from zoo_tests.parity.test_parity import ENGINE_FAMILIES, TWO_MICROBATCHES
 from zoo_tests.zoo import FAMILIES
 

@@ -18,9 +18,9 @@ from torch import nn
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.shard_spec import spec_of
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.ranks import distributed
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
 HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "t5": "generation", "vit": "image"}

@@ -20,9 +20,9 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.shard_spec import ShardSpec, spec_of
-from zoo_tests.case import Recipe, share_of
-from zoo_tests.oracle import loss_of
-from zoo_tests.ranks import distributed, run_on_ranks
+from zoo_tests.harness.case import Recipe, share_of
+from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.reference import loss_of
 
 _SHAPE = (("num_hidden_layers", 2), ("num_key_value_heads", 1), ("intermediate_size", 82))
 _LLAMA = Recipe(family="llama", head="causal_lm", config=_SHAPE)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from zoo_tests.case import LAYOUTS, Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.oracle import inputs_of, loss_of
-from zoo_tests.ranks import distributed, run_on_ranks
-from zoo_tests.sharded import Boosted, boost
+from zoo_tests.harness.case import LAYOUTS, Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.reference import inputs_of, loss_of
+from zoo_tests.harness.train_sharded import Boosted, boost
 from zoo_tests.zoo import Batch
 
 MAIN = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}

@@ -13,10 +13,10 @@ import torch
 
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
 from shardformer.layers.index_range import OutOfVocabularyError, check_indices
-from zoo_tests.case import Case, Recipe
-from zoo_tests.oracle import loss_of
-from zoo_tests.ranks import distributed
-from zoo_tests.sharded import Boosted, boost
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.reference import loss_of
+from zoo_tests.harness.train_sharded import Boosted, boost
 
 _HEADS = {"llama": "causal_lm", "bert": "masked_lm", "t5": "generation"}
 

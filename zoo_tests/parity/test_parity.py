@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from shardformer.policies.registry import family_policies, policy_for
-from zoo_tests.case import LAYOUTS, Case, Recipe
-from zoo_tests.compare import check_case
+from zoo_tests.harness.case import LAYOUTS, Case, Recipe
+from zoo_tests.harness.compare import check_case
 from zoo_tests.zoo import FAMILIES, Family
 
 ENGINE_FAMILIES = ("bert", "llama", "gpt2")

@@ -17,9 +17,9 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import ShardConfig, ShardFormer, ShardModel
 from shardformer.shard_spec import spec_of
-from zoo_tests.case import Recipe
-from zoo_tests.oracle import loss_of
-from zoo_tests.ranks import distributed
+from zoo_tests.harness.case import Recipe
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.reference import loss_of
 
 _STEPS = 3
 _QWEN3 = Recipe(family="qwen3", head="sequence")

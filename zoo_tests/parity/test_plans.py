@@ -1,7 +1,7 @@
 """A model of each family that is sharded by a plan, transformers' own or one declared here, against plain training.
 
 What breaks here first: a style, an attribute that counts heads, where a tree is cut into stages. The classes are those
-that docs/results/coverage.md says are exact; `python -m zoo_tests.census --only Family/` tells more of one.
+that docs/results/coverage.md says are exact; `python -m zoo_tests.campaigns.census --only Family/` tells more of one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies
-from zoo_tests.census.classes import HeadClass, head_classes
-from zoo_tests.census.trained import plain_run, sharded_verdict
+from zoo_tests.campaigns.census.classes import HeadClass, head_classes
+from zoo_tests.campaigns.census.trained import plain_run, sharded_verdict
 from zoo_tests.docs.pages import REPOSITORY, rows_of
-from zoo_tests.ranks import distributed
+from zoo_tests.harness.ranks import distributed
 
 _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.

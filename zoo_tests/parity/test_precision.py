@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.ranks import run_on_ranks
-from zoo_tests.sharded import Boosted, boost
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.train_sharded import Boosted, boost
 
 HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zoo_tests.ranks import RankError, distributed, run_on_ranks
+from zoo_tests.harness.ranks import RankError, distributed, run_on_ranks
 
 
 @pytest.mark.parametrize("value", [1.0, 2.0])

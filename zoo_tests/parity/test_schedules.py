@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
 
 HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head", "t5": "generation"}
 SEVERAL_STAGES = [name for name, schedule in SCHEDULES.items() if schedule.chunks != 1]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
 from zoo_tests.zoo import FAMILIES
 
 _MODE = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}

@@ -17,10 +17,10 @@ from transformers.models.bert import modeling_bert as bert
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 
 from shardformer import Argument, Col_Layer, Layer, Row_Layer, ShardModel, SlotPolicy
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.oracle import inputs_of
-from zoo_tests.ranks import distributed
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.reference import inputs_of
 
 
 class BertSlots(SlotPolicy):
@@ -179,7 +179,7 @@ def test_injected_classes_and_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ShardModel(Recipe(family="bert", head="masked_lm").model(), policy)
-    with pytest.raises(TypeError, match="3 is no policy; use a Policy, or a class with argument_policy"):
+    with pytest.raises(TypeError, match="3 is not a policy; use a Policy, or a class with argument_policy"):
         ShardModel(Recipe(family="bert", head="masked_lm").model(), 3)
 
 

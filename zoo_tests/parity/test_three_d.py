@@ -26,8 +26,8 @@ from plugins.hybrid_parallel import (
     vocab_parallel_logit_helper,
 )
 from shardformer import TPInfo
+from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.parity.test_tp_info import GPT2, LLAMA
-from zoo_tests.ranks import run_on_ranks
 
 SAMPLES, LENGTH, VOCABULARY = 13, 8, 101
 BATCH, STEPS_OF_A_BATCH = 6, 3  # samples of a step; the last has one, and one of two replicas none of them

@@ -17,9 +17,9 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import TPInfo
-from zoo_tests.case import Case, Recipe
-from zoo_tests.compare import check_case
-from zoo_tests.ranks import distributed
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import distributed
 
 # As in the text that describes TPInfo.
 GPT2 = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks
 
 _SIZE = 64
 

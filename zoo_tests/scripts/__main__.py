@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from zoo_tests.ranks import stop_pools
+from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.scripts.outcome import Outcome, compare
 from zoo_tests.scripts.port import LAYOUTS, NAMES, plain
 

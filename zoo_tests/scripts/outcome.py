@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from zoo_tests.ranks import RankError, run_on_ranks
+from zoo_tests.harness.ranks import RankError, run_on_ranks
 from zoo_tests.scripts.port import LAYOUTS, plain, ported
 
 EXACT, REFUSED, DIFFERS, CRASHES, HANGS = "exact", "refused", "differs", "crashes", "hangs"

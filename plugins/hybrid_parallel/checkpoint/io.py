@@ -162,7 +162,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             return SavedCheckpoint(path, time.perf_counter() - began)
         group = self.background_group
         saved = self._background.start(path, began, lambda: self._write(path, snapshot, keep_last, group))
-        _logger.info("the checkpoint %s is being saved; training waited %.3f s for it", path, saved.stall_s)
+        _logger.info("the checkpoint %s is being saved; training was blocked for %.3f s", path, saved.stall_s)
         return saved
 
     @failure.guard("booster.load_checkpoint")
@@ -183,7 +183,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         _check_boosted(objects)
         self._background.finish()
         if resume not in (None, "latest"):
-            raise ConfigurationError(f"resume='{resume}' is not known; use resume='latest' or leave it away")
+            raise ConfigurationError(f"resume='{resume}' is not known; use resume='latest' or leave it out")
         path, manifest = self._latest(Path(directory)) if resume else (Path(directory), None)
         manifest = manifest or self._verified(path)
         if objects.get("model") is not None:
@@ -235,7 +235,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         """Read the manifest of a checkpoint, and verify all files against it; each rank verifies some of the files."""
         manifest = raise_on_all_ranks(lambda: Manifest.read(path / MANIFEST), self.group)
         if len(set(all_gather_json(manifest.checksum, self.group))) > 1:
-            raise ConfigurationError(f"{path} was saved anew, or differs between the ranks; load it again")
+            raise ConfigurationError(f"{path} was overwritten, or differs between ranks; load it again")
         rank, world_size = dist.get_rank(), dist.get_world_size()
 
         def verify() -> None:

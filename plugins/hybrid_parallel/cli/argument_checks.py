@@ -28,7 +28,7 @@ def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> N
     unused = next((name for name in found if name not in used), None)
     if unused is not None:
         allowed = ", ".join(_spelled(name) for name in used)
-        raise ConfigurationError(f"{_spelled(unused)} says nothing of {what}; what is used there: {allowed}")
+        raise ConfigurationError(f"{_spelled(unused)} has no effect on {what}; what is used there: {allowed}")
 
 
 def refuse_bad_places(*paths: Path | None) -> None:
@@ -52,7 +52,7 @@ def refuse_without_pipeline(ranks: int, schedule: str | None, chunks: int | None
     """
     if ranks == 1 and (schedule not in (None, "1f1b") or chunks is not None):
         option = f"--schedule {schedule}" if schedule not in (None, "1f1b") else f"--chunks {chunks}"
-        raise ConfigurationError(f"{option} says nothing without a pipeline; add --pp 2, or more")
+        raise ConfigurationError(f"{option} has no effect without a pipeline; add --pp 2, or more")
 
 
 def _spelled(name: str) -> str:

@@ -109,7 +109,7 @@ def _unknown(beside: Mapping[str, Any]) -> list[str]:
     problems = []
     for name in beside:
         if name in _DECIDED:
-            problems.append(f"{name} stands beside mode=...; use {_DECIDED[name]} there")
+            problems.append(f"{name} cannot be combined with mode=...; use {_DECIDED[name]} there")
         elif name not in known:
             problems.append(unknown_key(name, known))
     return problems

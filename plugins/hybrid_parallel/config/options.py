@@ -238,7 +238,7 @@ class HybridParallelConfig:
         cut_by = f"cp_size={self.cp_size}" if self.cp_size != 1 else "enable_sequence_parallelism=True"
         if self.sharding_dim is not None and (self.enable_sequence_parallelism or self.cp_size != 1):
             return [
-                f"sharding_dim={self.sharding_dim} leaves activations whole, and {cut_by} cuts them; use one of them"
+                f"sharding_dim={self.sharding_dim} does not split activations, and {cut_by} cuts them; use one of them"
             ]
         if self.device_mapping is None:
             return []

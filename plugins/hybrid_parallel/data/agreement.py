@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 
-_SHARES_OUT = "boost() shares the samples out by itself"
+_SHARES_OUT = "boost() shards the samples itself"
 # Attribute names of (number of shards, index of this shard) in sharding samplers and datasets.
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 
@@ -44,7 +44,7 @@ def check_shareable(dataloader: DataLoader, rank: int, world_size: int) -> None:
                 "an iterable dataset needs a batch_size to be shared out; use batch_size=1 or more"
             )
     elif dataloader.batch_sampler is None:
-        raise ConfigurationError("a DataLoader with batch_size=None cannot be shared out; use batch_size=1 or more")
+        raise ConfigurationError("a DataLoader with batch_size=None cannot be sharded; use batch_size=1 or more")
     for part, (count, number) in _shares(dataloader, ("dataset",)):
         raise ConfigurationError(
             f"the dataset is share {number} of {count} already ({part}); {_SHARES_OUT}: give it the whole dataset"
@@ -53,7 +53,7 @@ def check_shareable(dataloader: DataLoader, rank: int, world_size: int) -> None:
         if (count, number) != (world_size, rank):
             raise ConfigurationError(
                 f"the dataloader's {part} yields share {number} of {count}, but this is replica {rank} of "
-                f"dp_size={world_size}; leave the sampler away ({_SHARES_OUT}), or make it with "
+                f"dp_size={world_size}; omit the sampler ({_SHARES_OUT}), or make it with "
                 "num_replicas=plugin.dp_size and rank=plugin.dp_rank"
             )
 

@@ -92,7 +92,7 @@ class ReplicaCollate:
         self._has_warned = True
         why = f"each of the dp_size={self.world_size} replicas draws for its own samples"
         if self.world_size == 1:
-            why = "loading has a stream of its own in its place"
+            why = "data loading uses its own random stream instead"
         elif drawn == _OWN and who == "the dataset":
             why = f"each of the dp_size={self.world_size} replicas draws the same for other samples"
         _logger.warning(

@@ -94,7 +94,8 @@ def _start(process: Any) -> None:
             process.start()
     except Exception as error:  # objects that cannot be pickled raise errors of many types
         raise ConfigurationError(
-            f"other processes cannot be given what they need ({error}); define the model's class in a module of its own"
+            f"the arguments cannot be sent to other processes ({error}); define the model's class in a "
+            "module of its own"
         ) from None
 
 

@@ -86,7 +86,7 @@ def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world
         ConfigurationError: the model cannot be sharded this way, or process groups already exist.
     """
     if dist.is_initialized():
-        raise ConfigurationError("a job's ranks cannot play others; look at a layout in a process of its own")
+        raise ConfigurationError("process groups already exist; inspect a layout in a separate process")
     dp_size = config.data_parallel_size(world_size)
     grid = torch.arange(world_size).view(config.pp_size, dp_size, config.cp_size, config.tp_size)
     found = []

@@ -108,7 +108,7 @@ def _extremes(space: Space) -> tuple[int, int]:
     rows = {layout.rows for layout in space.layouts()}
     if not rows:
         raise ConfigurationError(
-            f"a global batch of {space.global_batch} samples divides by no number of replicas of {space.world_size} "
-            f"ranks; use a multiple of {space.world_size}"
+            f"a global batch of {space.global_batch} samples is not divisible by any number of replicas of "
+            f"{space.world_size} ranks; use a multiple of {space.world_size}"
         )
     return min(rows), max(*rows, min(rows) + 1)

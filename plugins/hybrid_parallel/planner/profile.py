@@ -284,7 +284,7 @@ def _mistakes_of(name: str, length: int) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise ConfigurationError(
-            f"{name} cannot be looked at with samples of {length} tokens ({reason}); use another length or head"
+            f"{name} cannot be profiled with samples of {length} tokens ({reason}); use another length or head"
         ) from error
 
 

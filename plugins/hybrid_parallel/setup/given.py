@@ -75,7 +75,7 @@ def _without_compiler(model: nn.Module) -> nn.Module:
             module._compiled_call_impl, compiled = None, True
     if compiled:
         _logger.warning(
-            "%s was compiled and trains as it was before: torch.compile cannot trace what ranks send each other; "
+            "%s was compiled and is trained uncompiled: torch.compile cannot trace communication between ranks; "
             "enable_jit_fused=True compiles the operators between products",
             type(found).__name__,
         )

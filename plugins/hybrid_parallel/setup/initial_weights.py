@@ -51,7 +51,9 @@ def share_initial_weights(model: nn.Module) -> None:
     if same_values:
         return
     if dist.get_rank() == 0:
-        _logger.warning("the ranks built different initial weights; all take those of rank 0 (seed all ranks alike)")
+        _logger.warning(
+            "the ranks built different initial weights; all take those of rank 0 (use the same seed on all ranks)"
+        )
     for tensor in tensors.values():
         whole = tensor.detach().contiguous()
         dist.broadcast(whole, src=0)
@@ -68,8 +70,8 @@ def _difference(frozen: Sequence[Sequence[str]]) -> str:
     name = next(name for name in [*frozen[0], *frozen[rank]] if (name in frozen[0]) != (name in frozen[rank]))
     here, there = (0, rank) if name in frozen[0] else (rank, 0)
     return (
-        f"{name} is frozen on rank {here}, and trained on rank {there}; set requires_grad alike on all ranks before "
-        "boost()"
+        f"{name} is frozen on rank {here}, and trained on rank {there}; set requires_grad the same way on all "
+        "ranks before boost()"
     )
 
 

@@ -27,6 +27,6 @@ def _check_quantised(model: nn.Module, tp_size: int) -> None:
         return
     what = f"{packed} is" if packed is not None else "its weights are"
     raise ValueError(
-        f"tp_size={tp_size} cannot cut a quantised {type(model).__name__}: {what} packed; use tp_size=1 (dp and pp "
+        f"tp_size={tp_size} cannot shard a quantised {type(model).__name__}: {what} packed; use tp_size=1 (dp and pp "
         "work), or load it without quantization_config"
     )

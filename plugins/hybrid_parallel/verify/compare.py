@@ -183,7 +183,7 @@ def _first_output(
             part = part or (output, value)
         else:
             first, value = part or (output, value)
-            why = "ranks have parts of a sum that nobody adds up; " if part else ""
+            why = "ranks hold partial sums that are never reduced; " if part else ""
             text = (
                 f"the output of {first.name or 'the model'} ({first.kind}) is the first that differs, by {value:.1e}: "
                 f"{why}{agree} outputs before it agree"

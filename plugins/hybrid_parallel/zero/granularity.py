@@ -76,7 +76,7 @@ def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, 
     if granularity is Granularity.MODEL and max(pp_size, num_shards) > 1:
         reason = f"pp_size={pp_size}" if pp_size > 1 else f"zero_stage=1 with {num_shards} replicas"
         raise ConfigurationError(
-            f"{name} updates each parameter by what it finds in others, which {reason} has on other ranks; use "
+            f"{name} updates each parameter from the values of others, which {reason} has on other ranks; use "
             "zero_stage=0 with pp_size=1 and tp_size=1, or AdamW"
         )
 

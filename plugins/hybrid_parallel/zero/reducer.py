@@ -149,7 +149,7 @@ class GradientReducer:
         gradient = native_grad(param)
         clear_native_grad(param)
         if not self.accepting:
-            raise RuntimeError("call booster.backward(loss, optimizer) in the place of loss.backward()")
+            raise RuntimeError("call booster.backward(loss, optimizer) instead of loss.backward()")
         if gradient is None:  # the first half of a split backward pass defers it
             return
         bucket.accumulate(index, gradient)

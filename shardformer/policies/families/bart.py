@@ -72,7 +72,7 @@ class BartPolicy(Policy):
         for name in ("encoder_layerdrop", "decoder_layerdrop"):
             value = getattr(config, name, 0.0)
             if value and self.shard_config.stage_manager.num_stages > 1:
-                problems.append(f"{name}={value} leaves layers out at random, which a pipeline cannot; use {name}=0.0")
+                problems.append(f"{name}={value} skips layers at random, which a pipeline cannot; use {name}=0.0")
         return problems
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:

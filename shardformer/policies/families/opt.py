@@ -63,5 +63,5 @@ class OPTPolicy(Policy):
         problems = super().check()
         layerdrop = self.model.config.layerdrop
         if layerdrop and self.shard_config.stage_manager.num_stages > 1:
-            problems.append(f"layerdrop={layerdrop} leaves layers out at random, which a pipeline cannot; use 0.0")
+            problems.append(f"layerdrop={layerdrop} skips layers at random, which a pipeline cannot; use 0.0")
         return problems

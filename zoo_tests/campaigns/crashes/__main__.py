@@ -17,7 +17,7 @@ from pathlib import Path
 from zoo_tests.campaigns.crashes.campaign import Outcome, carry_out, kills
 from zoo_tests.campaigns.crashes.damage import save_some, undetected
 from zoo_tests.campaigns.crashes.victims import KINDS, MOMENTS, Nursery
-from zoo_tests.ranks import run_on_ranks, stop_pools
+from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 
 _HEADER = """# Checkpoints under fire
 

@@ -17,7 +17,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.state.retention import checkpoints_in
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.campaigns.crashes.victims import ARMED, FAILED, HUNG, KILLED, KINDS, MOMENTS, Kill, Nursery
-from zoo_tests.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks
 
 _GOLDEN = 0.6180339887498949  # multiples of it, without their whole part, fill [0, 1) evenly
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.hybrid.toy import global_batch, mean_square, share_of, toy
+from zoo_tests.harness.toy import global_batch, mean_square, share_of, toy
 
 
 class MarkedTraining:

@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from zoo_tests.campaigns.crashes.controls import CONTROLS
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.campaigns.crashes.system_calls import SystemCalls
-from zoo_tests.ranks import rank_context
+from zoo_tests.harness.ranks import rank_context
 
 KINDS = ("new names", "one name", "keep_last=2")
 MOMENTS = ("before a call", "in a write", "at a time")

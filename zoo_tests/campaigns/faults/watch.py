@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo_tests.environment import environment_of_a_job
+from zoo_tests.harness.environment import environment_of_a_job
 
 JOB = Path(__file__).with_name("job.py")
 BOOSTER_RUN = ("-m", "booster", "run", "--nproc-per-node", "4")

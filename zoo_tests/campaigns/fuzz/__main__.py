@@ -19,8 +19,8 @@ from zoo_tests.campaigns.fuzz.campaign import page, run_seed
 from zoo_tests.campaigns.fuzz.case import Case
 from zoo_tests.campaigns.fuzz.space import draw
 from zoo_tests.campaigns.fuzz.trial import Trials
-from zoo_tests.mutants import MUTANTS
-from zoo_tests.ranks import stop_pools, use_mutant
+from zoo_tests.campaigns.mutations.mutants import MUTANTS
+from zoo_tests.harness.ranks import stop_pools, use_mutant
 
 _ENDLESS = 10**6
 

@@ -25,7 +25,7 @@ from zoo_tests.campaigns.fuzz.setup import (
     freeze,
     head_of,
 )
-from zoo_tests.case import LOSS_SCALE, share_of
+from zoo_tests.harness.case import LOSS_SCALE, share_of
 from zoo_tests.zoo import Batch
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zoo_tests.campaigns.fuzz.case import Action, Case
 from zoo_tests.campaigns.fuzz.script import Freezes, Player, Records, Side, quietly
 from zoo_tests.campaigns.fuzz.setup import build_model, build_optimizer, build_scheduler, fingerprint, head_of
-from zoo_tests.case import LOSS_SCALE
-from zoo_tests.oracle import inputs_of, loss_of
+from zoo_tests.harness.case import LOSS_SCALE
+from zoo_tests.harness.reference import inputs_of, loss_of
 from zoo_tests.zoo import Batch
 
 _SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zoo_tests.campaigns.fuzz.case import Case
 from zoo_tests.campaigns.fuzz.families import FAMILIES
-from zoo_tests.case import DTYPES
+from zoo_tests.harness.case import DTYPES
 from zoo_tests.zoo import Batch, Family, Head
 from zoo_tests.zoo.base import VOCAB_SIZE, num_rows
 

@@ -20,9 +20,9 @@ from zoo_tests.campaigns.fuzz.case import Case
 from zoo_tests.campaigns.fuzz.plain import PlainWorker
 from zoo_tests.campaigns.fuzz.script import Records
 from zoo_tests.campaigns.fuzz.setup import family_of, head_of
-from zoo_tests.case import DTYPES
-from zoo_tests.compare import Tolerance
-from zoo_tests.ranks import RankError, run_on_ranks
+from zoo_tests.harness.case import DTYPES
+from zoo_tests.harness.compare import Tolerance
+from zoo_tests.harness.ranks import RankError, run_on_ranks
 
 TIMEOUT_S = 75.0
 KINDS = ("exact", "refused", "differs", "crash", "hang", "void")

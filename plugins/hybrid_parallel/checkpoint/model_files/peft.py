@@ -122,7 +122,7 @@ def _check_names(model: HybridParallelModel) -> None:
     # A pipeline stage may hold no adapter modules, so gather from all ranks.
     if not any(all_gather_json(any(is_adapter_part(each) for each in peft_model.modules()))):
         raise ConfigurationError(
-            "the model has no adapter any more, since merge_and_unload or unload; save the adapter before, and merge "
+            "the model has no adapters: merge_and_unload or unload removed them; save the adapter first, and merge "
             "it into the whole model, by PeftModel.from_pretrained(base, directory).merge_and_unload()"
         )
     for adapter, config in peft_model.peft_config.items():

@@ -55,7 +55,7 @@ class PendingSave:
     def __init__(self, path: Path) -> None:
         self.path, self.directory = path, partial_directory(path)
         if path.name.endswith((PARTIAL, REMOVED)):
-            raise ConfigurationError(f"{path} ends like an unfinished save; give another name, say {path.stem}")
+            raise ConfigurationError(f"{path} has the suffix of an unfinished save; give another name, say {path.stem}")
         if path.exists() and not path.is_dir():
             raise ConfigurationError(f"{path} is a file; give a directory, which may be a new one")
         try:

@@ -117,7 +117,7 @@ class Manifest:
             text = path.read_bytes()
         front, _, checksum = text.rpartition(_CHECKSUM)
         if checksum != b"%d}" % zlib.crc32(front + b"}"):
-            raise ConfigurationError(f"{path} is damaged (its checksum does not fit); load another checkpoint")
+            raise ConfigurationError(f"{path} is damaged (its checksum does not match); load another checkpoint")
         found = json.loads(front + b"}")
         if found["format"] != FORMAT or found["version"] != VERSION:
             raise ConfigurationError(
@@ -167,7 +167,7 @@ class Manifest:
             raise ConfigurationError(f"{path} is missing; load another checkpoint")
         if path.stat().st_size != expected:
             raise ConfigurationError(
-                f"{path} has {path.stat().st_size} bytes in the place of {expected}; load another checkpoint"
+                f"{path} has {path.stat().st_size} bytes instead of {expected}; load another checkpoint"
             )
 
     def _verify_content(self, path: Path) -> None:

@@ -206,9 +206,7 @@ def _job(model: nn.Module, dataset: Dataset | None, options: AccelerateOptions) 
     if dataset is None:
         raise ConfigurationError("without a strategy layouts are tried with batches; give a dataset, or load_strategy")
     if not hasattr(model, "config"):
-        raise ConfigurationError(
-            f"a {type(model).__name__} cannot be made anew to try layouts with; give load_strategy"
-        )
+        raise ConfigurationError(f"a {type(model).__name__} cannot be built again to try layouts; give load_strategy")
     length = options.sequence_length
     if length is None:
         sample = dataset[0]

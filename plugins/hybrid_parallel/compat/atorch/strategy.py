@@ -117,8 +117,7 @@ def _size(option: str) -> Callable[[str, Any], dict[str, Any]]:
         found = _known(name, settings, ("size",)).get("size")
         if not isinstance(found, int):
             raise ConfigurationError(
-                f"{name} needs to know of how many ranks; use ({name!r}, {{'size': 2}}), or parallel_mode with "
-                f"a group '{keys[option]}'"
+                f"{name} needs a size; use ({name!r}, {{'size': 2}}), or parallel_mode with a group '{keys[option]}'"
             )
         return {option: found}
 

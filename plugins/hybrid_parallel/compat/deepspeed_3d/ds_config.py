@@ -61,7 +61,7 @@ class Zero(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     stage: Literal[0, 1] = described(
-        0, "cuts gradients or parameters over replicas, which is not available; use 0 or 1, and tp or pp for more", 1
+        0, "shards gradients or parameters over replicas, which is not available; use 0 or 1, and tp or pp for more", 1
     )
     reduce_bucket_size: _Size | None = described(None, _SIZE, 5e8)
     overlap_comm: StrictBool | None = described(None, _SWITCH, True)

@@ -102,5 +102,5 @@ def check_lr(optimizer: torch.optim.Optimizer) -> None:
     """
     if any(not group["lr"] for group in optimizer.param_groups):
         raise ConfigurationError(
-            "the optimizer has lr=0, of which a scheduler of ds_config makes nothing else; use its largest lr"
+            "the optimizer has lr=0, which a scheduler of ds_config cannot scale; use its largest lr"
         )

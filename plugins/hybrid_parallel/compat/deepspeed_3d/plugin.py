@@ -47,7 +47,7 @@ class ThreeDPlugin(HybridParallelPlugin):
         self.three_d, self.groups = config, _groups_of(parallel_config)
         for name, option in _AXES.items():
             if option in overrides:
-                raise ConfigurationError(f"{option} stands beside parallel_config; use the size of '{name}' there")
+                raise ConfigurationError(f"{option} conflicts with parallel_config; use the size of '{name}' there")
         options = config.options(self.groups.sizes)
         self._cuts_batch_itself = not {"num_microbatches", "microbatch_size"}.isdisjoint(overrides)
         if self._cuts_batch_itself:
@@ -105,7 +105,7 @@ class ThreeDPlugin(HybridParallelPlugin):
             return objects
         if deepspeed.optimizer is not None:
             if optimizers:
-                _logger.info("ds_config: the block 'optimizer' is left, boost() was given an optimizer")
+                _logger.info("ds_config: the block 'optimizer' is ignored: boost() was given an optimizer")
             else:
                 optimizers = [deepspeed.optimizer.build(each for each in model.parameters() if each.requires_grad)]
         if deepspeed.scheduler is not None:
@@ -182,6 +182,6 @@ def _groups_of(parallel_config: Any) -> ParallelGroups:
     for name, size in groups.sizes.items():
         if name not in _AXES and size > 1:
             raise ConfigurationError(
-                f"the parallel group '{name}' of size {size} is none of 3D parallelism; use tensor, data and pipeline"
+                f"the parallel group '{name}' of size {size} is not a 3D-parallel axis; use tensor, data and pipeline"
             )
     return groups

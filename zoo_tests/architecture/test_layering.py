@@ -1,0 +1,214 @@
+"""The shape of the code: which package may import which, and how large things may grow.
+
+What fails here first is a convenient import in the wrong direction; `MAY_IMPORT` below says which are right.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIBRARY = ("shardformer", "booster", "plugins/hybrid_parallel", "hybrid_booster")
+ALL = (*LIBRARY, "examples", "benchmarks", "zoo_tests")
+# Package -> first names that it may import of what is ours.
+MAY_IMPORT = {
+    "shardformer": {"shardformer"},
+    "booster": {"booster", "shardformer"},
+    "plugins/hybrid_parallel": {"plugins", "booster", "shardformer"},
+    "hybrid_booster": {"hybrid_booster", "plugins", "booster", "shardformer"},
+    "examples": {"plugins", "booster", "shardformer"},
+    "benchmarks": {"benchmarks", "plugins", "booster", "shardformer"},
+}
+OURS = {"shardformer", "booster", "plugins", "hybrid_booster", "examples", "benchmarks", "zoo_tests"}
+MAX_FILE = 400
+MAX_LOOSE = 6  # files at the top of a package
+MAX_FUNCTION = 60
+
+
+def files_of(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (REPOSITORY / package).rglob("*.py"))
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_in(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Dotted names; `from a import b` gives `a.b`, which may be a module or a name in one."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def at_import_time(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a module is imported: all but bodies of functions and what is for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from at_import_time(child)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of the library."""
+    found = {}
+    for path in files_of(*LIBRARY):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def needed_by(name: str) -> frozenset[str]:
+    """Modules of the library that `name` imports anywhere: at the top, in functions, and for type checkers."""
+    known = modules()
+    needed = set()
+    for target in imports_in(ast.walk(tree_of(known[name]))):
+        module = target if target in known else target.rpartition(".")[0]
+        if module in known and module != name:
+            needed.add(module)
+    return frozenset(needed)
+
+
+def circle_in(graph: Mapping[str, Collection[str]]) -> tuple[str, ...]:
+    """The first circle of a graph, node by node, or nothing."""
+    done: set[str] = set()
+
+    def from_here(node: str, path: tuple[str, ...]) -> tuple[str, ...]:
+        if node in path:
+            return (*path[path.index(node) :], node)
+        if node in done:
+            return ()
+        for needed in sorted(graph.get(node, ())):
+            circle = from_here(needed, (*path, node))
+            if circle:
+                return circle
+        done.add(node)
+        return ()
+
+    return next(filter(None, (from_here(node, ()) for node in sorted(graph))), ())
+
+
+def entries_of(package: str) -> dict[str, set[str]]:
+    """What imports what among the files and folders of a package; a folder is all that lies in it."""
+
+    def entry(module: str) -> str | None:
+        if module == package:
+            return "__init__"
+        return module.removeprefix(f"{package}.").partition(".")[0] if module.startswith(f"{package}.") else None
+
+    graph: dict[str, set[str]] = {}
+    for name in modules():
+        here = entry(name)
+        if here is not None:
+            there = {entry(needed) for needed in needed_by(name)} - {None, here}
+            graph.setdefault(here, set()).update(there)
+    return graph
+
+
+def test_the_library_is_found() -> None:
+    assert {"shardformer", "booster", "booster.launch", "plugins.hybrid_parallel"} <= modules().keys()
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package: str) -> None:
+    wrong = [
+        f"{named(path)} imports {target}"
+        for path in files_of(package)
+        for target in imports_in(ast.walk(tree_of(path)))
+        if target.partition(".")[0] in OURS - MAY_IMPORT[package]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_of_files() -> None:
+    circle = circle_in({name: needed_by(name) for name in modules()})
+    assert not circle, " -> ".join(circle)
+
+
+def test_no_circle_of_folders() -> None:
+    packages = {name.rpartition(".")[0] for name in modules()} - {"", "plugins"}
+    circles = {package: circle_in(entries_of(package)) for package in packages}
+    assert not any(circles.values()), {package: circle for package, circle in circles.items() if circle}
+
+
+@pytest.mark.parametrize("package", ["shardformer", "plugins/hybrid_parallel"])
+def test_little_lies_loose(package: str) -> None:
+    loose = [path.name for path in (REPOSITORY / package).glob("*.py")]
+    assert len(loose) <= MAX_LOOSE, loose
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": ["b"], "b": ["c"], "c": ["b"]}) == ("b", "c", "b")
+    assert circle_in({"a": ["b", "c"], "b": ["c"]}) == ()
+
+
+def test_plugins_is_a_namespace() -> None:
+    assert not (REPOSITORY / "plugins" / "__init__.py").exists(), "other distributions could not add plugins"
+
+
+def test_transformers_is_imported_where_needed() -> None:
+    early = [
+        f"{named(path)} imports {target}"
+        for path in files_of(*LIBRARY)
+        for target in imports_in(at_import_time(tree_of(path)))
+        # A model that we ship is one of transformers', and imported only by who uses it.
+        if target.partition(".")[0] == "transformers" and "models" not in path.parts
+    ]
+    assert not early, "\n".join(early)
+
+
+def test_files_stay_short() -> None:
+    lengths = {named(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files_of(*ALL)}
+    assert not {name: length for name, length in lengths.items() if length > MAX_FILE}
+
+
+def test_functions_stay_short() -> None:
+    long = {
+        f"{named(path)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in files_of(*ALL)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= MAX_FUNCTION
+    }
+    assert not long
+
+
+def test_the_library_does_not_print() -> None:
+    prints = [
+        f"{named(path)}:{node.lineno}"
+        for path in files_of(*LIBRARY)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not prints
+
+
+def test_no_star_imports() -> None:
+    stars = [
+        named(path)
+        for path in files_of(*ALL)
+        for target in imports_in(ast.walk(tree_of(path)))
+        if target.endswith(".*")
+    ]
+    assert not stars
+
+
+def test_files_say_what_they_are() -> None:
+    silent = [named(path) for path in files_of(*LIBRARY) if not ast.get_docstring(tree_of(path))]
+    assert not silent

@@ -1,0 +1,1 @@
+"""Mutants of the library, and the proof that tests notice them."""

@@ -1,0 +1,42 @@
+"""The tests notice faults: a sample of the mutants (all of them: `python -m zoo_tests.campaigns.mutations`).
+
+The suite has one of each kind: a sum that is left out, a weight of the loss, random numbers, clipping, schedules.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zoo_tests.campaigns.mutations.mutants import MUTANTS
+
+_REPOSITORY = Path(__file__).parents[3]
+
+
+_SAMPLE = (
+    "no tied-weight sync",
+    "mean of means",
+    "own dropout mask on every rank",
+    "clipping counts one stage",
+    "weights that wait are forgotten",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [_SAMPLE, pytest.param(tuple(MUTANTS), marks=pytest.mark.campaign)], ids=len)
+def test_mutants_are_noticed(names: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "zoo_tests.campaigns.mutations", *names]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(names)} of {len(names)} mutants noticed" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_name_that_is_no_mutant_is_refused() -> None:
+    command = [sys.executable, "-m", "zoo_tests.campaigns.mutations", "nothing"]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "'nothing' is not a mutant" in done.stderr

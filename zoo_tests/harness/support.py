@@ -1,0 +1,116 @@
+"""The support matrix: what the tests of this run have proved, family by family.
+
+`pytest zoo_tests/parity --write-support` writes the page from what passed; a run of the whole directory fails when the
+committed page says anything else. A cell that no test proved reads "no".
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from zoo_tests.harness.case import Case
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "support.md"
+_PROOF = "proof"  # the property of a report that travels from the process of the test
+FEATURES = (
+    "tensor parallel",
+    "pipeline",
+    "tp · pp",
+    "split-gather",
+    "all-to-all",
+    "attention backends",
+    "fused norms",
+    "fused operators",
+    "recomputation",
+    "heads",
+)
+
+
+class SupportMatrix:
+    """Collects what passed; one object a process of the session, of which the one that hears all reports counts.
+
+    Args:
+        write: whether the page is written, and not compared.
+        is_worker: whether another process hears the reports of this one.
+    """
+
+    def __init__(self, write: bool, is_worker: bool) -> None:
+        self.write, self.is_worker = write, is_worker
+        self.proved: dict[str, set[str]] = defaultdict(set)
+        self.heads: dict[str, set[str]] = defaultdict(set)
+        self.failed = False
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+            if isinstance(case, Case):
+                proof = (case.recipe.family, case.recipe.zoo_head.model_class, sorted(features_of(case)))
+                item.user_properties.append((_PROOF, proof))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        proof = dict(report.user_properties).get(_PROOF)
+        if report.when != "call" or proof is None:
+            return
+        if report.failed:
+            self.failed = True
+        if report.passed:
+            family, model_class, features = proof
+            self.proved[family].update(features)
+            self.heads[family].add(model_class)
+
+    def page(self) -> str:
+        """The page that this run proves."""
+        lines = [
+            "# What is supported, family by family",
+            "",
+            "Written by the tests from what passed: `pytest zoo_tests/parity --write-support`; do not edit. Each cell",
+            "is training compared with plain transformers: losses, every gradient and every weight. A cell that no",
+            'test proved reads "no".',
+            "",
+            f"| Family | {' | '.join(FEATURES)} |",
+            "|---" * (len(FEATURES) + 1) + "|",
+        ]
+        for family in sorted(self.proved):
+            cells = ["yes" if feature in self.proved[family] else "no" for feature in FEATURES[:-1]]
+            lines.append(f"| {family} | {' | '.join(cells)} | {len(self.heads[family])} |")
+        return "\n".join(lines) + "\n"
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.is_worker:
+            return
+        committed = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+        if self.write:
+            PAGE.write_text(self.page(), encoding="utf-8")
+        elif self._ran_everything(session) and not self.failed and committed != self.page():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+            reporter.write_line(
+                f"{PAGE.name} is not what these tests prove; run pytest zoo_tests/parity --write-support"
+            )
+
+    def _ran_everything(self, session: pytest.Session) -> bool:
+        options, parity = session.config.option, Path(__file__).parents[1] / "parity"
+        if options.keyword or options.markexpr or options.ignore or options.collectonly or session.shouldstop:
+            return False
+        return any(parity.is_relative_to(Path(arg.split("::")[0]).resolve()) for arg in session.config.args)
+
+
+def features_of(case: Case) -> set[str]:
+    """What a passing case proves."""
+    sizes, options = case.sizes, dict(case.options)
+    splits = case.sequence_parallel or options.get("sequence_parallelism_mode") == "split_gather"
+    proofs = {
+        "tensor parallel": sizes.tp_size > 1,
+        "pipeline": sizes.pp_size > 1,
+        "tp · pp": sizes.tp_size > 1 and sizes.pp_size > 1,
+        "split-gather": splits,
+        "all-to-all": options.get("sequence_parallelism_mode") == "all_to_all",
+        "attention backends": bool(options.get("enable_flash_attention")),
+        "fused norms": bool(options.get("enable_fused_normalization")),
+        "fused operators": bool(options.get("enable_jit_fused")),
+        "recomputation": options.get("gradient_checkpointing") == "full",
+    }
+    return {feature for feature, proved in proofs.items() if proved}

@@ -1,0 +1,141 @@
+"""Every layout opens every other's checkpoint: 56 ordered pairs, compared bit by bit, and trained on.
+
+What breaks here first: pieces of fused, padded or tied parameters under ZeRO. Look in
+`plugins/hybrid_parallel/checkpoint/state/global_tensor.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from shardformer.lazy.weight_files import open_tensors
+from zoo_tests.harness.case import LAYOUTS, Case, Recipe
+from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.train_sharded import Boosted, boost
+
+_LAYOUTS = ("single", "dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "pp2dp2", "dp4")
+_STEPS, _MORE = 2, 2
+# A vocabulary that tp has to pad; a fused projection and a weight tied over stages; two stacks and a shared embedding.
+_FAMILIES = {"bert": "masked_lm", "gpt2": "lm_head", "t5": "generation"}
+
+
+def _recipe(family: str, precision: str) -> Recipe:
+    return Recipe(family=family, head=_FAMILIES[family], optimizer="adamw", precision=precision)
+
+
+def _state(boosted: Boosted) -> dict[str, Any]:
+    return {"model": boosted.model, "optimizer": boosted.optimizer, "lr_scheduler": boosted.scheduler}
+
+
+def _steps(boosted: Boosted, recipe: Recipe, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(boosted.pipeline_backward(boosted.share(recipe.batch(step))).item())
+        boosted.finish_step()
+    return losses
+
+
+def _save(case: Case, folder: Path) -> list[float]:
+    """Train, save, train on; the losses behind the checkpoint."""
+    boosted = boost(case)
+    _steps(boosted, case.recipe, range(_STEPS))
+    boosted.booster.save_checkpoint(folder / case.layout, **_state(boosted), layout=case.layout)
+    return _steps(boosted, case.recipe, range(_STEPS, _STEPS + _MORE))
+
+
+def _open_all(case: Case, folder: Path) -> dict[str, list[float]]:
+    """Open every layout's checkpoint here, save it again, train on; source -> the losses behind it."""
+    boosted, losses = boost(case), {}
+    for source in _LAYOUTS:
+        extra = boosted.booster.load_checkpoint(folder / source, **_state(boosted))
+        assert extra == {"layout": source} and boosted.optimizer.num_steps == _STEPS
+        boosted.booster.save_checkpoint(folder / f"{source}-{case.layout}", **_state(boosted))
+        losses[source] = _steps(boosted, case.recipe, range(_STEPS, _STEPS + _MORE))
+    return losses
+
+
+def reassembled(directory: Path) -> dict[str, Tensor]:
+    """The whole tensors of model and optimizer, put together chunk by chunk; every element is in exactly one."""
+    manifest, whole = Manifest.read(directory / "manifest.json"), {}
+    for name, saved in manifest.tensors.items():
+        if name.startswith("random/"):
+            continue
+        whole[name] = torch.zeros(saved.shape, dtype=saved.torch_dtype)
+        assert sum(math.prod(chunk.sizes) for chunk in saved.chunks) == whole[name].numel(), name
+        for chunk in saved.chunks:
+            with open_tensors(directory / chunk.file) as file:
+                place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                whole[name][place] = file.get_tensor(chunk.key(name))
+    return whole
+
+
+def _numbers(directory: Path) -> dict[str, Any]:
+    return Manifest.read(directory / "manifest.json").state["optimizer"]
+
+
+_SAVED: dict[tuple[str, str], tuple[Path, dict[str, list[float]]]] = {}
+
+
+def _saved(family: str, precision: str, factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """A folder with the checkpoints of all layouts, and the losses of the runs that went on."""
+    if (family, precision) not in _SAVED:
+        folder, recipe = factory.mktemp(f"{family}-{precision}"), _recipe(family, precision)
+        losses = {
+            layout: run_on_ranks(LAYOUTS[layout].world_size, _save, Case(recipe=recipe, layout=layout), folder)[0]
+            for layout in _LAYOUTS
+        }
+        _SAVED[family, precision] = folder, losses
+    return _SAVED[family, precision]
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "layout"),
+    [
+        pytest.param(*run, layout, marks=pytest.mark.slow if layout in opening else pytest.mark.campaign)
+        for run, opening in {
+            ("bert", "fp32"): _LAYOUTS,
+            ("gpt2", "fp32"): ("tp2", "pp2", "pp2dp2"),
+            ("t5", "fp32"): ("tp2pp2", "dp2"),
+            ("gpt2", "bf16"): ("single", "tp2dp2"),
+        }.items()
+        for layout in _LAYOUTS
+    ],
+)
+def test_all_layouts_open_all_others(
+    family: str, precision: str, layout: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, uninterrupted = _saved(family, precision, tmp_path_factory)
+    case = Case(recipe=_recipe(family, precision), layout=layout)
+    losses = run_on_ranks(LAYOUTS[layout].world_size, _open_all, case, folder)[0]
+    assert losses[layout] == uninterrupted[layout], "the very same bits"
+    for source in _LAYOUTS:
+        before, after = reassembled(folder / source), reassembled(folder / f"{source}-{layout}")
+        assert before.keys() == after.keys(), source
+        for name, value in before.items():
+            assert torch.equal(value, after[name]), (source, name)
+        assert _numbers(folder / source) == _numbers(folder / f"{source}-{layout}"), source
+        if precision == "fp32":
+            assert losses[source] == pytest.approx(uninterrupted[source], rel=1e-6), source
+        else:
+            assert any("/master" in name for name in before)
+            assert losses[source] == pytest.approx(uninterrupted[source], rel=2e-2), source
+
+
+def _save_and_open(case: Case, folder: Path) -> None:
+    boosted = boost(case)
+    boosted.booster.save_checkpoint(folder, **_state(boosted))
+    boosted.booster.load_checkpoint(folder, **_state(boosted))
+
+
+def test_a_buffer_of_every_rank_is_saved_once(tmp_path: Path) -> None:
+    """BART's bias on logits belongs to the model itself, which every stage and every tensor-parallel rank has."""
+    case = Case(recipe=Recipe(family="bart", head="generation"), layout="tp2pp2")
+    run_on_ranks(4, _save_and_open, case, tmp_path / "state")
+    assert "model/final_logits_bias" in reassembled(tmp_path / "state")

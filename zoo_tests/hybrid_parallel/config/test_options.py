@@ -1,0 +1,153 @@
+"""The options of HybridParallelPlugin: every rule, all problems at once, and a value that would do in each.
+
+What breaks here first: a rule that is dropped with a refactoring. Look in `plugins/hybrid_parallel/config/options.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
+from shardformer import TPInfo
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tp_size": 0}, r"tp_size=0 is not a positive integer; use 1 or more"),
+    ({"pp_size": -1}, r"pp_size=-1 is not a positive integer"),
+    ({"pp_size": 2.0}, r"pp_size=2\.0 is not a positive integer"),
+    ({"dp_size": 0}, r"dp_size=0 is not a positive integer"),
+    ({"tp_size": "two"}, r"tp_size='two' is not a positive integer"),
+    ({"tp_size": 2, "sp_size": 4}, r"sp_size=4 differs from tp_size=2; use sp_size=2"),
+    ({"cp_size": 0}, r"cp_size=0 is not a positive integer; use 1 or more"),
+    ({"cp_size": 2, "sharding_dim": 0}, r"sharding_dim=0 does not split activations, and cp_size=2 cuts them; use one"),
+    (
+        {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
+        r"sequence_parallelism_mode='ring_attn' needs cp_size > 1; use cp_size=2",
+    ),
+    ({"ep_size": 0}, r"ep_size=0 is not a positive integer"),
+    ({"expert_capacity_factor": 0.0}, r"expert_capacity_factor=0\.0 is not positive"),
+    (
+        {"expert_capacity_factor": 1.0, "cp_size": 2},
+        r"expert_capacity_factor=1\.0 needs whole sequences, which cp_size=2 cuts; use cp_size=1 or .*=None",
+    ),
+    (
+        {"num_model_chunks": 2},
+        r"num_model_chunks=2 does not fit pp_style='1f1b', which has 1 a rank; leave it out, or use pp_style='interl",
+    ),
+    ({"pp_style": "zbv", "num_model_chunks": 3}, r"num_model_chunks=3 does not fit pp_style='zbv', which has 2 a rank"),
+    (
+        {"pp_style": "interleaved", "num_model_chunks": 1},
+        r"pp_style='interleaved' needs 2 model chunks or more; use num_model_chunks=2",
+    ),
+    ({"pp_style": "interleaved", "num_model_chunks": 0}, r"num_model_chunks=0 is not a positive integer"),
+    ({"zero_stage": 2}, r"zero_stage=2 is not available; use 0 or 1"),
+    ({"zero_stage": 3}, r"zero_stage=3 is not available"),
+    ({"precision": "fp9"}, r"precision='fp9' is not available; use 'fp32' or 'bf16' or 'fp16'"),
+    (
+        {"pp_style": "zerobubble"},
+        r"pp_style='zerobubble' is not available; use '1f1b' or 'gpipe' or 'interleaved' or 'zero_bubble' or 'zbv' or",
+    ),
+    (
+        {"sequence_parallelism_mode": "ring"},
+        r"sequence_parallelism_mode='ring' is not available; use 'split_gather' or",
+    ),
+    ({"gradient_checkpointing": "some"}, r"gradient_checkpointing='some' is not available; use None, 'full', 'select"),
+    ({"gradient_checkpointing": 1.5}, r"gradient_checkpointing=1.5 is not available; use .* a share .* such as 0.5"),
+    ({"num_microbatches": 2, "microbatch_size": 1}, r"num_microbatches and microbatch_size are both given"),
+    ({"num_microbatches": 0}, r"num_microbatches=0 is not positive"),
+    ({"microbatch_size": -2}, r"microbatch_size=-2 is not positive"),
+    ({"initial_scale": 0}, r"initial_scale=0 is not positive"),
+    ({"growth_interval": 0}, r"growth_interval=0 is not positive"),
+    ({"max_norm": 0.0}, r"max_norm=0\.0 is not positive"),
+    ({"max_norm": float("nan")}, r"max_norm=nan is not positive"),
+    ({"zero_bucket_size_in_mb": 0}, r"zero_bucket_size_in_mb=0 is not positive"),
+    ({"make_vocab_size_divisible_by": 0}, r"make_vocab_size_divisible_by=0 is not positive"),
+    ({"enable_sequence_overlap": True}, r"enable_sequence_overlap=True needs enable_sequence_parallelism=True"),
+    ({"tp_info": object()}, r"tp_info is a object; use shardformer.TPInfo\(\)"),
+    (
+        {"tp_info": TPInfo(), "sharding_dim": 0},
+        r"sharding_dim and tp_info each say how weights are cut; use one of them",
+    ),
+    ({"enable_sequence_parallelism": True}, r"enable_sequence_parallelism=True needs tp_size > 1; use tp_size=2"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_each_rule(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HybridParallelPlugin(**options)
+
+
+def test_several_problems_are_told_together() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        HybridParallelPlugin(tp_size=0, precision="int8", max_norm=-1, enable_sequence_overlap=True)
+    for name in ("tp_size=0", "precision='int8'", "max_norm=-1", "enable_sequence_overlap=True"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("tp", "tp_size"), ("num_micro_batches", "num_microbatches"), ("zero", "zero_stage"), ("maxnorm", "max_norm")],
+)
+def test_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"has no option '{name}'; use {nearest}"):
+        HybridParallelPlugin(**{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "dp_size"), [({}, 4, 4), ({"tp_size": 2}, 8, 4), ({"tp_size": 2, "pp_size": 2}, 4, 1)]
+)
+def test_data_parallel_size_is_what_is_left(options: dict[str, Any], world_size: int, dp_size: int) -> None:
+    assert HybridParallelConfig(**options).data_parallel_size(world_size) == dp_size
+    assert HybridParallelConfig(**options, dp_size=dp_size).data_parallel_size(world_size) == dp_size
+
+
+def test_sizes_that_do_not_fit_the_world() -> None:
+    with pytest.raises(ConfigurationError, match=r"world size 6 is not a multiple of .*2\*2=4; start 8 ranks"):
+        HybridParallelConfig(tp_size=2, pp_size=2).data_parallel_size(6)
+    with pytest.raises(ConfigurationError, match=r"dp_size=3 does not fit world size 4 .*; use dp_size=2"):
+        HybridParallelConfig(tp_size=2, dp_size=3).data_parallel_size(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "expected"),
+    [
+        ({}, 5, 1),
+        ({"pp_size": 3}, 5, 3),
+        ({"pp_size": 3}, 2, 2),
+        ({"num_microbatches": 4}, 9, 4),
+        ({"num_microbatches": 4}, 3, 3),
+        ({"microbatch_size": 2}, 5, 3),
+    ],
+)
+def test_how_a_batch_is_cut(options: dict[str, Any], rows: int, expected: int) -> None:
+    assert HybridParallelConfig(**options).microbatches_of(rows) == expected
+
+
+def test_from_config_reads_files_and_dicts(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({"tp_size": 2, "precision": "bf16"}))
+    plugin = HybridParallelPlugin.from_config(path, precision="fp16")
+    assert (plugin.tp_size, plugin.config.precision) == (2, "fp16")
+    assert HybridParallelPlugin.from_config({"pp_size": 2}).pp_size == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "does not exist"), ("{tp_size: 2}", "is not valid JSON"), ("[1, 2]", "holds a list; give a JSON object")],
+)
+def test_from_config_refuses_other_files(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        HybridParallelPlugin.from_config(path)
+
+
+def test_a_plugin_without_a_process_group_says_what_to_call() -> None:
+    with pytest.raises(ConfigurationError, match=r"call launch_from_torch\(\) first"):
+        _ = HybridParallelPlugin().mesh

@@ -1,0 +1,169 @@
+"""The loss of a step: every form of criterion is the mean over the global batch, never a mean of means.
+
+What breaks here first: micro-batches and shares of unequal size, up to an empty one. Look in
+`plugins/hybrid_parallel/loss/step_loss.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster import Booster
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.toy import EXACT, Batch, Toy, global_batch, mean_square, share_of, toy
+
+
+def sum_and_count(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The mean over positive targets, of which every row has another number."""
+    counted = batch["y"] > 0
+    return ((outputs - batch["y"]).square() * counted).sum(), counted.sum()
+
+
+def sum_and_plain_count(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    return sum_and_count(outputs, batch)[0], int((batch["y"] > 0).sum())
+
+
+def _reference(criterion: Callable[[Tensor, Batch], Any], model: nn.Module, batch: Batch) -> Tensor:
+    value = criterion(model(batch["x"]), batch)
+    return value[0] / value[1] if isinstance(value, tuple) else value
+
+
+def _check_step(criterion: Callable[[Tensor, Batch], Any], rows: int, **options: Any) -> None:
+    """Loss and gradients of a full batch, of a batch of `rows`, and of a full one again."""
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model, plain = toy(), toy()
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step, size in enumerate((8, rows, 8)):
+        batch = global_batch(step, size)
+        plain.zero_grad()
+        expected = _reference(criterion, plain, batch)
+        expected.backward()
+        result = booster.execute_pipeline(iter([share_of(batch)]), model, criterion, optimizer)
+        torch.testing.assert_close(result.loss, expected.detach(), **EXACT)
+        for name, gradient in optimizer.full_gradients().items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, **EXACT)
+        optimizer.zero_grad()
+        evaluated = booster.execute_pipeline(iter([share_of(batch)]), model, criterion)
+        torch.testing.assert_close(evaluated.loss, expected.detach(), **EXACT)
+
+
+CRITERIA = [mean_square, sum_and_count, sum_and_plain_count]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+@pytest.mark.parametrize("criterion", CRITERIA)
+@distributed(2)
+def test_unequal_shares_and_micro_batches(criterion: Callable, rows: int, zero_stage: int) -> None:
+    """One row over two ranks: one of them has none; 7 over two in three micro-batches: 1 + 1 + 1 and 2 + 1 + 1."""
+    _check_step(criterion, rows, num_microbatches=3, zero_stage=zero_stage)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@distributed(4)
+def test_four_replicas_of_which_some_are_empty(criterion: Callable) -> None:
+    _check_step(criterion, 2, microbatch_size=1)
+
+
+@distributed(2)
+def test_a_criterion_that_counts_nothing_makes_no_gradient() -> None:
+    booster, model = Booster(plugin=HybridParallelPlugin()), toy()
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def nothing(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return outputs.sum() * 0, torch.tensor(0)
+
+    result = booster.execute_pipeline(iter([share_of(global_batch(0))]), model, nothing, optimizer)
+    assert result.loss == 0.0
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in optimizer.full_gradients().values())
+
+
+@distributed(2)
+def test_loss_and_outputs_only_where_asked_for() -> None:
+    booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=2)), toy()
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = share_of(global_batch(0))
+    both = booster.execute_pipeline(iter([share]), model, mean_square, optimizer, return_outputs=True)
+    torch.testing.assert_close(both.outputs, toy()(share["x"]), **EXACT)
+    assert both.loss.dim() == 0 and not both.loss.requires_grad and not both.outputs.requires_grad
+    optimizer.zero_grad()
+    neither = booster.execute_pipeline(iter([share]), model, mean_square, optimizer, return_loss=False)
+    assert neither.loss is None and neither.outputs is None
+    assert optimizer.full_gradients(), "it has trained nevertheless"
+
+
+class OwnLoss(Toy):
+    """Computes a mean over its samples by itself, as an unknown model does."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> SimpleNamespace:
+        outputs = super().forward(x)
+        return {"loss": None if y is None else mean_square(outputs, {"y": y}), "outputs": outputs}
+
+
+@distributed(2)
+def test_a_model_that_computes_its_own_loss() -> None:
+    model, plain = OwnLoss().double(), toy()
+    model.load_state_dict(plain.state_dict())
+    booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2))
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = global_batch(0)
+    expected = mean_square(plain(batch["x"]), batch)
+    expected.backward()
+    found = booster.execute_pipeline(iter([share_of(batch)]), model, optimizer=optimizer).loss
+    torch.testing.assert_close(found, expected.detach(), **EXACT)
+    for name, gradient in optimizer.full_gradients().items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, **EXACT)
+    with pytest.raises(ConfigurationError, match="the model returned no loss; give labels in the batch or a criterion"):
+        booster.execute_pipeline(iter([{"x": batch["x"]}]), model)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(3), r"criterion returned a tensor of shape \(3,\); return a 0-d tensor"),
+        ("text", "criterion returned a str"),
+        ((1.0, 2), "criterion returned a float"),
+    ],
+)
+@distributed(1)
+def test_a_criterion_that_returns_something_else(value: Any, message: str) -> None:
+    booster = Booster(plugin=HybridParallelPlugin())
+    model = booster.boost(toy())
+    with pytest.raises(ConfigurationError, match=message):
+        booster.execute_pipeline(iter([global_batch(0)]), model, lambda outputs, batch: value)
+
+
+@distributed(2)
+def test_batch_sizes_that_never_fill_the_micro_batches() -> None:
+    booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=4)), toy()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8)), batch_size=3)
+    with pytest.raises(ConfigurationError, match=r"batch_size=3 has fewer samples than num_microbatches=4; use batch"):
+        booster.boost(loader)
+    with pytest.raises(ConfigurationError, match="batch_size=3 has fewer samples"):
+        booster.plugin.prepare_dataloader(loader.dataset, 3)
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError, match="the batch has 3 samples, fewer than num_microbatches=4; use batches"):
+        booster.execute_pipeline(iter([global_batch(0, 3)]), model, mean_square, optimizer)
+    with pytest.raises(ConfigurationError, match="a batch is a list; use a mapping"):
+        booster.execute_pipeline(iter([[1, 2]]), model, mean_square)
+    assert dist.get_world_size() == booster.plugin.dp_size
+
+
+@distributed(2)
+def test_a_first_batch_that_is_short_on_one_replica_is_refused_on_both() -> None:
+    booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=4)), toy()
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = global_batch(0, 4 - dist.get_rank())
+    with pytest.raises(ConfigurationError, match="the batch has 3 samples, fewer than num_microbatches=4; use batches"):
+        booster.execute_pipeline(iter([share]), model, mean_square, optimizer)
+    loss = booster.execute_pipeline(iter([global_batch(0, 4)]), model, mean_square, optimizer).loss
+    assert torch.isfinite(loss)

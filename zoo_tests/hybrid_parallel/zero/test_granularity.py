@@ -1,0 +1,117 @@
+"""What an optimizer reads to update one value, by a trial of the object.
+
+What breaks here first: an optimizer whose copy is not like it. Look in `plugins/hybrid_parallel/zero/granularity.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.zero.granularity import Granularity, check_granularity, granularity_of
+from zoo_tests.harness.optimizers import ClippedSGD, DerivedAdam, Lamb, Lion, TrustAdamW
+
+ELEMENT, PARAMETER, MODEL = Granularity
+
+
+def _params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(5))]
+
+
+def _adafactor_of_transformers(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params)
+
+
+TORCHS = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+FOUND: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Granularity]] = {
+    **{name: (partial(getattr(torch.optim, name), lr=0.1), ELEMENT) for name in TORCHS},
+    "a subclass": (DerivedAdam, ELEMENT),
+    "from anywhere": (Lion, ELEMENT),
+    "torch's Adafactor": (torch.optim.Adafactor, PARAMETER),
+    "transformers' Adafactor": (_adafactor_of_transformers, PARAMETER),
+    "a norm of each tensor": (TrustAdamW, PARAMETER),
+    "Lamb": (Lamb, PARAMETER),
+    "a norm of all tensors": (ClippedSGD, MODEL),
+    "what cannot be tried": (torch.optim.SparseAdam, PARAMETER),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found(name: str) -> None:
+    make, expected = FOUND[name]
+    params = _params()
+    optimizer, before = make(params), [param.detach().clone() for param in params]
+    torch.manual_seed(5)
+    assert granularity_of(optimizer) is expected
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3)), "it draws from nobody's random numbers"
+    assert all(torch.equal(old, new) for old, new in zip(before, params, strict=True))
+    assert all(group["params"] for group in optimizer.param_groups)
+
+
+def test_a_schedule_that_begins_with_zero_hides_nothing() -> None:
+    optimizer = TrustAdamW(_params())
+    LambdaLR(optimizer, lambda step: 0.0)
+    assert granularity_of(optimizer) is PARAMETER
+
+
+def test_a_step_of_the_objects_own_is_not_trusted() -> None:
+    optimizer = torch.optim.SGD(_params(), lr=0.1)
+    optimizer.step = lambda closure=None: None
+    assert granularity_of(optimizer) is PARAMETER
+
+
+def test_an_optimizer_around_another_leaves_that_one_alone() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            super().__init__(params, {})
+            self.inside = torch.optim.AdamW(self.param_groups, lr=0.1)
+
+        def step(self, closure: Any = None) -> None:
+            self.inside.step()
+
+    params = _params()
+    optimizer, before = Around(params), [param.detach().clone() for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    assert granularity_of(optimizer) in (ELEMENT, PARAMETER)
+    assert not optimizer.inside.state
+    assert all(torch.equal(old, new) for old, new in zip(before, params, strict=True))
+
+
+def _sizes(**sizes: int) -> dict[str, int]:
+    return {"tp_size": 1, "ep_size": 1, "pp_size": 1, "num_shards": 1} | sizes
+
+
+def test_what_is_refused() -> None:
+    check_granularity(torch.optim.AdamW(_params()), **_sizes(tp_size=2, ep_size=2, pp_size=2, num_shards=2))
+    check_granularity(Lamb(_params()), **_sizes(pp_size=2, num_shards=2))
+    check_granularity(ClippedSGD(_params()), **_sizes())
+    refused = [
+        (Lamb, {"tp_size": 2}, "Lamb reads whole parameters, which tp_size=2 cuts; use tp_size=1 or AdamW"),
+        (
+            torch.optim.Adafactor,
+            {"ep_size": 2},
+            "Adafactor reads whole parameters, which ep_size=2 cuts; use ep_size=1",
+        ),
+        (ClippedSGD, {"num_shards": 2}, "by what it finds in others, which zero_stage=1 with 2 replicas has on other"),
+        (
+            ClippedSGD,
+            {"pp_size": 2},
+            "by what it finds in others, which pp_size=2 has on other ranks; use zero_stage=0",
+        ),
+        (torch.optim.LBFGS, {}, "LBFGS needs a closure that runs the model again"),
+    ]
+    for make, sizes, message in refused:
+        with pytest.raises(ConfigurationError, match=message):
+            check_granularity(make(_params()), **_sizes(**sizes))

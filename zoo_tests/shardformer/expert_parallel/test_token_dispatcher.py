@@ -1,0 +1,137 @@
+"""Tokens that travel to experts on other ranks find what they would find at home, and so do their gradients.
+
+What breaks here first: the order of rows that come back, ranks that nothing is sent to, choices of no expert. Look in
+`shardformer/expert_parallel/token_dispatcher.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
+from shardformer.sequence_parallel.split_gather import SequenceParallel
+from zoo_tests.harness.native import EXACT, known
+from zoo_tests.harness.ranks import distributed
+
+NUM_EXPERTS, CHOICES, HIDDEN = 8, 2, 6
+NOBODY = NUM_EXPERTS
+
+
+def _spread(tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, NUM_EXPERTS, generator=generator).argsort(1)[:, :CHOICES]
+
+
+def _crowded(tokens: int, seed: int) -> Tensor:
+    """Every token goes to the experts of the first rank."""
+    return torch.tensor([0, 1]).repeat(tokens, 1)
+
+
+def _some_go_nowhere(tokens: int, seed: int) -> Tensor:
+    index = _spread(tokens, seed)
+    index[::2, 1] = NOBODY
+    return index
+
+
+ROUTES = {"spread": _spread, "crowded": _crowded, "some go nowhere": _some_go_nowhere}
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _experts(matrices: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The plainest mixture of experts, one matrix each, token by token."""
+
+    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        found = []
+        for token, experts, shares in zip(hidden, index.tolist(), weights, strict=True):
+            chosen = [(e, share) for e, share in zip(experts, shares, strict=True) if e < len(matrices)]
+            found.append(sum((share * torch.tanh(matrices[e] @ token) for e, share in chosen), torch.zeros_like(token)))
+        return torch.stack(found) if found else hidden * weights.sum(1, keepdim=True)
+
+    return forward
+
+
+def _inputs(route: str, tokens: int, seed: int) -> Inputs:
+    """Hidden states, choices, weights, and what the output is multiplied by."""
+    hidden, weights = known(tokens, HIDDEN, seed=seed, grad=True), known(tokens, CHOICES, seed=seed + 50, grad=True)
+    return hidden, ROUTES[route](tokens, seed), weights, known(tokens, HIDDEN, seed=seed + 90)
+
+
+def _run(forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> Tensor:
+    hidden, index, weights, factors = inputs
+    output = forward(hidden, index, weights)
+    (output * factors).sum().backward()
+    return output.detach()
+
+
+def _check(outcome: Tensor, inputs: Inputs, expected: Tensor, plain: Inputs) -> None:
+    torch.testing.assert_close(outcome, expected, **EXACT)
+    torch.testing.assert_close(inputs[0].grad, plain[0].grad, **EXACT)
+    torch.testing.assert_close(inputs[2].grad, plain[2].grad, **EXACT)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@distributed(4)
+def test_dispatch(route: str) -> None:
+    rank, share = dist.get_rank(), NUM_EXPERTS // 4
+    tokens = [5, 1, 7, 0]  # the last rank has none of its own
+    whole = known(NUM_EXPERTS, HIDDEN, HIDDEN, seed=3, grad=True)
+    plain = [_inputs(route, count, seed) for seed, count in enumerate(tokens)]
+    expected = [_run(_experts(whole), each) for each in plain]
+
+    own = whole.detach()[rank * share : (rank + 1) * share].clone().requires_grad_()
+    inputs = _inputs(route, tokens[rank], rank)
+    dispatch = TokenDispatcher(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)
+    outcome = _run(dispatch, inputs)
+    _check(outcome, inputs, expected[rank], plain[rank])
+    assert own.grad is not None, "an expert without tokens has zeros, as in plain training"
+    torch.testing.assert_close(own.grad, whole.grad[rank * share : (rank + 1) * share], **EXACT)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@distributed(4)
+def test_tensor_parallel_ranks_send_a_slice_each(tokens: int) -> None:
+    rank, pair = dist.get_rank(), dist.get_rank() // 2
+    across = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    whole, share = known(NUM_EXPERTS, HIDDEN, HIDDEN, seed=3, grad=True), NUM_EXPERTS // 2
+    plain = [_inputs("spread", tokens, seed) for seed in range(2)]
+    expected = [_run(_experts(whole), each) for each in plain]
+
+    own = whole.detach()[pair * share : (pair + 1) * share].clone().requires_grad_()
+    inputs = _inputs("spread", tokens, pair)
+    dispatch = TokenDispatcher(_experts(own), NUM_EXPERTS, between, SequenceParallel(across))
+    outcome = _run(dispatch, inputs)
+    _check(outcome, inputs, expected[pair], plain[pair])
+    dist.all_reduce(own.grad, group=across)
+    torch.testing.assert_close(own.grad, whole.grad[pair * share : (pair + 1) * share], **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@distributed(2)
+def test_any_dtype_travels(dtype: torch.dtype) -> None:
+    own = known(NUM_EXPERTS // 2, HIDDEN, HIDDEN, seed=dist.get_rank()).to(dtype)
+    hidden, index, weights, _ = _inputs("spread", 5, 1)
+    outcome = TokenDispatcher(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)(hidden.to(dtype), index, weights)
+    assert outcome.dtype == dtype
+    assert outcome.isfinite().all()
+
+
+def test_first_choices_of_early_tokens_go_first() -> None:
+    """Two sequences of three tokens; an expert has room for two choices of each."""
+    capacity = ExpertCapacity(factor=1.0, num_experts=3, skips=True)
+    capacity._length = 3
+    index = torch.tensor([[0, 1], [1, 0], [0, 2], [2, 1], [2, 1], [2, 1]])
+    kept = capacity.kept(index)
+    assert kept.tolist() == [
+        [True, True],
+        [True, False],  # both first choices of 0 are taken first
+        [True, True],
+        [True, True],  # the next sequence starts anew
+        [True, True],
+        [False, False],
+    ]

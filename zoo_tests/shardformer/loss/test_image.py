@@ -1,0 +1,72 @@
+"""Losses of image heads: those of micro-batches add up to transformers' own, or the cut is refused.
+
+What breaks here first: a release of transformers that counts masked pixels or patches in another way. Look in
+`shardformer/losses`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from booster import Booster
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer.policies.head_losses import head_loss_of
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.reference import inputs_of
+from zoo_tests.zoo import FAMILIES, Batch
+
+ROWS = 7
+
+
+def _model_and_batch(family: str, head: str) -> tuple[nn.Module, Batch]:
+    return FAMILIES[family].build(head).eval(), FAMILIES[family].batch(head, 0, ROWS)
+
+
+def _loss_in_parts(model: nn.Module, batch: Batch, rows: tuple[int, ...]) -> Tensor:
+    """The loss of a batch in parts of these sizes."""
+    loss = head_loss_of(model)
+    pieces = {key: value.split(rows) for key, value in batch.items()}
+    parts = [{key: pieces[key][index] for key in pieces} for index in range(len(rows))]
+    counts = sum(loss.counts(part) for part in parts)
+    return sum(loss.weighted_sum(model(**loss.inputs(part)), part, counts) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [("vit", "image"), ("swin", "masked_image"), ("beit", "masked_image"), ("beit", "segmentation")]
+)
+def test_parts_add_up_to_the_whole(family: str, head: str) -> None:
+    """Each part has another number of masked patches or labelled pixels, the second none at all."""
+    model, batch = _model_and_batch(family, head)
+    expected = model(**inputs_of(FAMILIES[family].heads[head], batch)).loss
+    torch.testing.assert_close(_loss_in_parts(model, batch, (1, 1, 5)), expected, rtol=1e-12, atol=0.0)
+
+
+def test_a_list_of_masked_patches_is_taken_whole_only() -> None:
+    model, batch = _model_and_batch("beit", "masked_image")
+    batch["labels"] = batch["labels"][batch["bool_masked_pos"]]
+    loss = head_loss_of(model)
+    counts = loss.counts(batch)
+    assert counts.tolist() == [batch["bool_masked_pos"].sum()]
+    found = loss.weighted_sum(model(**loss.inputs(batch)), batch, counts)
+    torch.testing.assert_close(found, model(**batch).loss, rtol=1e-12, atol=0.0)
+    part = {**batch, "bool_masked_pos": batch["bool_masked_pos"][:3]}
+    with pytest.raises(
+        ValueError, match=r"a list cannot be cut into micro-batches: give labels of shape \[rows, patch"
+    ):
+        loss.counts(part)
+
+
+@pytest.mark.parametrize(
+    ("options", "cut"),
+    [({"tp_size": 2, "num_microbatches": 2}, "2 micro-batches on each of dp_size=1"), ({}, "1 .* of dp_size=2")],
+)
+@distributed(2)
+def test_a_contrastive_loss_refuses_a_cut_batch(options: dict[str, int], cut: str) -> None:
+    family = FAMILIES["clip_towers"]
+    booster, model = Booster(plugin=HybridParallelPlugin(**options)), family.build("contrastive")
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError, match=f"which is cut into {cut} replicas; use num_microbatches=1"):
+        booster.execute_pipeline(iter([family.batch("contrastive", 0, 4)]), model, optimizer=optimizer)

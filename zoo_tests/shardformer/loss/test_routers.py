@@ -1,0 +1,103 @@
+"""The load-balancing loss of routers is part of the loss where it is asked for, and never dropped in silence.
+
+It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/loss/routers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.case import share_of
+from zoo_tests.harness.ranks import RankError, run_on_ranks
+
+Report = tuple[float, dict[str, Tensor]]  # the loss, and gradients by name
+
+_SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+
+
+def _model(**config: Any) -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 2.0}
+    return MixtralForCausalLM(MixtralConfig(**_SIZES, **experts, num_hidden_layers=2, vocab_size=67, **config))
+
+
+def _batch(**extra: Any) -> dict[str, Any]:
+    ids = torch.randint(1, 67, (4, 13), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), **extra}
+
+
+# Said by the configuration, or for one batch.
+_SAID: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"output_router_logits": True}, {}),
+    ({}, {"output_router_logits": True}),
+    ({"output_router_logits": True}, {"output_router_logits": False}),
+]
+
+
+def _train(options: dict[str, Any], config: dict[str, Any], extra: dict[str, Any], ordinary: bool = False) -> Report:
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model = _model(**config)
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = share_of(_batch(**extra), booster.plugin.dp_rank, booster.plugin.dp_size)
+    if ordinary:
+        loss = model(**share).loss
+        booster.backward(loss, optimizer)
+    else:
+        loss = booster.execute_pipeline(iter([share]), model, optimizer=optimizer).loss
+    return loss.item(), optimizer.full_gradients()
+
+
+def _train_as_said(options: dict[str, Any]) -> list[Report]:
+    return [_train(options, *said, ordinary) for said in _SAID for ordinary in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {"tp_size": 2}),
+        (2, {"tp_size": 2, "enable_sequence_parallelism": True}),
+        (2, {}),
+        (2, {"ep_size": 2}),
+        pytest.param(4, {"tp_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_that_of_plain_training(ranks: int, options: dict[str, Any]) -> None:
+    reports = iter(run_on_ranks(ranks, _train_as_said, options)[0])
+    for config, extra in _SAID:
+        plain = _model(**config)
+        result = plain(**_batch(**extra))
+        result.loss.backward()
+        for loss, gradients in (next(reports), next(reports)):
+            assert abs(loss - result.loss.item()) < 1e-5, (config, extra)
+            for name, parameter in plain.named_parameters():
+                scale = parameter.grad.abs().max()
+                assert torch.allclose(gradients[name], parameter.grad, atol=1e-5 * scale, rtol=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "what"),
+    [
+        (1, {"num_microbatches": 4}, "is cut into 4 micro-batches; use num_microbatches=1"),
+        (2, {"pp_size": 2}, "pp_size=2 spreads"),
+        (2, {"cp_size": 2}, "cp_size.* spreads"),
+        (
+            2,
+            {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
+            "sequence_parallelism_mode='all_to_all' spreads",
+        ),
+    ],
+)
+def test_scores_that_are_spread_are_refused(ranks: int, options: dict[str, Any], what: str) -> None:
+    for said in _SAID[:2]:
+        with pytest.raises(RankError, match=f"output_router_logits=True adds a loss over the router scores.*{what}"):
+            run_on_ranks(ranks, _train, options, *said)

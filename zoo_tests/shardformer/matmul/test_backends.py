@@ -1,0 +1,115 @@
+"""Matrix products in 8 bit: close to exact ones where sizes allow them, exact where not, and in the right layers.
+
+What breaks here first: a scale that overflows, a gradient of a transposed weight.
+Look in `shardformer/matmul/backends.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer.matmul.backends import FP8, NATIVE
+from zoo_tests.harness.ranks import run_on_ranks
+
+
+def _factors(tokens: int, wide: int, narrow: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Input [tokens, narrow], weight [wide, narrow], gradient of the output [tokens, wide]."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((tokens, narrow), (wide, narrow), (tokens, wide))
+    return tuple(torch.randn(shape, generator=generator) * scale for shape in shapes)
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
+def test_products_are_close_whatever_the_magnitude(scale: float) -> None:
+    x, weight, grad = _factors(37, 48, 32, scale)  # tokens that 16 does not divide
+    ways = {
+        "forward": lambda by: by.forward(x, weight),
+        "grad_input": lambda by: by.grad_input(grad, weight),
+        "grad_weight": lambda by: by.grad_weight(grad, x),
+        "transposed": lambda by: by.grad_weight(grad, x, transposed=True),
+    }
+    for name, way in ways.items():
+        # Three bits behind the point of e4m3 and two of e5m2 leave a few per cent.
+        assert 1e-3 < _error(way(FP8), way(NATIVE)) < 0.08, name
+
+
+def test_sizes_that_do_not_fit_are_multiplied_as_ever() -> None:
+    x, weight, grad = _factors(16, 24, 40)
+    assert torch.equal(FP8.forward(x, weight), NATIVE.forward(x, weight))
+    assert torch.equal(FP8.grad_input(grad, weight), NATIVE.grad_input(grad, weight))
+    assert torch.equal(FP8.grad_weight(grad, x), NATIVE.grad_weight(grad, x))
+
+
+def test_zeros_stay_zeros() -> None:
+    x, weight, _ = _factors(16, 32, 32)
+    assert FP8.forward(torch.zeros_like(x), weight).eq(0).all()
+
+
+def _losses(options: dict[str, Any], family: str) -> list[float]:
+    torch.manual_seed(0)
+    if family == "llama":
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+    else:
+        dropouts = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, **dropouts))
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    ids = torch.randint(0, 96, (8, 21), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(8):
+        batch = {"input_ids": ids, "labels": ids}
+        losses.append(booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "family", "options"),
+    [
+        (1, "llama", {}),
+        (2, "gpt2", {"tp_size": 2}),
+        pytest.param(
+            2,
+            "llama",
+            {"tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, "llama", {"pp_size": 2, "pp_style": "zero_bubble"}, marks=pytest.mark.slow),
+        pytest.param(2, "llama", {"cp_size": 2, "gradient_checkpointing": "full"}, marks=pytest.mark.slow),
+    ],
+)
+def test_eight_bits_train_like_sixteen(ranks: int, family: str, options: dict[str, Any]) -> None:
+    found = run_on_ranks(ranks, _losses, {**options, "precision": "fp8"}, family)[0]
+    expected = run_on_ranks(ranks, _losses, {**options, "precision": "bf16"}, family)[0]
+    assert expected[-1] < 0.9 * expected[0], "nothing is learnt"
+    assert found != expected, "nothing was multiplied in 8 bit"
+    worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+    assert worst < 0.01, f"losses are {worst:.3f} apart"
+
+
+def test_heads_and_embeddings_keep_their_precision() -> None:
+    assert run_on_ranks(1, _multiplied) == [
+        ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    ]
+
+
+def _multiplied() -> list[str]:
+    """The last names of what has a forward of ours."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+    model = Booster(plugin=HybridParallelPlugin(precision="fp8")).boost(model)
+    changed = [name for name, module in model.unwrap().named_modules() if "forward" in vars(module)]
+    return sorted({name.rpartition(".")[2] for name in changed})

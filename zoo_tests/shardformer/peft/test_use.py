@@ -1,0 +1,137 @@
+"""What a script does with the adapters of peft beside training one: switch, switch off, merge, prompt.
+
+The plain model takes the same steps, in the same process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from booster import Booster
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.adapters import load_adapters, with_adapters
+from zoo_tests.harness.case import share_of
+from zoo_tests.harness.compare import check_losses
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.reference import loss_of
+from zoo_tests.zoo import FAMILIES
+
+_LLAMA = FAMILIES["llama"]
+
+
+def _model(kind: str = "LORA", targets: tuple[str, ...] = ("q_proj", "o_proj", "up_proj"), **options: Any) -> nn.Module:
+    return with_adapters(_LLAMA.build("causal_lm", torch.float64), targets, (("kind", kind), *options.items()))
+
+
+def _two_adapters() -> nn.Module:
+    from peft import LoraConfig
+
+    model = _model(modules_to_save=("norm",), use_dora=True)
+    torch.manual_seed(5)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj", "o_proj"], init_lora_weights=False))
+    return model
+
+
+def _logits(model: nn.Module) -> Tensor:
+    batch = {key: value for key, value in _LLAMA.batch("causal_lm", 1, 4).items() if key != "labels"}
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+def _check(found: nn.Module, expected: nn.Module) -> Tensor:
+    logits = _logits(expected)
+    torch.testing.assert_close(_logits(found), logits, rtol=1e-9, atol=1e-9)
+    return logits
+
+
+@distributed(2)
+def test_switching_and_merging(tmp_path: Path) -> None:
+    plain, sharded = _two_adapters(), _two_adapters()
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.3)
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=1))
+    model, optimizer = booster.boost(sharded, optimizer)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+    seen = []
+    for step, adapter in enumerate(("default", "other", "default")):
+        plain.set_adapter(adapter)
+        model.set_adapter(adapter)
+        batch = _LLAMA.batch("causal_lm", step, 4)
+        loss = loss_of(plain.train(), _LLAMA.heads["causal_lm"], batch)  # transformers' own is fp32
+        loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        result = booster.execute_pipeline(iter([batch]), model.train(), optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        check_losses([result.loss.item()], [loss.item()], 1e-9)
+        seen.append(_check(model, plain))
+    with plain.disable_adapter(), model.disable_adapter():
+        seen.append(_check(model, plain))
+    booster.save_model(model, tmp_path)
+    base = load_adapters(_LLAMA.build("causal_lm", torch.float64), tmp_path)
+    base.load_adapter(tmp_path / "other", "other")
+    for adapter in ("other", "default"):
+        base.set_adapter(adapter)
+        model.set_adapter(adapter)
+        _check(model, base)
+    for change in ("merge_adapter", "unmerge_adapter"):
+        getattr(plain, change)()
+        getattr(model, change)()
+        _check(model, plain)
+    _check(model.merge_and_unload(), plain.merge_and_unload())
+    assert all(not torch.allclose(a, b) for a, b in zip(seen, seen[1:], strict=False))
+
+
+@distributed(2)
+def test_a_cut_embedding_is_not_merged() -> None:
+    model = Booster(plugin=HybridParallelPlugin(tp_size=2)).boost(_model(targets=("embed_tokens", "q_proj")))
+    with pytest.raises(ValueError, match=r"lora.Embedding cannot be merged into an embedding whose vocabulary tp_size"):
+        model.merge_adapter()
+
+
+@distributed(2)
+def test_prompts(tmp_path: Path) -> None:
+    """Labels of rows differ in number, so that a mean of means would not do."""
+    for kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
+        given = {"kind": kind, "targets": (), "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+        plain, sharded = _model(**given), _model(**given)
+        plugin = HybridParallelPlugin(dp_size=2, num_microbatches=2)
+        booster = Booster(plugin=plugin)
+        model, optimizer = booster.boost(sharded, torch.optim.SGD(sharded.parameters(), lr=0.3))
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+        for step in range(2):
+            batch = _LLAMA.batch("causal_lm", step, 5)
+            loss = plain(**batch).loss
+            loss.backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            share = share_of(batch, plugin.dp_rank, plugin.dp_size)
+            result = booster.execute_pipeline(iter([share]), model, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            check_losses([result.loss.item()], [loss.item()], 1e-6)  # peft's masks are fp32
+        booster.save_model(model, tmp_path / kind)
+        _check_close(load_adapters(_LLAMA.build("causal_lm", torch.float64), tmp_path / kind), plain)
+        booster.load_model(model, tmp_path / kind)
+
+
+def _check_close(found: nn.Module, expected: nn.Module) -> None:
+    torch.testing.assert_close(_logits(found), _logits(expected), rtol=1e-5, atol=1e-5)
+
+
+@distributed(2)
+def test_adapters_that_are_not_in_a_model_of_peft_are_not_saved(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    native = _LLAMA.build("causal_lm", torch.float64)
+    native.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2))
+    model = booster.boost(native)
+    with pytest.raises(ConfigurationError, match=r"made by model.add_adapter, which save_model and load_model do not"):
+        booster.save_model(model, tmp_path)

@@ -1,0 +1,311 @@
+"""Policies: a table that does not fit its model is refused, with all reasons, before anything is changed.
+
+What breaks here first: names of sub-modules in a new release of transformers. Look in the family's table in
+`shardformer/policies`, and for the checks in `shardformer/sharder.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+
+import pytest
+import transformers
+from torch import nn
+
+from shardformer import (
+    ModulePolicyDescription,
+    PipelineStageManager,
+    Policy,
+    ShardConfig,
+    ShardFormer,
+    StageLayout,
+    SubModuleReplacementDescription,
+    policy_for,
+    register_policy,
+)
+from shardformer.layers import ColumnParallelLinear, RowParallelLinear
+from shardformer.policies import head_losses as losses
+from shardformer.policies import registry
+from shardformer.policies.families.bert import BertPolicy
+from shardformer.policies.families.llama import LlamaPolicy
+from shardformer.stages.stage import Received
+from zoo_tests.zoo import FAMILIES
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(4, 2)
+
+
+def column(suffix: str, **options: object) -> SubModuleReplacementDescription:
+    return SubModuleReplacementDescription(suffix, ColumnParallelLinear, **options)
+
+
+class TablePolicy(Policy):
+    """A policy for `Base` with a table to choose."""
+
+    def __init__(self, replacements: list[SubModuleReplacementDescription], stages: StageLayout | None) -> None:
+        super().__init__()
+        self.replacements, self.stages = replacements, stages
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {}
+
+    def check(self) -> list[str]:
+        return []
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        return {"Block": ModulePolicyDescription(sub_module_replacement=self.replacements)}
+
+
+WHOLE_TABLE = [
+    column("up"),
+    SubModuleReplacementDescription("down", RowParallelLinear),
+    SubModuleReplacementDescription("norm", None),
+]
+LAYOUT = StageLayout(layers="blocks", first={"embed": Received}, last=("head",))
+
+
+def _shard(policy: Policy, model: nn.Module | None = None, num_stages: int = 1) -> nn.Module:
+    config = ShardConfig(pipeline_stage_manager=PipelineStageManager(0, num_stages))
+    return ShardFormer(config).optimize(model or Base(), policy)[0]
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+class TestCompleteness:
+    def test_a_complete_table_is_applied(self) -> None:
+        model = _shard(TablePolicy(WHOLE_TABLE, LAYOUT))
+        for block in model.blocks:
+            assert isinstance(block.up, ColumnParallelLinear) and isinstance(block.down, RowParallelLinear)
+            assert block.up.weight.shape == (4, 4) and isinstance(block.norm, nn.LayerNorm)
+        assert all(hasattr(param, "shard_spec") for param in model.parameters())
+
+    def test_a_missing_sub_module_is_named_with_the_nearest(self) -> None:
+        table = [*WHOLE_TABLE, column("upp")]
+        with pytest.raises(ValueError, match=r"Block has no sub-module 'upp'; the nearest are \['up'"):
+            _shard(TablePolicy(table, LAYOUT))
+
+    def test_an_optional_sub_module_may_be_missing(self) -> None:
+        _shard(TablePolicy([*WHOLE_TABLE, column("gate", ignore_if_not_exist=True)], LAYOUT))
+
+    def test_an_unclaimed_module_is_named(self) -> None:
+        expected = r"TablePolicy says nothing about blocks.\*.norm \(a LayerNorm\), so that.*use tp_size=1"
+        with pytest.raises(ValueError, match=expected):
+            _shard(TablePolicy(WHOLE_TABLE[:2], LAYOUT))
+
+    def test_all_reasons_come_together_and_nothing_is_changed(self) -> None:
+        model = Base()
+        before = {name: (type(module), id(module)) for name, module in model.named_modules()}
+        with pytest.raises(ValueError) as caught:
+            _shard(TablePolicy([column("up"), column("nothing")], LAYOUT), model)
+        for reason in ("no sub-module 'nothing'", "blocks.*.down", "blocks.*.norm"):
+            assert reason in str(caught.value)
+        assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
+
+    def test_a_target_of_the_wrong_kind_is_refused(self) -> None:
+        table = [*WHOLE_TABLE[:2], column("norm")]
+        with pytest.raises(TypeError, match="LayerNorm is not a linear layer; name an nn.Linear or a Conv1D"):
+            _shard(TablePolicy(table, LAYOUT))
+
+
+class TestStages:
+    def test_without_a_stage_layout_there_is_no_pipeline(self) -> None:
+        with pytest.raises(ValueError, match="cannot be cut into pipeline stages; use pp_size=1"):
+            _shard(TablePolicy(WHOLE_TABLE, None), num_stages=2)
+
+    def test_a_module_without_a_stage_is_named(self) -> None:
+        layout = StageLayout(layers="blocks", first={"embed": Received})
+        with pytest.raises(ValueError, match=r"modules \['head'\] are neither first, last nor on every stage"):
+            _shard(TablePolicy(WHOLE_TABLE, layout), num_stages=2)
+
+    def test_more_stages_than_layers(self) -> None:
+        with pytest.raises(ValueError, match="pp_size=4 is larger than the model's 3 layers"):
+            _shard(TablePolicy(WHOLE_TABLE, LAYOUT), num_stages=4)
+
+    def test_a_stage_keeps_the_names_of_what_it_holds(self) -> None:
+        model = _shard(TablePolicy(WHOLE_TABLE, LAYOUT), num_stages=2)
+        held = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+        assert held == {"embed", *(f"blocks.{i}.{part}" for i in (0, 1) for part in ("up", "down", "norm"))}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "tp_size", "message"),
+    [
+        ("bert", {}, 3, "tp_size=3 does not divide num_attention_heads=4; use 1, 2 or 4"),
+        ("gpt2", {}, 8, "tp_size=8 does not divide num_attention_heads=4; use 1, 2 or 4"),
+        ("swin", {}, 8, "tp_size=8 does not divide num_heads[0]=4; use 1, 2 or 4"),
+        ("clip", {}, 3, "tp_size=3 does not divide vision_config.num_attention_heads=4; use 1, 2 or 4"),
+        (
+            "llama",
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            4,
+            "tp_size=4 neither divides num_key_value_heads=3 nor is a multiple of it; use 1 or 3",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_shared_out(
+    family: str, config: dict[str, int], tp_size: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShardConfig, "tensor_parallel_size", tp_size)
+    model = FAMILIES[family].build(next(iter(FAMILIES[family].heads)), **config)
+    policy = policy_for(model)
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig())
+    assert policy.check() == [message]
+
+
+def test_fewer_key_value_heads_than_ranks_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardConfig, "tensor_parallel_size", 4)
+    policy = LlamaPolicy()
+    policy.set_model(FAMILIES["llama"].build("causal_lm", num_key_value_heads=1))
+    policy.set_shard_config(ShardConfig())
+    assert policy.check() == []
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(
+    ("family", "head", "options", "message"),
+    [
+        ("swin", "image", {"sequence": True}, "does not support the windows of SwinForImageClassification; use enable"),
+        ("beit", "segmentation", {"stages": 2}, "BeitForSemanticSegmentation reads hidden states that lie on several"),
+        ("swinv2", "backbone", {"stages": 2}, "Swinv2Backbone reads hidden states that lie on several pipeline stages"),
+        ("beit", "backbone", {"sequence": True}, "leaves BeitBackbone parts of the hidden states that it reads; use"),
+        ("swinv2", "image", {"stages": 2, "recompute": True}, "recomputes whole lists of layers of Swinv2ForImage"),
+    ],
+)
+def test_what_a_family_cannot_do(family: str, head: str, options: dict[str, int], message: str) -> None:
+    model = FAMILIES[family].build(head)
+    if options.get("recompute"):
+        model.gradient_checkpointing_enable()
+    policy = policy_for(model)
+    policy.set_model(model)
+    policy.set_shard_config(
+        ShardConfig(
+            pipeline_stage_manager=PipelineStageManager(0, options.get("stages", 1)),
+            enable_sequence_parallelism=options.get("sequence", False),
+        )
+    )
+    (problem,) = policy.check()
+    assert message in problem
+
+
+class QuietPolicy(Policy):
+    """Says nothing but what it has to."""
+
+    def head_counts(self) -> Mapping[str, int]:
+        return {}
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        return {"Block": ModulePolicyDescription(sub_module_replacement=WHOLE_TABLE)}
+
+
+class SayingPolicy(QuietPolicy):
+    supports_sequence_parallel = True
+
+
+class OtherTablePolicy(SayingPolicy):
+    """Says nothing about its own table."""
+
+    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        return {}
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(("policy", "may"), [(QuietPolicy, False), (SayingPolicy, True), (OtherTablePolicy, False)])
+def test_a_policy_has_to_say_that_the_sequence_may_be_cut(policy: type[Policy], may: bool) -> None:
+    asked = policy()
+    asked.set_model(Base())
+    asked.set_shard_config(ShardConfig(enable_sequence_parallelism=True))
+    refusal = f"{policy.__name__} does not say supports_sequence_parallel = True; use enable_sequence_parallelism=False"
+    assert [refusal in problem for problem in asked.check()] == ([] if may else [True])
+
+
+def test_a_policy_has_to_say_that_its_heads_write_the_usual_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPM-Ant's labels are those of the next token already, unlike others with its suffix."""
+    head = transformers.CpmAntForCausalLM
+    for says in (False, True):
+        policy = type("CpmAntPolicy", (BertPolicy,), {"writes_usual_losses": True} if says else {})
+        classes = {f"{head.__module__}.{head.__name__}": policy}
+        monkeypatch.setattr(losses, "supported_classes", lambda classes=classes: classes)
+        assert (losses.known_head(head) is not None) == says
+
+
+# ----- the registry -----
+
+
+def test_every_class_of_the_registry_exists_and_has_its_policy() -> None:
+    for qualified_name, policy in registry.supported_classes().items():
+        module, _, name = qualified_name.rpartition(".")
+        model_class = getattr(importlib.import_module(module), name)
+        assert type(policy_for(model_class.__new__(model_class))) is policy
+
+
+def test_an_unsupported_class_is_told_the_ways_to_describe_it() -> None:
+    unknown = type("BertForSomethingElse", (nn.Module,), {})
+    ways = r"neither a sharding policy nor .*; tp_size=1 .* sharding_dim=-1 .* a Policy .*, a TPInfo or slots"
+    with pytest.raises(ValueError, match=f"model class BertForSomethingElse has {ways}"):
+        policy_for(unknown())
+
+
+def test_a_style_that_is_not_known_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardConfig, "tensor_parallel_size", 2)
+    model = FAMILIES["phi3"].build("causal_lm")
+    model._tp_plan = {**model.tp_plan, "model.layers.*.mlp": "colwise_of_tomorrow"}
+    policy = policy_for(model)
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig())
+    (problem,) = policy.check()
+    assert "tensor-parallel style 'colwise_of_tomorrow' in the plan of Phi3ForCausalLM is not known" in problem
+
+
+def test_a_subclass_and_remote_code_of_the_same_name_are_found() -> None:
+    derived = type("MyClassifier", (transformers.BertForSequenceClassification,), {})
+    remote = type("LlamaForCausalLM", (nn.Module,), {"__module__": "transformers_modules.someone"})
+    assert isinstance(policy_for(derived.__new__(derived)), BertPolicy)
+    assert isinstance(policy_for(remote.__new__(remote)), LlamaPolicy)
+
+
+def test_a_policy_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_policy(f"{Base.__module__}.Base", f"{__name__}.BertPolicy")
+    assert isinstance(policy_for(Base()), BertPolicy)
+
+
+# ----- ShardConfig -----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
+            "sequence_parallelism_mode='ring_attn' does not shard over the tensor-parallel ranks; use 'split_gather'",
+        ),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be positive"),
+    ],
+)
+def test_shard_config_refuses_what_it_cannot_do(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardConfig(**options)
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_enable_all_optimization_switches_on_what_there_is() -> None:
+    config = ShardConfig(enable_all_optimization=True)
+    assert config.enable_fused_normalization and config.enable_sequence_parallelism and config.sequence is not None
+
+
+def test_a_family_is_a_description() -> None:
+    lines = sorted(len(inspect.getsource(policy).splitlines()) for policy in registry.family_policies().values())
+    assert lines[len(lines) // 2] <= 60 and lines[-1] < 150, lines

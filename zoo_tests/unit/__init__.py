@@ -1,1 +1,0 @@
-"""Tests without processes: specs, schedules, options, buckets, samplers, policies."""
