@@ -27,6 +27,7 @@ from shardformer.lazy import materialize, pretrained, set_weight_reader, waits_f
 from shardformer.lazy.weight_files import read_piece
 from shardformer.shard_spec import ShardSpec
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe, share_of
+from zoo_tests.harness.families import third_of_families
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.zoo import FAMILIES
 
@@ -52,9 +53,7 @@ class _Reader:
         return spec.shard(self.values[name])
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", [*_FAST, *third_of_families(0, but=_FAST)])
 @pytest.mark.usefixtures("two_fake_ranks")
 def test_every_family_is_sharded_without_values(family: str) -> None:
     recipe = Recipe(family=family, head=FAMILIES[family].main_head)
@@ -166,7 +165,7 @@ def test_every_layout_builds_the_same_model(family: str, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in _ALL_LAYOUTS])
+@pytest.mark.parametrize("family", third_of_families(1, but=_ALL_LAYOUTS))
 def test_every_family_is_built_the_same(family: str) -> None:
     _check_layout(_case(family, "tp2pp2"))
 
