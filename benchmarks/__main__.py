@@ -80,11 +80,11 @@ def main() -> None:
 def _introduction(options: argparse.Namespace) -> str:
     return (
         f"# Measured performance\n\nWritten by `{_command(options)}`, section by section. Every figure is a ratio of "
-        "medians within one run in which the ways that are compared take turns (A B A B), so that a machine that is "
-        f"slower on another day says the same. One thread a rank, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, {os.cpu_count()} cores. With `--only NAME` a section is measured again and "
-        "replaces the one of its title. What was changed to get here, and what did not pay, is in "
-        "[levers](levers.md).\n"
+        "medians within one run. In a run the compared implementations alternate (A B A B), so that the ratio does "
+        f"not depend on how fast the machine is on a given day. One thread per rank, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {os.cpu_count()} cores. `--only NAME` measures a section again and "
+        "replaces the section with the same title. [Levers](levers.md) lists the changes that led to these figures, "
+        "including those that did not help.\n"
     )
 
 

@@ -112,7 +112,8 @@ def report(quick: bool) -> str:
     columns = ["layout", "bytes kept / sbh", "formula / sbh", "kept, of the formula"]
     title = f"Activations of a layer of GPT-2 (batch {BATCH}, sequence {length}, hidden size {HIDDEN}, {HEADS} heads)"
     note = (
-        f"m = {_MASK_BYTES} bytes for each element that dropout looks at. Sequence parallel, we keep the gathered "
-        "inputs of two products, 4 sbh; the paper keeps a rank's part of them and gathers again in the backward pass."
+        f"m = {_MASK_BYTES} bytes for each element that dropout is applied to. Under sequence parallelism we keep the "
+        "gathered inputs of two products, 4 sbh; the paper keeps a rank's shard of them and gathers again in the "
+        "backward pass."
     )
     return table(title, columns, rows, note)

@@ -78,5 +78,6 @@ def report(quick: bool) -> str:
         "Context parallelism: times as fast as the unsharded model (2 ranks, limit 2.0)",
         ["tokens of a sequence", *WAYS],
         rows,
-        "Loss included: it never makes logits of whole sequences, which the unsharded model does.",
+        "The loss is included. The context-parallel runs never compute the logits of whole sequences; the unsharded "
+        "model does.",
     )

@@ -46,8 +46,8 @@ def report(quick: bool) -> str:
         means = {name: sum(curve[end - window : end]) / window for name, curve in curves.items()}
         rows.append([end, *means.values(), f"{(means['fp8'] / means['bf16'] - 1) * 100:+.2f} %"])
     return table(
-        f"Matrix products in 8 bit: the loss beside other precisions, means of {window} steps",
-        ["steps", *PRECISIONS, "fp8 beside bf16"],
+        f"Matrix products in 8 bit: the loss against other precisions, means of {window} steps",
+        ["steps", *PRECISIONS, "fp8 against bf16"],
         rows,
-        "On the CPU, where 8-bit products are no faster; the rounding is that of a GPU.",
+        "Measured on the CPU, where 8-bit products are not faster; the rounding is the same as on a GPU.",
     )

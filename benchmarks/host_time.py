@@ -91,7 +91,7 @@ def report(quick: bool) -> str:
     ]
     return table(
         "Host time that tensor parallelism adds to a Llama layer (tp2, fake process group)",
-        ["implementation", "added ms a layer", "times the plain layer"],
+        ["implementation", "added ms per layer", "times the plain layer"],
         rows,
         "The limit is 0.20 ms. CPU only.",
     )

@@ -125,4 +125,6 @@ def report(quick: bool) -> str:
         "time, of that with all logits",
     ]
     title = "Peak memory of a language-model loss (vocabulary {}, sequence {}, hidden size {})".format(*sizes)
-    return table(title, columns, rows, "Peaks are shares of transformers' in the same dtype; the limit is 0.35.")
+    return table(
+        title, columns, rows, "Peaks are fractions of transformers' peak in the same dtype; the limit is 0.35."
+    )

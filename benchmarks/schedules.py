@@ -79,7 +79,7 @@ def report(quick: bool) -> str:
         rows.append([name, _chunks(name), expected, found, f"{(found / expected - 1) * 100:+.1f} %"])
     return table(
         f"Pipeline schedules: speed relative to 1F1B ({RANKS} ranks, {MICROBATCHES} micro-batches, layers that wait)",
-        ["schedule", "stages a rank", "predicted", "measured", "difference"],
+        ["schedule", "stages per rank", "predicted", "measured", "difference"],
         rows,
         "CPU only.",
     )

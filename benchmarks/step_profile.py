@@ -91,7 +91,7 @@ def report(quick: bool) -> str:
         "Where each millisecond of a tp2 step goes (Llama of 4 layers, forward and backward)",
         ["kind", *(f"N_CTX {length}" for length in lengths)],
         rows,
-        f"All-reduces a step: {counts}; two a layer forward and two backward. CPU only.",
+        f"All-reduces per step: {counts}; two per layer in the forward and two in the backward pass. CPU only.",
     )
 
 

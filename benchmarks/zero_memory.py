@@ -42,7 +42,7 @@ def report(quick: bool) -> str:
         "ZeRO-1: peak memory of BERT-base against other systems",
         ["dp", "system", "peak MiB", "its peak / ours"],
         rows,
-        f"{layers} layers, global batch {BATCHES[-1][0]} x {BATCHES[-1][1]}. Above 1.0 ours is the smaller.",
+        f"{layers} layers, global batch {BATCHES[-1][0]} x {BATCHES[-1][1]}. Above 1.0 our peak is smaller.",
     )
 
 

@@ -63,7 +63,7 @@ def report(quick: bool) -> str:
             *(f"our speed / its speed, {count} x {length}" for count, length in BATCHES),
         ],
         rows,
-        f"{layers} layers; the batches are global. Above 1.0 ours is the faster.",
+        f"{layers} layers; batch sizes are global. Above 1.0 ours is faster.",
     )
 
 

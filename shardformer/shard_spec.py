@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -159,8 +158,3 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 def pad_to_multiple(size: int, multiple: int) -> int:
     """Round `size` up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
-
-
-def empty_like_spec(spec: ShardSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialized local piece."""
-    return torch.empty(spec.local_shape, dtype=dtype, device=device)
