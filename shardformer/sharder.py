@@ -16,11 +16,7 @@ from shardformer.context_parallel.attention import use_context_attention
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.policies.base import (
-    ModulePolicyDescription,
-    Policy,
-    SubModuleReplacementDescription,
-)
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.head_losses import routers_are_asked
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.uniform import UniformPolicy

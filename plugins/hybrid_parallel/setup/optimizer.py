@@ -20,8 +20,13 @@ from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from plugins.hybrid_parallel.zero.grouping import build_buckets, place_states, take_states
-from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.optimizer import (
+    HybridParallelOptimizer,
+    ModelContext,
+    StepHooks,
+)
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions
 from shardformer.matmul.weight_grad import own_native_products
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
@@ -65,26 +70,20 @@ def build_optimizer(
         own_native_products(built.model.unwrap())
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     reducer.hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
+    model = built.model
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
-        first_names,
-        mesh,
         reducer,
-        built.loss_scale,
-        config.max_norm,
-        config.nonfinite,
-        built.model.trace,
-        partial(refuse_or_skip, trace=built.model.trace, mesh=mesh),
-        config.overlap_allgather,
-        built.model.optimizers,
-        frozen,
-        order,
+        LocalParameters(first_names, model.origin.aliases, order, frozen),
+        ModelContext(mesh, built.loss_scale, model.trace, model.optimizers),
+        StepOptions(config.max_norm, config.nonfinite, config.overlap_allgather),
+        StepHooks(
+            partial(refuse_or_skip, trace=model.trace, mesh=mesh),
+            (lambda step: model.synchrony.run_at(config.synchrony_interval, [step])) if config.debug else None,
+        ),
     )
-    built.model.optimizers.append(wrapped)
-    wrapped.aliases = built.model.origin.aliases
-    if config.debug:
-        wrapped.after_step = partial(built.model.synchrony.run_at, config.synchrony_interval, [wrapped])
+    model.optimizers.append(wrapped)
     return wrapped
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,26 +19,41 @@ from plugins.hybrid_parallel.loss.loss_scale import LossScale
 from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
-from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
+from plugins.hybrid_parallel.zero.step import LocalParameters, PassRecord, StepOptions
 from shardformer.shard_spec import spec_of
 
 
-class PassRecord(Protocol):
-    """Record of the passes since the last step."""
+@dataclass(frozen=True)
+class StepHooks:
+    """Callbacks of a step; each is called on all ranks, with the optimizer.
 
-    microbatches: Sequence[Mapping[str, Any]]
+    Attributes:
+        on_nonfinite: raises, or reports why the step is skipped.
+        after_step: called when the step is complete; None for nothing.
+    """
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Record the loss of a pass in an ordinary training loop."""
+    on_nonfinite: Callable[[HybridParallelOptimizer], None]
+    after_step: Callable[[HybridParallelOptimizer], None] | None = None
 
-    def end_step(self) -> None:
-        """Record that the optimizer takes its step."""
 
-    def accept(self) -> None:
-        """Record that the gradients of the step are finite."""
+@dataclass(frozen=True)
+class ModelContext:
+    """What the optimizers of one model share.
+
+    Attributes:
+        mesh: the grid of ranks.
+        loss_scale: the model's fp16 loss scale, or a constant 1.
+        record: record of the passes of a step.
+        optimizers: all optimizers of the model, including each one as soon as it is created.
+    """
+
+    mesh: HybridMesh
+    loss_scale: LossScale
+    record: PassRecord
+    optimizers: list[HybridParallelOptimizer]
 
 
 class HybridParallelOptimizer(GuardedOptimizer):
@@ -46,21 +62,13 @@ class HybridParallelOptimizer(GuardedOptimizer):
     Args:
         optim: the user's optimizer; its groups now hold pieces of parameters.
         buckets: the buckets that hold the parameters.
-        names: local parameter -> its Hugging Face name.
         reducer: reduces gradients to the shards.
-        loss_scale: the model's fp16 loss scale, or a constant 1.
-        max_norm: upper limit for the global gradient norm; None for no clipping.
-        nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
-        trace: record of the passes of a step.
-        on_nonfinite: raises, or reports why the step is skipped; called on all ranks.
-        mesh: the grid of ranks.
-        overlap_allgather: whether the all-gather of parameters may run until the next forward pass.
-        peers: all optimizers of the model, including this one as soon as it is created.
-        frozen: the parameters that have no bucket yet.
-        order: the local parameters as the optimizer held them before, by group; None for those on other stages.
+        parameters: the parameters that it updates.
+        context: what it shares with the model's other optimizers.
+        options: options of a step.
+        hooks: callbacks of a step.
 
     Attributes:
-        aliases: name -> the other names of the same (tied) parameter.
         num_steps: number of `step` calls so far, including those before a checkpoint.
         step_was_skipped: whether the last step was skipped, on all ranks, because gradients were not finite.
         has_missed_pass: whether a pass in training mode has left no gradients, because it was given no optimizer.
@@ -70,27 +78,20 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self,
         optim: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
-        names: Mapping[nn.Parameter, str],
-        mesh: HybridMesh,
         reducer: GradientReducer,
-        loss_scale: LossScale,
-        max_norm: float | None,
-        nonfinite: str,
-        trace: PassRecord,
-        on_nonfinite: Callable[[HybridParallelOptimizer], None],
-        overlap_allgather: bool,
-        peers: list[HybridParallelOptimizer],
-        frozen: FrozenParameters,
-        order: Sequence[Sequence[nn.Parameter | None]],
+        parameters: LocalParameters,
+        context: ModelContext,
+        options: StepOptions,
+        hooks: StepHooks,
     ) -> None:
         super().__init__(optim)
-        self.buckets, self.names, self.mesh = list(buckets), dict(names), mesh
-        self.reducer, self.loss_scale, self.max_norm = reducer, loss_scale, max_norm
-        self.nonfinite, self.trace, self.on_nonfinite = nonfinite, trace, on_nonfinite
+        self.buckets, self.reducer = list(buckets), reducer
+        self.names, self.aliases, self.frozen = dict(parameters.names), parameters.aliases, parameters.frozen
+        self.mesh, self.loss_scale = context.mesh, context.loss_scale
+        self.trace, self.peers = context.record, context.optimizers
+        self.max_norm, self.nonfinite = options.max_norm, options.nonfinite
+        self.overlap_allgather, self.step_hooks = options.overlap_allgather, hooks
         self.num_steps = 0
-        self.overlap_allgather, self.peers, self.frozen = overlap_allgather, peers, frozen
-        self.aliases: Mapping[str, tuple[str, ...]] = {}
-        self.after_step: Callable[[], None] | None = None  # in debug mode
         self._norm: Tensor | None = None
         self.step_was_skipped = self.has_missed_pass = False
         self._awaits_step = False  # whether a pass has left gradients since the last step
@@ -98,7 +99,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._gathers: list[AllGatherHandle] = []
         for group in optim.param_groups:
             group["params"] = []
-        self._order, self._pieces = order, set[nn.Parameter]()
+        self._order, self._pieces = parameters.order, set[nn.Parameter]()
         self._add_to_groups(self.buckets)
 
     @property
@@ -253,8 +254,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         if not self.overlap_allgather:
             self.wait_for_parameters()
             self._close_gathers()
-        if self.after_step is not None:
-            self.after_step()
+        if self.step_hooks.after_step is not None:
+            self.step_hooks.after_step(self)
 
     def wait_for_parameters(self) -> None:
         """Wait until the parameters of the last step are gathered.
@@ -315,7 +316,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         if not self.step_was_skipped:
             self.trace.accept()
         elif not scale_may_be_why:
-            self.on_nonfinite(self)
+            self.step_hooks.on_nonfinite(self)
 
     def _hold_at(self, scale: float) -> None:
         """Rescale the present gradients, so that the gradients of the next pass can be added to them."""

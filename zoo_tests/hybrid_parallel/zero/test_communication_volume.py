@@ -74,7 +74,7 @@ def _bytes_of_a_step(bucket_size: float, place: Callable[[], Any]) -> tuple[int,
     with (
         place(),
         mock.patch.object(dist, "irecv", received),
-        mock.patch.object(PeerSegment, "window", read),
+        mock.patch.object(PeerSegment, "map_view", read),
         mock.patch("plugins.hybrid_parallel.zero.comm.collectives.reduce_scatter_flat", refused),
         mock.patch("plugins.hybrid_parallel.zero.comm.collectives.all_gather_flat", refused),
     ):

@@ -104,11 +104,11 @@ def test_what_is_refused() -> None:
             {"ep_size": 2},
             "Adafactor reads whole parameters, which ep_size=2 cuts; use ep_size=1",
         ),
-        (ClippedSGD, {"num_shards": 2}, "by what it finds in others, which zero_stage=1 with 2 replicas has on other"),
+        (ClippedSGD, {"num_shards": 2}, "from the values of others, which zero_stage=1 with 2 replicas has on other"),
         (
             ClippedSGD,
             {"pp_size": 2},
-            "by what it finds in others, which pp_size=2 has on other ranks; use zero_stage=0",
+            "from the values of others, which pp_size=2 has on other ranks; use zero_stage=0",
         ),
         (torch.optim.LBFGS, {}, "LBFGS needs a closure that runs the model again"),
     ]

@@ -63,7 +63,7 @@ def test_optimizers_as_users_write_them() -> None:
     for zero_stage in (0, 1):
         for make in (DerivedAdam, TrustAdamW, Lamb, Lion, ClippedSGD):
             if make is ClippedSGD and zero_stage == 1:
-                with pytest.raises(ConfigurationError, match="ClippedSGD updates each parameter by what it finds in"):
+                with pytest.raises(ConfigurationError, match="ClippedSGD updates each parameter from the values of"):
                     Pair.make(lambda model: ClippedSGD(model.parameters()), zero_stage=zero_stage)
                 continue
             _train(Pair.make(lambda model, make=make: make(model.parameters()), zero_stage=zero_stage))
@@ -299,7 +299,7 @@ def test_state_dicts_of_its_own_and_of_plain_torch(zero_stage: int) -> None:
 def test_what_is_refused() -> None:
     pair = Pair.make(lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
     batch = share_of(global_batch(0))
-    with pytest.raises(RuntimeError, match=r"call booster.backward\(loss, optimizer\) in the place of loss.backward"):
+    with pytest.raises(RuntimeError, match=r"call booster.backward\(loss, optimizer\) instead of loss.backward"):
         mean_square(pair.model(x=batch["x"]), batch).backward()
     with pytest.raises(RuntimeError, match=r"step\(closure\) is not supported"):
         pair.optimizer.step(lambda: 0.0)

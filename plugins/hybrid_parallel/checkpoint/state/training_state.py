@@ -94,10 +94,8 @@ def restore(
     states.
 
     Args:
-        mesh: mesh of ranks.
         objects: objects to restore, by kind.
-        directory: directory of the checkpoint.
-        manifest: manifest of the checkpoint.
+        directory, manifest: the checkpoint.
         group: group of all ranks; an error on one is raised on all.
         with_random: whether to restore random states at all.
 

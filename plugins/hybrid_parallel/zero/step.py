@@ -1,0 +1,58 @@
+"""Inputs of a step of the optimizer: its options, its parameters, and the record of its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from plugins.hybrid_parallel.zero.frozen import FrozenParameters
+
+
+class PassRecord(Protocol):
+    """Record of the passes since the last step."""
+
+    microbatches: Sequence[Mapping[str, Any]]
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Record the loss of a pass in an ordinary training loop."""
+
+    def end_step(self) -> None:
+        """Record that the optimizer takes its step."""
+
+    def accept(self) -> None:
+        """Record that the gradients of the step are finite."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a step.
+
+    Attributes:
+        max_norm: upper limit for the global gradient norm; None for no clipping.
+        nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
+        overlap_allgather: whether the all-gather of parameters may run until the next forward pass.
+    """
+
+    max_norm: float | None
+    nonfinite: str
+    overlap_allgather: bool
+
+
+@dataclass(frozen=True)
+class LocalParameters:
+    """The parameters of an optimizer on this rank.
+
+    Attributes:
+        names: local parameter -> its Hugging Face name.
+        aliases: name -> the other names of the same (tied) parameter.
+        order: the local parameters as the optimizer held them before, by group; None for those on other stages.
+        frozen: the parameters that have no bucket yet.
+    """
+
+    names: Mapping[nn.Parameter, str]
+    aliases: Mapping[str, tuple[str, ...]]
+    order: Sequence[Sequence[nn.Parameter | None]]
+    frozen: FrozenParameters
