@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 # one tensor-parallel group hold copies of the same experts, and the tensor-parallel rank varies fastest.
 TENSOR, EXPERTS = "tp", "ep_tp"
 # Attributes that this package sets on each parameter; they must not be copied to another parameter.
-_OWN_ATTRIBUTES = frozenset({"shard_spec", "grad_group", "partial_sum", "gradient_place", "bucket_place"})
+_OWN_ATTRIBUTES = frozenset({"shard_spec", "grad_group", "partial_sum", "grad_buffer", "bucket_place"})
 
 
 @dataclass(frozen=True)
