@@ -74,7 +74,7 @@ class ShardConfig:
     def __post_init__(self) -> None:
         if self.enable_sequence_parallelism and self.sequence_parallelism_mode not in ("split_gather", "all_to_all"):
             raise ValueError(
-                f"sequence_parallelism_mode='{self.sequence_parallelism_mode}' cuts nothing over the tensor-parallel "
+                f"sequence_parallelism_mode='{self.sequence_parallelism_mode}' does not shard over the tensor-parallel "
                 "ranks; use 'split_gather' or 'all_to_all', or context_parallel_process_group"
             )
         if self.make_vocab_size_divisible_by < 1:

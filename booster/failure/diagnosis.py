@@ -64,7 +64,7 @@ def diagnose_standstill(snapshots: list[Snapshot]) -> Failure:
     culprits = culprits or _ended(snapshots) or _further_on(snapshots) or _minority(snapshots)
     culprit = next((one for one in snapshots if one.rank in culprits), snapshots[0])
     others = [one for one in snapshots if one.rank not in culprits]
-    message = f"left out a collective: it {culprit.where}, while {places(others)}"
+    message = f"skipped a collective: it {culprit.where}, while {places(others)}"
     if len(culprits) > 1:
         message = f"or {ranks_text(set(culprits) - {culprit.rank})} {message}"
     return Failure.found(culprit.rank, message, others[0].operation if others else culprit.operation)
@@ -123,7 +123,7 @@ def diagnose_counts(
         odd = [rank for rank, number in numbers.items() if number != usual] if usual is not None else list(numbers)
         rank = min(odd)
         rest = [number for other, number in numbers.items() if other != rank]
-        verb = "left out a collective" if numbers[rank] < max(rest) else "added a collective"
+        verb = "skipped a collective" if numbers[rank] < max(rest) else "added a collective"
         who = f"or {ranks_text(set(odd) - {rank})} " if len(odd) > 1 else ""
         message = (
             f"{who}{verb}: at the end of optimizer.step (call {call}) it had issued {numbers[rank]} on {group.text()} "

@@ -61,7 +61,7 @@ def test_the_odd_one_out_is_named() -> None:
     snapshots = [at(rank, STEP, 3) for rank in (0, 1, 3)] + [at(2, PIPELINE, 4)]
     found = diagnose_standstill(snapshots)
     assert found.line() == (
-        "error: rank 2 left out a collective: it is in booster.execute_pipeline (call 4), waiting in all_reduce at "
+        "error: rank 2 skipped a collective: it is in booster.execute_pipeline (call 4), waiting in all_reduce at "
         "x.py:1, while ranks 0, 1 and 3 are in optimizer.step (call 3), waiting in all_reduce at x.py:1"
     )
     assert found.operation == STEP
@@ -135,7 +135,7 @@ def test_counts_that_differ_name_the_rank_that_has_fewer() -> None:
     snapshots = [at(rank, STEP, 7, **{key: record(ranks)}) for rank, (key, ranks) in groups.items()]
     found = diagnose_counts(6, differing, snapshots, counts)
     assert found.rank == 1
-    assert "left out a collective: at the end of optimizer.step (call 6) it had issued 40 on" in found.message
+    assert "skipped a collective: at the end of optimizer.step (call 6) it had issued 40 on" in found.message
     assert "where the others had issued 41" in found.message
 
 
@@ -252,7 +252,7 @@ def test_a_wait_for_ranks_is_read_off_the_stack(file: str, call: str | None) -> 
     found = wait_while_inside(code["all_reduce"])
     assert (found and found.call) == call
     if found is not None:
-        assert "unit/test_failure.py:" in found.place
+        assert "failure/test_diagnosis.py:" in found.place
 
 
 def test_a_wait_for_a_thread_is_none_for_ranks() -> None:
@@ -269,7 +269,7 @@ def test_a_wait_that_says_so_is_one() -> None:
 
     found = wait_while_inside(receive)
     assert found is not None and found.call == "receive"
-    assert "unit/test_failure.py:" in found.place
+    assert "failure/test_diagnosis.py:" in found.place
 
 
 def wait_while_inside(function: Callable[[threading.Lock], object]) -> Wait | None:

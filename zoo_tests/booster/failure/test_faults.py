@@ -66,7 +66,7 @@ def test_a_fault_is_named_and_ends_the_job(trial: Trial) -> None:
 def test_a_skipped_collective_that_hangs_nobody_is_found_by_counting(job: Callable[..., WatchedJob]) -> None:
     """The script's own sum pairs up with the library's norm from then on, and the other way round."""
     outcome = job("skipping", "metric", "2", FLAT_JSON, STEP_S="0.5").outcome()
-    assert outcome.lines[0].startswith("error: rank 2 left out a collective: at the end of optimizer.step (call ")
+    assert outcome.lines[0].startswith("error: rank 2 skipped a collective: at the end of optimizer.step (call ")
     assert_ended(outcome)
 
 

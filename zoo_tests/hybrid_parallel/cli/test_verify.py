@@ -180,7 +180,7 @@ def test_a_fault_is_found_where_it_is(
     assert first is not None, in_words(found)
     assert (first.step, first.what, first.name) == (1, what, name), first.text
     assert in_words(found).splitlines()[2] == f"different: step 1, {first.text}"
-    assert ("parts of a sum" in first.text) == (fault is verify_faults.rows_are_not_summed)
+    assert ("partial sums" in first.text) == (fault is verify_faults.rows_are_not_summed)
 
 
 def test_a_rank_that_raises_is_a_difference() -> None:

@@ -149,7 +149,7 @@ def test_a_sampler_that_yields_the_shares_of_the_layout_is_kept() -> None:
         for epoch in (0, 1):
             boosted.set_epoch(epoch)
             assert _values(boosted) == _values(plain) and len(boosted) == len(plain)
-    with pytest.raises(ConfigurationError, match=r"DistributedSampler yields share 2 of 4, .* leave the sampler away"):
+    with pytest.raises(ConfigurationError, match=r"DistributedSampler yields share 2 of 4, .* omit the sampler"):
         shard_dataloader(loader(2, 4), 0, _RANKS, torch.device("cpu"), LoadingStream())
 
 

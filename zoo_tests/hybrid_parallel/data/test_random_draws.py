@@ -102,7 +102,7 @@ def test_a_generator_of_the_order_stays_alike_on_all_replicas() -> None:
             "collate_fn draws random numbers from a torch.Generator of its own, and each of the dp_size=2",
         ),
         (_mask, DATA, 1, None),
-        (_mask_by_default, DATA, 1, "collate_fn draws random numbers from torch's default generator, and loading has"),
+        (_mask_by_default, DATA, 1, "collate_fn draws random numbers from torch's default generator, and data loading"),
         (_mask_by_default, DATA, 2, "from torch's default generator, and each of the dp_size=2 replicas draws for its"),
         (_mask_by_sample, DATA, 2, None),
         (torch.utils.data.default_collate, _Noisy(), 2, "the dataset draws .* draws the same for other samples"),

@@ -77,7 +77,7 @@ def test_other_frozen_parameters_are_refused_on_every_rank() -> None:
         model.bert.encoder.layer[1].output.dense.bias.requires_grad_(dist.get_rank() == 0)
         optimizer = torch.optim.SGD(param for param in model.parameters() if param.requires_grad)
         expected = (
-            "bert.encoder.layer.1.output.dense.bias is frozen on rank 1, and trained on rank 0; set requires_grad alike"
+            "bert.encoder.layer.1.output.dense.bias is frozen on rank 1, and trained on rank 0; set requires_grad the"
         )
         with pytest.raises(ConfigurationError, match=expected):
             Booster(plugin=HybridParallelPlugin(**layout)).boost(model, optimizer)

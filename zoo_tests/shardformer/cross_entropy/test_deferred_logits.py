@@ -137,7 +137,7 @@ def test_a_function_of_autograd_gets_logits_and_loses_no_gradient_silently() -> 
     logits, x = _deferred(head)
     found = _Doubled.apply(logits)
     torch.testing.assert_close(found, head(x) * 2)
-    with pytest.raises(RuntimeError, match="cannot hand their gradient on"):
+    with pytest.raises(RuntimeError, match="cannot propagate their gradient"):
         found.sum().backward()
 
 

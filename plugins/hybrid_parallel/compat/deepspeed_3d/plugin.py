@@ -142,7 +142,7 @@ class ThreeDPlugin(HybridParallelPlugin):
     def _check_options(self) -> None:
         problems = []
         if self.config.device_mapping is not None:
-            problems.append("device_mapping stands beside parallel_config; use the order of ranks there")
+            problems.append("device_mapping conflicts with parallel_config; use the order of ranks there")
         if self.three_d.custom_patcher and (self.config.enable_jit_fused or self.config.enable_all_optimization):
             problems.append("custom_patcher patches layers that fused operators take apart; use enable_jit_fused=False")
         if self.three_d.logit_helper is not None and self.config.enable_sequence_parallelism:

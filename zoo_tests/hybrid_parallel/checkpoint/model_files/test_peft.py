@@ -104,7 +104,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(piece, before[name]) for name, piece in _pieces(boosted).items())
     boosted.booster.load_model(boosted.model, tmp_path / "good", strict=False)
     boosted.model.unwrap().merge_and_unload()
-    with pytest.raises(ConfigurationError, match="the model has no adapter any more, since merge_and_unload or unload"):
+    with pytest.raises(ConfigurationError, match="the model has no adapters: merge_and_unload or unload removed them"):
         boosted.booster.save_model(boosted.model, tmp_path / "other")
 
 

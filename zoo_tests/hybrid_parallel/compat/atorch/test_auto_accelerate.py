@@ -145,7 +145,7 @@ def test_without_one_the_fastest_that_is_tried_is_kept(tmp_path: Path) -> None:
         ([("amp_native", {"dtype": "int8"})], "amp_native with dtype='int8' is not available; use 'fp16' or 'bf16'"),
         ([("amp_native", {"type": "bf16"})], "amp_native has no setting 'type'; use dtype and skip_if_nonfinite"),
         ([3], "3 is no method of a strategy"),
-        (["tensor_parallel"], "tensor_parallel needs to know of how many ranks"),
+        (["tensor_parallel"], "tensor_parallel needs a size"),
         ([("parallel_mode", ([("expert", 2)], None))], "parallel_mode has no group 'expert'"),
         (["deepspeed_3d_parallel"], "deepspeed_3d_parallel needs parallel_mode beside it"),
         ({"tp_siz": 2}, "HybridParallelPlugin has no option 'tp_siz'; use tp_size"),

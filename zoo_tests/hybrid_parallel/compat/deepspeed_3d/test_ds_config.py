@@ -142,7 +142,7 @@ REFUSED = [
     ),
     (
         {"zero_optimization": {"stage": 2}},
-        "zero_optimization.stage=2 cuts gradients or parameters over replicas, which",
+        "zero_optimization.stage=2 shards gradients or parameters over replicas, which",
     ),
     (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},

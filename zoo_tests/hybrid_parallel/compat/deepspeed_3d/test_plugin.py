@@ -74,7 +74,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: HybridParallelPlugin.from_3d_config({}, GROUPS), r"is a dict; use DeepSpeed3DParallelConfig\(\)"),
     (
         lambda: _plugin(overrides={"tp_size": 2}),
-        "tp_size stands beside parallel_config; use the size of 'tensor' there",
+        "tp_size conflicts with parallel_config; use the size of 'tensor' there",
     ),
     (lambda: _plugin(overrides={"tp": 2}), "HybridParallelPlugin has no option 'tp'"),
     (lambda: _plugin(3), r"parallel_config=3: is none; use \(\[\(\"tensor\", 2\)"),
