@@ -132,7 +132,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """torch's device mesh with the axes `pp`, `dp`, `cp`, `tp`."""
+        """The device mesh of torch with the axes `pp`, `dp`, `cp`, `tp`."""
         return self.grid.device_mesh
 
     @property

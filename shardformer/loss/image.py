@@ -13,6 +13,7 @@ from shardformer.loss.text import not_ignored, token_sum
 
 
 def masked_pixels(model: nn.Module) -> HeadLoss:
+    """Return the loss of heads that reconstruct masked pixels."""
     config = model.config
     epsilon = 1e-5  # transformers divides by the number of masked pixels plus this
 
@@ -27,6 +28,8 @@ def masked_pixels(model: nn.Module) -> HeadLoss:
 
 
 def masked_visual_tokens(model: nn.Module) -> HeadLoss:
+    """Return the loss of heads that predict the visual tokens of masked patches."""
+
     def of_patches(labels: Tensor, batch: Batch) -> Tensor:
         """Return labels as [rows, patches], also from transformers' list of the masked patches of all samples."""
         if labels.dim() == 2:
@@ -47,6 +50,8 @@ def masked_visual_tokens(model: nn.Module) -> HeadLoss:
 
 
 def segmentation(model: nn.Module) -> HeadLoss:
+    """Return the loss of heads that classify pixels."""
+
     def count(labels: Tensor, _: Batch) -> Tensor:
         return (labels != model.config.semantic_loss_ignore_index).sum()
 

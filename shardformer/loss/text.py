@@ -22,6 +22,7 @@ from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, IGNORED, LOSS_KEYWORDS
 
 
 def not_ignored(labels: Tensor, _: Batch) -> Tensor:
+    """Count the labels that are not ignored."""
     return (labels != IGNORE_INDEX).sum()
 
 
@@ -40,6 +41,7 @@ def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def causal_lm(model: nn.Module) -> HeadLoss:
+    """Return the loss of heads that predict the next token."""
     return _causal(model, lambda labels, _: labels)
 
 
@@ -66,6 +68,7 @@ def _causal(model: nn.Module, counted: Callable[[Tensor, Batch], Tensor]) -> Hea
 
 
 def masked_lm(model: nn.Module) -> HeadLoss:
+    """Return the loss of heads that predict the tokens at masked positions."""
     term = LossTerm("labels", not_ignored, _token_total(model), per_token=True, keywords=(DIVISOR, IGNORED))
     # A forward that passes the labels as already shifted to transformers' causal loss computes the same.
     function = "ForCausalLMLoss" if uses(type(model).forward, SHIFTED) else "ForMaskedLMLoss"
@@ -77,6 +80,7 @@ def _token_total(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 
 
 def conditional_generation(model: nn.Module) -> HeadLoss:
+    """Return the loss of encoder-decoders that predict each token of the target."""
     if not model.config.is_encoder_decoder:
         return causal_lm(model)
     plain = masked_lm(model)
@@ -117,6 +121,7 @@ def replaced_tokens(_: nn.Module) -> HeadLoss:
 def pretraining(
     model: nn.Module, pair_label: str = "next_sentence_label", pair_logits: str = "seq_relationship_logits"
 ) -> HeadLoss:
+    """Return the sum of a masked-language-model loss and a loss over pairs of sentences."""
     return HeadLoss(
         LossTerm("labels", not_ignored, lambda outputs, labels: token_sum(model, outputs.prediction_logits, labels)),
         LossTerm(
@@ -128,6 +133,8 @@ def pretraining(
 
 
 def plain_classes(_: nn.Module, per_token: bool = False) -> HeadLoss:
+    """Return the cross-entropy over classes, of samples or of tokens."""
+
     def total(outputs: Any, labels: Tensor) -> Tensor:
         return cross_entropy_sum(outputs.logits.reshape(-1, outputs.logits.shape[-1]), labels.reshape(-1))
 
@@ -141,6 +148,7 @@ def classes_of_tokens(_: nn.Module) -> HeadLoss:
 
 
 def sequence_classification(model: nn.Module) -> HeadLoss:
+    """Return the loss of sequence classification: classes, several labels or regression."""
     config = model.config
 
     def problem(labels: Tensor) -> str:
@@ -166,6 +174,8 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
 
 
 def question_answering(_: nn.Module) -> HeadLoss:
+    """Return the mean of the losses of the first and the last token of the answer."""
+
     def term(end: str) -> LossTerm:
         def count(positions: Tensor, batch: Batch) -> Tensor:
             tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]

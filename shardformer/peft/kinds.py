@@ -53,7 +53,7 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def kind_of(config: Any) -> str:
-    """Return peft's name of a kind of adapter: 'LORA', 'IA3', …"""
+    """Return peft's name of a kind of adapter: such as 'LORA' or 'IA3'."""
     return str(getattr(config.peft_type, "value", config.peft_type))
 
 
@@ -86,7 +86,7 @@ def put_inside(wrapped: nn.Module, module: nn.Module) -> None:
 
 
 def name_of(wrapped: nn.Module) -> str:
-    """Return a readable name of a class of peft: 'lora.Linear', 'lokr.Linear', …"""
+    """Return a readable name of a class of peft: such as 'lora.Linear' or 'lokr.Linear'."""
     cls = type(wrapped)
     parts = cls.__module__.split(".")
     return f"{parts[2]}.{cls.__name__}" if parts[:2] == ["peft", "tuners"] else cls.__name__

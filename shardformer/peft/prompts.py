@@ -15,7 +15,7 @@ from shardformer.policies.head_losses import HeadLoss, LossTerm
 
 
 def task_of(config: Any) -> str | None:
-    """Return peft's name of the task of an adapter: 'CAUSAL_LM', 'SEQ_CLS', …"""
+    """Return peft's name of the task of an adapter: such as 'CAUSAL_LM' or 'SEQ_CLS'."""
     return None if config.task_type is None else str(getattr(config.task_type, "value", config.task_type))
 
 

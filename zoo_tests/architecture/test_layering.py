@@ -6,6 +6,9 @@ What fails here first is a convenient import in the wrong direction; `MAY_IMPORT
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,6 +28,20 @@ MAY_IMPORT = {
     "benchmarks": {"benchmarks", "plugins", "booster", "shardformer"},
 }
 OURS = {"shardformer", "booster", "plugins", "hybrid_booster", "examples", "benchmarks", "zoo_tests"}
+# Phrases that readers had to guess at -> what to write: instead of, next to, the same, deferred, sharded, nothing, ...
+NOT_PLAIN = (
+    "in the place of",
+    "beside",
+    "alike",
+    "puts? off",
+    "deal(?:t|s)? out",
+    "nobody",
+    "somebody",
+    "in vain",
+    "anew",
+    "goes? with",
+    "in words",
+)
 MAX_FILE = 400
 MAX_LOOSE = 6  # files at the top of a package
 MAX_FUNCTION = 60
@@ -122,6 +139,16 @@ def entries_of(package: str) -> dict[str, set[str]]:
     return graph
 
 
+def prose_of(path: Path) -> Iterator[str]:
+    """Docstrings and comments of a file."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, documented)]
+    yield from filter(None, map(ast.get_docstring, nodes))
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
 def test_the_library_is_found() -> None:
     assert {"shardformer", "booster", "booster.launch", "plugins.hybrid_parallel"} <= modules().keys()
 
@@ -212,3 +239,15 @@ def test_no_star_imports() -> None:
 def test_files_say_what_they_are() -> None:
     silent = [named(path) for path in files_of(*LIBRARY) if not ast.get_docstring(tree_of(path))]
     assert not silent
+
+
+def test_words_are_plain() -> None:
+    """Docstrings and comments of the library keep to plain English."""
+    found = [
+        f"{named(path)}: {words!r} in {text.strip()[:80]!r}"
+        for path in files_of(*LIBRARY)
+        for text in prose_of(path)
+        for words in NOT_PLAIN
+        if re.search(rf"\b{words}\b", text)
+    ]
+    assert not found, "\n".join(found)
