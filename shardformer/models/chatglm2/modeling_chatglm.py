@@ -77,7 +77,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with query [batch, heads, seq, head_dim] and key, value with heads or fewer -> [batch, seq, heads, dim]."""
+    """Attend with query [batch, heads, seq, head_dim] and key, value of fewer heads -> [batch, seq, heads, dim]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * scaling
