@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from zoo_tests.campaigns.mutations.mutants import MUTANTS
 from zoo_tests.harness.ranks import use_mutant
 
 _REPOSITORY = Path(__file__).parents[3]
+_FAILED_RANK = re.compile(r"^----- rank \d+ failed$", re.MULTILINE)
 
 
 class _Outcomes:
@@ -39,11 +41,27 @@ class _Outcomes:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            message = report.longrepr.reprcrash.message.splitlines()[0]
-            by_comparison = report.when == "call" and message.startswith(("AssertionError", "assert "))
-            (self.failed if by_comparison else self.broken)[report.nodeid] = message
+            message = report.longrepr.reprcrash.message
+            by_comparison = report.when == "call" and all(map(_is_comparison, _errors_in(message)))
+            (self.failed if by_comparison else self.broken)[report.nodeid] = _errors_in(message)[0]
         elif report.when == "call":
             self.passed.append(report.nodeid)
+
+
+def _errors_in(message: str) -> list[str]:
+    """First lines of the errors of all ranks that failed; of the only one of a test that failed beside the ranks."""
+    tracebacks = _FAILED_RANK.split(message)[1:]
+    return [_raised(each) for each in tracebacks] or [message.splitlines()[0]]
+
+
+def _raised(traceback: str) -> str:
+    """The line behind the last frame: the first that is not indented."""
+    _, *behind = traceback.rpartition('\n  File "')[2].splitlines()
+    return next((line for line in behind if line.strip() and not line.startswith(" ")), "no error")
+
+
+def _is_comparison(error: str) -> bool:
+    return error.startswith(("AssertionError", "assert "))
 
 
 def run_tests(tests: Sequence[str]) -> _Outcomes:
@@ -102,7 +120,7 @@ def _is_noticed(name: str) -> bool:
     outcomes = run_tests(MUTANTS[name].tests)
     use_mutant(None)
     noticed = len(outcomes.failed) == len(MUTANTS[name].tests)
-    print(f"{name:<40} {'noticed' if noticed else 'SURVIVED':<9} {time.monotonic() - start:5.1f} s", flush=True)
+    print(f"{name:<57} {'noticed' if noticed else 'SURVIVED':<9} {time.monotonic() - start:5.1f} s", flush=True)
     for test in outcomes.passed:
         print(f"    passes {_short(test)}")
     for verdict, messages in (("breaks", outcomes.broken), ("fails ", outcomes.failed)):

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-PARITY = "zoo_tests/parity/test_parity.py::test_trains_like_plain_training"
-
 
 @dataclass(frozen=True)
 class Edit:
@@ -103,13 +101,3 @@ def _under_decorators(value: Any) -> Iterator[Any]:
     else:
         parts = [getattr(value, "func", value)]  # a cached property
     return (inspect.unwrap(part) for part in parts if part is not None)
-
-
-EDITS: dict[str, Edit] = {
-    "gradient of a column input keeps one rank's part": Edit(
-        "shardformer.layers.linear_autograd",
-        "            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)\n",
-        "            work = None\n            grad_x = grad_x.view_as(x)\n",
-        (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
-    ),
-}

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.shard_spec import spec_of
-from zoo_tests.campaigns.mutations.edits import EDITS, PARITY, Edit
+from zoo_tests.campaigns.mutations.edits import Edit
+from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
+from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER, PARITY
 
 _TWO = "num_microbatches=2"
 FEATURES = "zoo_tests/parity/test_features.py::test_options_together"
@@ -129,7 +131,7 @@ def _no_unscaling() -> None:
 def _no_gathering_after_the_step() -> None:
     from plugins.hybrid_parallel.zero import bucket
 
-    bucket.Bucket.all_gather_params = lambda self: None
+    bucket.Bucket.all_gather_params = lambda self, overlaps=False: None
 
 
 def _bad_copies_do_not_count() -> None:
@@ -234,7 +236,8 @@ def _weights_that_wait_are_forgotten() -> None:
 
 
 MUTANTS: dict[str, Mutant | Edit] = {
-    **EDITS,
+    **EDITS_OF_SHARDFORMER,
+    **EDITS_OF_PLUGIN,
     "no data-parallel reduction": Mutant(
         _no_data_parallel_reduction,
         (f"{PARITY}[bert-masked_lm-dp2-zero1]", f"{PARITY}[llama-causal_lm-pp2dp2-zero1]"),

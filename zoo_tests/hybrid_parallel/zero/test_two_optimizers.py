@@ -60,6 +60,20 @@ def test_equal_plain_torch(zero_stage: int) -> None:
         _train(toy(), *_boosted(zero_stage=zero_stage, zero_bucket_size_in_mb=1e-4), ordinary)
 
 
+@distributed(2)
+def test_gradients_of_all_optimizers_are_clipped_by_one_norm() -> None:
+    booster, model, optimizers = _boosted()
+    plain, batch = toy(), global_batch(0, rows=6)
+    booster.execute_pipeline(iter([share_of(batch)]), model, optimizer=optimizers[0])
+    mean_square(plain(batch["x"]), batch).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.testing.assert_close(model.clip_grad_norm_(0.01), expected, **EXACT)
+    for optimizer in [*optimizers, *_optimizers(plain)]:
+        optimizer.step()
+    for found, weight in zip(model.unwrap().parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, weight, **EXACT)
+
+
 def _batch(step: int) -> dict[str, Tensor]:
     return global_batch(step, rows=6, dtype=torch.float32)
 

@@ -274,6 +274,26 @@ def test_a_state_dict_that_goes_back_leaves_the_master_weights() -> None:
 
 
 @distributed(2)
+def test_a_changed_row_leaves_the_masters_of_other_rows() -> None:
+    booster = Booster(plugin=HybridParallelPlugin(precision="bf16"))
+    model = toy(torch.float32)
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-5))
+    pieces = [piece for bucket in optimizer.buckets for piece in bucket.pieces]
+    before = [piece.parameter.detach().clone() for piece in pieces]
+    with torch.no_grad():
+        for param in model.unwrap().parameters():
+            param[:1] = 3.0
+    optimizer.take_changed_weights()
+    for piece, old in zip(pieces, before, strict=True):
+        changed = piece.parameter == 3.0
+        assert torch.equal(piece.parameter[~changed], old[~changed]), "full values, not those of bf16"
+    kept = torch.tensor(float(sum((piece.parameter != 3.0).sum() for piece in pieces)))
+    dist.all_reduce(kept)
+    first_rows = sum(param[:1].numel() for param in model.unwrap().parameters())
+    assert kept == sum(param.numel() for param in model.unwrap().parameters()) - first_rows
+
+
+@distributed(2)
 def test_a_tied_weight_is_listed_by_one_name_on_all_stages() -> None:
     case = Case(recipe=Recipe(family="bert", head="masked_lm"), layout="pp2")
     model = boost(case).model

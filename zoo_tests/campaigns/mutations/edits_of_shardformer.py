@@ -1,0 +1,291 @@
+"""Mutants that change one line of shardformer: layers, attention, parallel axes, losses, policies, stages."""
+
+from __future__ import annotations
+
+from zoo_tests.campaigns.mutations.edits import Edit
+
+PARITY = "zoo_tests/parity/test_parity.py::test_trains_like_plain_training"
+CONTEXT = "zoo_tests/parity/test_context_parallel.py::test_shared_sequences_train_like_plain_training"
+EXPERTS = "zoo_tests/parity/test_expert_parallel.py::test_experts_on_several_ranks_train_like_plain_training"
+CAPACITY = "zoo_tests/parity/test_expert_parallel.py::test_what_an_expert_has_no_room_for_is_dropped"
+HEADS = "zoo_tests/parity/test_heads.py::test_head_trains_like_plain_training"
+ALL_TO_ALL = "zoo_tests/parity/test_sequence_modes.py::test_all_to_all_trains_like_plain_training"
+_ULYSSES = "enable_sequence_parallelism=True-sequence_parallelism_mode=all_to_all"
+_DROPOUT = "zoo_tests/parity/test_dropout.py"
+_SHARDFORMER = "zoo_tests/shardformer"
+_ZIGZAG = f"{_SHARDFORMER}/context_parallel/test_zigzag.py"
+_PACKED = f"{_SHARDFORMER}/attention/test_packed_documents.py::test_they_are_those_of_the_plain_model"
+_CROSS_ENTROPY = f"{_SHARDFORMER}/layers/test_embedding.py::test_cross_entropy"
+_FUSED = f"{_SHARDFORMER}/cross_entropy/test_fused_linear.py::test_head_over_two_ranks"
+_ROUTERS = f"{_SHARDFORMER}/loss/test_routers.py::test_it_is_that_of_plain_training"
+_MIXTRAL = "mixtral-causal_lm-dp2-zero1-momentum-fp32-clip-ep_size=2"
+_CROWDED = "mixtral-causal_lm-tp2-zero1-momentum-fp32-clip-ep_size=1-expert_capacity_factor=0.6"
+_KERNELS = "enable_flash_attention=True-enable_fused_normalization=True"
+
+EDITS_OF_SHARDFORMER: dict[str, Edit] = {
+    # layers, matmul
+    "gradient of a column input keeps one rank's part": Edit(
+        "shardformer.layers.linear_autograd",
+        "            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)\n",
+        "            work = None\n            grad_x = grad_x.view_as(x)\n",
+        (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
+    ),
+    "bias of a row layer added by every rank": Edit(
+        "shardformer.layers.linear",
+        "out = linear(x, self.weight.t() if self.transposed else self.weight)\n",
+        "out = linear(x, self.weight.t() if self.transposed else self.weight, self.bias)\n",
+        (f"{PARITY}[bert-masked_lm-tp2-zero1]",),
+    ),
+    "tokens of other ranks looked up as the first row": Edit(
+        "shardformer.layers.embedding",
+        "out.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
+        "out",
+        (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
+    ),
+    "last row of a cut vocabulary belongs to nobody": Edit(
+        "shardformer.layers.embedding",
+        "(ids >= self.end_row)",
+        "(ids >= self.end_row - 1)",
+        (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
+    ),
+    "padding row of a cut embedding learns": Edit(
+        "shardformer.layers.embedding",
+        "embedding(local_ids, self.weight, self._local_padding_idx())",
+        "embedding(local_ids, self.weight)",
+        (f"{_SHARDFORMER}/layers/test_embedding.py::test_embedding[1021-1-0]",),
+    ),
+    "weight gradient of the last micro-batch alone": Edit(
+        "shardformer.matmul.weight_grad",
+        "products.write_grad_weight(memory, adds,",
+        "products.write_grad_weight(memory, False,",
+        (f"{PARITY}[bert-masked_lm-pp2-zero1]",),
+    ),
+    "lookup forgets earlier micro-batches": Edit(
+        "shardformer.matmul.weight_grad",
+        "        if not adds:\n            memory.zero_()",
+        "        memory.zero_()",
+        (f"{PARITY}[llama-causal_lm-pp2-zero1]",),
+    ),
+    "gathered logits cut at the wrong end": Edit(
+        "shardformer.layers.linear",
+        "[..., : self.full_out_features]",
+        "[..., -self.full_out_features :]",
+        (f"{_SHARDFORMER}/layers/test_embedding.py::test_head[1021-True]",),
+    ),
+    # distributed, sequence_parallel
+    "partial gradients of what all ranks read": Edit(
+        "shardformer.distributed.collectives",
+        "        dist.all_reduce(grad, group=ctx.group)\n        return grad, None\n",
+        "        return grad, None\n",
+        (f"{CAPACITY}[{_CROWDED}]",),
+    ),
+    "gradient of gathered rows counted once": Edit(
+        "shardformer.distributed.collectives",
+        "grad[ctx.start : ctx.stop] * ctx.size",
+        "grad[ctx.start : ctx.stop]",
+        (f"{_ROUTERS}[2-options3]",),
+    ),
+    "gradient of a gathered sequence not summed": Edit(
+        "shardformer.sequence_parallel.split_gather",
+        "(reduce_scatter_dim(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)",
+        "(local_slice(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)",
+        (f"{PARITY}[bert-masked_lm-tp2-zero1-sp]",),
+    ),
+    "sequence padded in front": Edit(
+        "shardformer.sequence_parallel.split_gather",
+        "F.pad(x, (0, 0, 0, missing)) if missing else x",
+        "F.pad(x, (0, 0, missing, 0)) if missing else x",
+        (f"{_SHARDFORMER}/sequence_parallel/test_split_gather.py::test_enter_and_leave[5]",),
+    ),
+    "positions of the first slice on every rank": Edit(
+        "shardformer.sequence_parallel.split_gather",
+        "first = dist.get_rank(region.group) * share",
+        "first = 0",
+        (f"{ALL_TO_ALL}[qwen3-causal_lm-tp2-zero1-momentum-clip-{_ULYSSES}]",),
+    ),
+    "copied heads in another order": Edit(
+        "shardformer.sequence_parallel.ulysses",
+        "x.repeat_interleave(size // x.shape[1], 1)",
+        "x.repeat(1, size // x.shape[1], 1, 1)",
+        (f"{CONTEXT}[llama-causal_lm-cp4-zero1-momentum-clip-sequence_parallelism_mode=all_to_all]",),
+    ),
+    # attention
+    "one random stream for all heads": Edit(
+        "shardformer.attention.registry",
+        "with parallel_region(module.sharded_attention_rank):",
+        "with parallel_region(0):",
+        (f"{_DROPOUT}::test_heads_are_dropped_differently_on_every_rank",),
+    ),
+    "masks without our names": Edit(
+        "shardformer.attention.registry",
+        "    AttentionMaskInterface.register(name, masks_of(implementation))\n\n\ndef masks_of",
+        "    masks_of(implementation)\n\n\ndef masks_of",
+        (f"{PARITY}[bert-masked_lm-tp2-zero1]",),
+    ),
+    "packed documents told apart beside a cache": Edit(
+        "shardformer.attention.packed_documents",
+        'return {**inputs, "use_cache": False, "attention_mask": mask}',
+        'return {**inputs, "use_cache": False}',
+        (f"{_PACKED}[{{'tp_size': 2}}]",),
+    ),
+    "scores of uneven heads padded in front": Edit(
+        "shardformer.attention.scores",
+        "(0, 0, 0, 0, 0, most - heads)",
+        "(0, 0, 0, 0, most - heads, 0)",
+        (f"{_SHARDFORMER}/test_generation.py::test_further_ways_to_generate_with_heads_that_ranks_share_unevenly",),
+    ),
+    # context_parallel
+    "queries meet the later chunk of earlier ranks": Edit(
+        "shardformer.context_parallel.attention",
+        "Block(everything, slice(0, chunk))",
+        "Block(everything, slice(chunk, None))",
+        (f"{_ZIGZAG}::test_a_criterion_sees_whole_sequences",),
+    ),
+    "positions counted from the start of a part": Edit(
+        "shardformer.context_parallel.zigzag",
+        '"position_ids": axis.take(whole, dim=-1)',
+        '"position_ids": whole[..., : 2 * axis.chunk(length)]',
+        (f"{CONTEXT}[gpt2-lm_head-cp2pp2-zero1-momentum-clip]",),
+    ),
+    "blocks merged without rescaling": Edit(
+        "shardformer.context_parallel.blockwise",
+        "found.mul_((logs - safe).exp()[..., None]).add_(",
+        "found.add_(",
+        (f"{CONTEXT}[llama-causal_lm-cp2-zero1-momentum-clip]",),
+    ),
+    "gradient of keys that travelled here dropped": Edit(
+        "shardformer.context_parallel.ring",
+        "grad_held += ring.received(travelling)",
+        "ring.received(travelling)",
+        (f"{CONTEXT}[llama-causal_lm-cp2-zero1-momentum-clip]",),
+    ),
+    "packed documents of a cut sequence see each other": Edit(
+        "shardformer.context_parallel.attention",
+        "found = found & (documents(q) == documents(k))",
+        "found = found & (documents(q) > -1)",
+        (f"{_ZIGZAG}::test_packed_documents_do_not_see_each_other",),
+    ),
+    "parts gathered in the order of ranks": Edit(
+        "shardformer.context_parallel.zigzag",
+        "return held.argsort()[:length]",
+        "return held.sort().values[:length]",
+        (f"{_ZIGZAG}::test_a_criterion_sees_whole_sequences",),
+    ),
+    # expert_parallel
+    "rows come back in the order of experts": Edit(
+        "shardformer.expert_parallel.token_dispatcher",
+        ".index_copy(0, order, back)",
+        ".index_copy(0, order.sort().values, back)",
+        (f"{EXPERTS}[{_MIXTRAL}]",),
+    ),
+    "routing weights of the other choice": Edit(
+        "shardformer.expert_parallel.token_dispatcher",
+        "* weights.unsqueeze(-1)",
+        "* weights.flip(1).unsqueeze(-1)",
+        (f"{EXPERTS}[{_MIXTRAL}]",),
+    ),
+    "an expert takes one token too many": Edit(
+        "shardformer.expert_parallel.token_dispatcher",
+        "place < limit",
+        "place <= limit",
+        (f"{CAPACITY}[{_CROWDED}]",),
+    ),
+    "capacity forgets that tokens have several choices": Edit(
+        "shardformer.expert_parallel.token_dispatcher",
+        "self._length * num_choices / self.num_experts",
+        "self._length / self.num_experts",
+        (f"{CAPACITY}[{_CROWDED}]",),
+    ),
+    # cross_entropy, loss
+    "softmax over the vocabulary of one rank": Edit(
+        "shardformer.cross_entropy.vocab_parallel",
+        "        dist.all_reduce(sums, group=group)\n",
+        "",
+        (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
+    ),
+    "gradient where labels are ignored": Edit(
+        "shardformer.cross_entropy.vocab_parallel",
+        "probabilities.mul_((counted * grad).unsqueeze(-1))",
+        "probabilities.mul_(grad.unsqueeze(-1))",
+        (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
+    ),
+    "cross-entropy in 16 bit": Edit(
+        "shardformer.cross_entropy.vocab_parallel",
+        "return logits if logits.dtype == torch.float64 else logits.float()",
+        "return logits",
+        (f"{_CROSS_ENTROPY}_is_computed_in_fp32_at_least[dtype1]",),
+    ),
+    "gradient of the head from the last chunk": Edit(
+        "shardformer.cross_entropy.fused_linear",
+        ".addmm_(grad_logits.t(), hidden)",
+        ".addmm_(grad_logits.t(), hidden, beta=0)",
+        (f"{_FUSED}[1]",),
+    ),
+    "maxima of ranks not aligned": Edit(
+        "shardformer.cross_entropy.fused_linear",
+        "(totals * (peaks - highest).exp()).sum(dim=0).log()",
+        "totals.sum(dim=0).log()",
+        (f"{_FUSED}[22]",),
+    ),
+    "label behind the end of a sequence": Edit(
+        "shardformer.loss.text",
+        "value=IGNORE_INDEX if ignored is None else int(ignored)",
+        "value=0 if ignored is None else int(ignored)",
+        (f"{PARITY}[llama-causal_lm-dp2-zero1]",),
+    ),
+    "start and end of an answer count twice": Edit(
+        "shardformer.loss.text",
+        "weight=0.5, keywords=(DIVISOR,)",
+        "weight=1.0, keywords=(DIVISOR,)",
+        (f"{HEADS}[bert-question_answering-dp2-zero1-num_microbatches=2]",),
+    ),
+    "several labels of a sample count once": Edit(
+        "shardformer.loss.text",
+        "torch.tensor(labels.numel(), device=labels.device)",
+        "torch.tensor(len(labels), device=labels.device)",
+        (f"{HEADS}[bert-multi_label-dp2-zero1-num_microbatches=2]",),
+    ),
+    "routers balance padding too": Edit(
+        "shardformer.loss.routers",
+        "mask = None if mask is None else gather(mask.reshape(-1))[None]",
+        "mask = None",
+        (f"{_ROUTERS}[2-options3]",),
+    ),
+    # policies, stages
+    "biases of the first heads on every rank": Edit(
+        "shardformer.policies.module_edits",
+        "first = dist.get_rank(group) * local_heads",
+        "first = 0",
+        (f"{PARITY}[bloom-causal_lm-tp4-zero1-fp32-enable_fused_normalization=True]",),
+    ),
+    "gathered input reduced twice": Edit(
+        "shardformer.policies.rules",
+        "is_gathered = self.config.sequence is not None and not reads_whole",
+        "is_gathered = False",
+        (f"{PARITY}[bert-masked_lm-tp2-zero1-sp]",),
+    ),
+    "norm of heads learns from one rank": Edit(
+        "shardformer.policies.rules",
+        "[_replace(suffix, target, {}, partial_gradient=True) for suffix in suffixes]",
+        "[_replace(suffix, target, {}) for suffix in suffixes]",
+        (f"{PARITY}[qwen3-causal_lm-tp4-zero1-fp32-{_KERNELS}-enable_jit_fused=True]",),
+    ),
+    "fused query, key and value cut as one": Edit(
+        "shardformer.policies.families.gpt2",
+        "num_heads=heads, part_size=config.hidden_size)",
+        "num_heads=heads)",
+        (f"{PARITY}[gpt2-lm_head-tp2-zero1]",),
+    ),
+    "position bias does not travel to the next stage": Edit(
+        "shardformer.stages.placeholders",
+        "carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]",
+        "carried = [None for _ in self.carried_inputs]",
+        (f"{PARITY}[t5-generation-tp2pp2-zero1-fp32-num_microbatches=2]",),
+    ),
+    "a stage does not read what arrived": Edit(
+        "shardformer.stages.placeholders",
+        "{inputs.names[0]: stage_input.hidden, **{name:",
+        "{**{name:",
+        (f"{PARITY}[gpt2-lm_head-pp2-zero1]",),
+    ),
+}
