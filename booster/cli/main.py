@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 
 from booster.errors import ConfigurationError
+from booster.extensions import load_extension
 
 _INTERRUPTED = 130
 _USAGE_ERROR = 2
@@ -53,10 +54,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _command_of_a_plugin(name: str) -> Callable[[list[str]], int]:
-    found = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
-    if found is None:
-        raise ConfigurationError(f"no installed plugin provides `booster {name}`; pip install hybrid-booster")
-    return found.load()
+    return load_extension(ENTRY_POINT_GROUP, name, wanted=f"`booster {name}`")
 
 
 def _parser() -> argparse.ArgumentParser:
