@@ -70,6 +70,10 @@ class SequenceParallel:
         missing = pad_to_multiple(x.shape[_SEQ_DIM], self.world_size) - x.shape[_SEQ_DIM]
         return F.pad(x, (0, 0, 0, missing)) if missing else x
 
+    def sum_slice(self, x: Tensor) -> Tensor:
+        """Reduce-scatter [batch, seq, hidden] without autograd: the slice [batch, seq/tp, hidden] of the sum."""
+        return reduce_scatter_dim(self.pad(x), _SEQ_DIM, self.group).contiguous()
+
     def all_gather(self, x: Tensor, length: int) -> Tensor:
         return all_gather_dim(x, _SEQ_DIM, self.group)[:, :length].contiguous()
 
@@ -107,14 +111,14 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (reduce_scatter_dim(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)
+        return ctx.region.sum_slice(grad), None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: SequenceParallel) -> Tensor:
         ctx.region, ctx.length = region, x.shape[_SEQ_DIM]
-        return reduce_scatter_dim(region.pad(x), _SEQ_DIM, region.group).contiguous()
+        return region.sum_slice(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -141,7 +145,7 @@ class _AwaitSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (reduce_scatter_dim(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None)
+        return ctx.region.sum_slice(grad), None
 
 
 class PendingTokens(Tensor):
