@@ -280,12 +280,12 @@ def _destroy_groups() -> None:
     """All but the world."""
     import torch.distributed as dist
 
-    from plugins.hybrid_parallel.distributed.mesh import forget_groups
+    from shardformer.distributed.process_groups import ProcessGroups
 
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    forget_groups()
+    ProcessGroups.of_world().clear()
     del group
     gc.collect()  # their threads end with them
 

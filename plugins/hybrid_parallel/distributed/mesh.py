@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives
 from shardformer.distributed.collectives import world_timeout
+from shardformer.distributed.process_groups import ProcessGroups
 from shardformer.shard_spec import EXPERTS, TENSOR
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -34,6 +35,7 @@ class HybridMesh:
         axis_groups: the groups of the axes; of `dp_cp`, which combines both axes; of `ep` and `ep_replicas`, which are
             its rows and columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks.
         replica_group: all ranks with this tensor-parallel coordinate, over which a step's loss is summed.
+        later_groups: the groups that `link_group` and `tied_group` create for this grid.
     """
 
     device_mesh: DeviceMesh
@@ -41,12 +43,14 @@ class HybridMesh:
     stage_ranks: tuple[int, ...]
     replica_group: ProcessGroup
     axis_groups: Mapping[str, ProcessGroup]
+    later_groups: ProcessGroups = field(default_factory=ProcessGroups, repr=False, compare=False)
 
     def group(self, axis: str) -> ProcessGroup:
         """Return the process group of an axis."""
         return self.axis_groups[axis]
 
     def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
         return dist.get_world_size(self.axis_groups[axis])
 
     def rank(self, axis: str) -> int:
@@ -66,13 +70,6 @@ def replicate_axis(axis: str) -> str:
     return EXPERT_REPLICAS if axis == EXPERTS else DP_CP
 
 
-# One grid per layout and world: process groups are costly and are never released.
-_MESHES: dict[tuple, HybridMesh] = {}
-_TIED_GROUPS: dict[tuple, ProcessGroup | None] = {}
-_LINK_GROUPS: dict[tuple, ProcessGroup] = {}
-_CONTROL_GROUPS: dict[int, ProcessGroup] = {}
-
-
 def build_mesh(
     pp_size: int,
     dp_size: int,
@@ -82,7 +79,7 @@ def build_mesh(
     placement: list[list[list[int]]] | None = None,
     ep_size: int = 1,
 ) -> HybridMesh:
-    """Build the grid of a layout, once; all ranks of the world must call this.
+    """Return the grid of a layout, built at the first call; all ranks of the world must call this.
 
     Args:
         placement: the ranks as [dp][pp][tp]; None for default order.
@@ -94,11 +91,9 @@ def build_mesh(
     grid = torch.arange(dist.get_world_size()).view(pp_size, dp_size, cp_size, tp_size)
     if placement is not None:
         grid = torch.tensor(placement).movedim(1, 0).unsqueeze(2)  # [pp, dp, 1, tp]
-    key = (id(dist.group.WORLD), debug, grid.shape, ep_size, tuple(grid.flatten().tolist()))
-    if key not in _MESHES:
-        with checked_collectives(debug):
-            _MESHES[key] = _build(grid, ep_size)
-    return _MESHES[key]
+    key = ("mesh", debug, grid.shape, ep_size, tuple(grid.flatten().tolist()))
+    with checked_collectives(debug):
+        return ProcessGroups.of_world().get_or_create(key, lambda: _build(grid, ep_size))
 
 
 def _build(grid: torch.Tensor, ep_size: int) -> HybridMesh:
@@ -151,10 +146,9 @@ def control_group() -> ProcessGroup:
 
     All ranks of the world must call this.
     """
-    key = id(dist.group.WORLD)
-    if key not in _CONTROL_GROUPS:
-        _CONTROL_GROUPS[key] = dist.new_group(backend="gloo", timeout=world_timeout())
-    return _CONTROL_GROUPS[key]
+    return ProcessGroups.of_world().get_or_create(
+        "control", lambda: dist.new_group(backend="gloo", timeout=world_timeout())
+    )
 
 
 def pipelines_of(device_mesh: DeviceMesh) -> list[list[int]]:
@@ -167,10 +161,7 @@ def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
 
     All ranks of the world must call this.
     """
-    key = (id(mesh.device_mesh), *link)
-    if key not in _LINK_GROUPS:
-        _LINK_GROUPS[key] = _own_group(pipelines_of(mesh.device_mesh))
-    return _LINK_GROUPS[key]
+    return mesh.later_groups.get_or_create(("link", *link), lambda: _own_group(pipelines_of(mesh.device_mesh)))
 
 
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:
@@ -178,15 +169,14 @@ def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None
 
     All ranks of the world must call this.
     """
-    key = (id(mesh.device_mesh), stages)
-    if key not in _TIED_GROUPS:
-        pipelines = pipelines_of(mesh.device_mesh)
-        others = [stage for stage in range(mesh.size("pp")) if stage not in stages]
-        # The other stages get a group too: torch names locally synchronised groups (the copies of key/value heads) by
-        # the number of groups that a rank is in, which therefore must not differ between ranks.
-        parts = [part for part in (stages, others) if part]
-        _TIED_GROUPS[key] = _own_group([[ranks[stage] for stage in part] for part in parts for ranks in pipelines])
-    return _TIED_GROUPS[key] if mesh.rank("pp") in stages else None
+    pipelines = pipelines_of(mesh.device_mesh)
+    others = [stage for stage in range(mesh.size("pp")) if stage not in stages]
+    # The other stages get a group too: torch names locally synchronised groups (the copies of key/value heads) by the
+    # number of groups that a rank is in, which therefore must not differ between ranks.
+    parts = [part for part in (stages, others) if part]
+    partition = [[ranks[stage] for stage in part] for part in parts for ranks in pipelines]
+    group = mesh.later_groups.get_or_create(("tied", stages), lambda: _own_group(partition))
+    return group if mesh.rank("pp") in stages else None
 
 
 def _own_group(partition: list[list[int]]) -> ProcessGroup | None:
@@ -208,12 +198,6 @@ def _in_order(ranks: list[int]) -> dict[str, bool]:
             "use ascending ranks along every axis, or a newer torch"
         )
     return {"sort_ranks": False}
-
-
-def forget_groups() -> None:
-    """Forget groups after `destroy_process_group`: a new world may get the id of the destroyed one."""
-    for groups in (_MESHES, _TIED_GROUPS, _LINK_GROUPS, _CONTROL_GROUPS):
-        groups.clear()
 
 
 def current_device() -> torch.device:

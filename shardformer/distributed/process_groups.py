@@ -1,0 +1,45 @@
+"""Process groups that are created once and used again, because communicators and their threads are costly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+Created = TypeVar("Created")
+
+
+class ProcessGroups:
+    """Process groups, and objects made of them, by key; each is created at its first use."""
+
+    def __init__(self) -> None:
+        self._created: dict[Hashable, Any] = {}
+
+    @staticmethod
+    def of_world() -> ProcessGroups:
+        """Return the groups that belong to torch's default process group, which all boosts of a process share.
+
+        They are looked up, not passed in: two boosts have nothing in common but the default process group. They are
+        released with it, so a process that destroys it and joins another job gets new groups.
+        """
+        return _OF_WORLD.setdefault(dist.group.WORLD, ProcessGroups())
+
+    def get_or_create(self, key: Hashable, create: Callable[[], Created]) -> Created:
+        """Return the entry of `key`; if there is none, store and return the result of `create`.
+
+        All ranks that take part in `create` must ask for the same keys in the same order.
+        """
+        if key not in self._created:
+            self._created[key] = create()
+        return self._created[key]
+
+    def clear(self) -> None:
+        """Remove all entries, after their groups were destroyed while the default process group was kept."""
+        self._created.clear()
+
+
+# Weak keys: torch holds the default process group until `destroy_process_group`.
+_OF_WORLD: WeakKeyDictionary[ProcessGroup, ProcessGroups] = WeakKeyDictionary()
