@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,14 @@ class GroupRecord:
     operations: list[tuple[int, str]] = field(default_factory=list)
     pending: int | None = None
 
+    def add(self, entries: list[dict[str, Any]]) -> None:
+        """Add the flight recorder's entries of this group, oldest first."""
+        if not entries:
+            return
+        self.only_collectives = entries[-1]["op_id"] == entries[-1]["collective_seq_id"] == self.issued
+        self.operations = [(entry["op_id"], _described(entry)) for entry in entries[-_KEPT_OPERATIONS:]]
+        self.pending = next((entry["op_id"] for entry in entries if not entry["retired"]), None)
+
     def text(self) -> str:
         """Describe the group, for messages."""
         from booster.failure.failure_report import ranks_text
@@ -53,55 +62,65 @@ class GroupRecord:
         return f"{members} ({self.name})" if self.name else members
 
 
-def issued() -> dict[str, int]:
-    """Return group -> number of operations that this rank issued, for groups of more than one rank."""
-    numbers = ((key, _number(group)) for key, group in _groups())
-    return {key: number for key, number in numbers if number is not None}
+class CollectiveCounts:
+    """Reads how many operations this rank has issued on each process group of more than one rank, and which."""
 
+    def __init__(self) -> None:
+        self._keys: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
-def records(with_operations: bool = True) -> dict[str, GroupRecord]:
-    """Return group -> record from the sequence numbers and, if `with_operations`, the flight recorder."""
-    entries: dict[str, list[dict[str, Any]]] = {}
-    for entry in _flight_record() if with_operations else ():
-        entries.setdefault(entry["process_group"][0], []).append(entry)
-    found: dict[str, GroupRecord] = {}
-    made_alike: Counter[int] = Counter()
-    for key, group in _groups():
-        mine = entries.get(group.group_name, [])
-        ranks = dist.get_process_group_ranks(group)
-        pattern = _pattern(ranks)
-        made_alike[pattern] += 1
-        role = f"{pattern:08x}/{made_alike[pattern]}"
-        record = GroupRecord(_name(group), ranks, _number(group) or 0, role)
-        if mine:
-            record.only_collectives = mine[-1]["op_id"] == mine[-1]["collective_seq_id"] == record.issued
-            record.operations = [(entry["op_id"], _described(entry)) for entry in mine[-_KEPT_OPERATIONS:]]
-            pending = [entry["op_id"] for entry in mine if not entry["retired"]]
-            record.pending = pending[0] if pending else None
-        found[key] = record
-    return found
+    def issued(self) -> dict[str, int]:
+        """Return group -> number of operations that this rank issued."""
+        numbers = ((key, _number(group)) for key, group in self._groups())
+        return {key: number for key, number in numbers if number is not None}
 
+    def records(self, with_operations: bool = True) -> dict[str, GroupRecord]:
+        """Return group -> record from the sequence numbers and, if `with_operations`, the flight recorder."""
+        entries: dict[str, list[dict[str, Any]]] = {}
+        for entry in _flight_record() if with_operations else ():
+            entries.setdefault(entry["process_group"][0], []).append(entry)
+        found: dict[str, GroupRecord] = {}
+        made_alike: Counter[int] = Counter()
+        for key, group in self._groups():
+            ranks = dist.get_process_group_ranks(group)
+            pattern = _pattern(ranks)
+            made_alike[pattern] += 1
+            record = GroupRecord(_name(group), ranks, _number(group) or 0, f"{pattern:08x}/{made_alike[pattern]}")
+            record.add(entries.get(group.group_name, []))
+            found[key] = record
+        return found
 
-def left_out_since(before: Mapping[str, int], since: Mapping[str, int]) -> int | None:
-    """Return how many leading collectives of the previous step this rank has skipped in the current one.
+    def left_out_since(self, before: Mapping[str, int], since: Mapping[str, int]) -> int | None:
+        """Return how many leading collectives of the previous step this rank has skipped in the current one.
 
-    Args:
-        before, since: results of `issued` at the start and at the end of the previous step.
+        Args:
+            before, since: results of `issued` at the start and at the end of the previous step.
 
-    Returns:
-        The number; None if the current step does not continue like the previous one after these collectives.
-    """
-    keys = {group.group_name: key for key, group in _groups()}
-    earlier, now = [], []
-    for entry in _flight_record():
-        key, number = keys.get(entry["process_group"][0]), entry["op_id"]
-        if key is None or any(word in entry["profiling_name"] for word in _POINT_TO_POINT):
-            continue
-        if number > since.get(key, 0):
-            now.append((key, _described(entry)))
-        elif number > before.get(key, 0):
-            earlier.append((key, _described(entry)))
-    return next((left for left in range(len(earlier)) if earlier[left : left + len(now)] == now), None)
+        Returns:
+            The number; None if the current step does not continue like the previous one after these collectives.
+        """
+        keys = {group.group_name: key for key, group in self._groups()}
+        earlier, now = [], []
+        for entry in _flight_record():
+            key, number = keys.get(entry["process_group"][0]), entry["op_id"]
+            if key is None or any(word in entry["profiling_name"] for word in _POINT_TO_POINT):
+                continue
+            if number > since.get(key, 0):
+                now.append((key, _described(entry)))
+            elif number > before.get(key, 0):
+                earlier.append((key, _described(entry)))
+        return next((left for left in range(len(earlier)) if earlier[left : left + len(now)] == now), None)
+
+    def _groups(self) -> Iterator[tuple[str, ProcessGroup]]:
+        """Yield (key, group) for each group of more than one rank; the key is the same on all members."""
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group.size() > 1:
+                yield self._key(group), group
+
+    def _key(self, group: ProcessGroup) -> str:
+        if group not in self._keys:
+            members = zlib.crc32(json.dumps(dist.get_process_group_ranks(group)).encode())
+            self._keys[group] = f"{group.group_name}/{members:08x}"
+        return self._keys[group]
 
 
 def _pattern(ranks: list[int]) -> int:
@@ -115,23 +134,6 @@ def _number(group: ProcessGroup) -> int | None:
         return group._get_sequence_number_for_group()
     except RuntimeError:
         return None
-
-
-def _groups() -> Iterator[tuple[str, ProcessGroup]]:
-    """Yield (key, group) for each group of more than one rank; the key is the same on all members."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.size() > 1:
-            yield _key(group), group
-
-
-_KEYS: dict[ProcessGroup, str] = {}
-
-
-def _key(group: ProcessGroup) -> str:
-    if group not in _KEYS:
-        members = zlib.crc32(json.dumps(dist.get_process_group_ranks(group)).encode())
-        _KEYS[group] = f"{group.group_name}/{members:08x}"
-    return _KEYS[group]
 
 
 def _name(group: ProcessGroup) -> str:

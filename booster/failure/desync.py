@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from booster.failure.collective_counts import left_out_since, records
 from booster.failure.diagnosis import (
     Snapshot,
     compare_counts,
@@ -106,7 +105,7 @@ class DesyncDetector:
             wait=wait.text() if wait else "",
             blocked_s=self.main.blocked_s,
             completed=dict(self.operations.completed),
-            groups=records(),
+            groups=self.operations.counts.records(),
             left_out=self._left_out(),
         )
 
@@ -115,11 +114,11 @@ class DesyncDetector:
         if len(self.operations.points) < 2:
             return None
         (_, before), (_, since) = list(self.operations.points)[-2:]
-        return left_out_since(before, since)
+        return self.operations.counts.left_out_since(before, since)
 
     def say_ended(self, store: dist.Store) -> None:
         """Record that this rank's script has ended: a rank that waits for it waits forever."""
-        groups = records(with_operations=False)
+        groups = self.operations.counts.records(with_operations=False)
         store.set(f"ended/{self.rank}", json.dumps(Snapshot(self.rank, groups=groups, ended=True).to_json()))
         if not self._counted_as_blocked:
             store.add(_BLOCKED, 1)

@@ -16,7 +16,6 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from booster.failure.collective_counts import issued
 from booster.failure.failure_report import Failure, is_about_communication
 from booster.failure.monitor import FailureMonitor, exit_now, say
 from booster.failure.operation_log import Operations
@@ -61,8 +60,10 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, _RAISED_ALIKE):
             publish(error, self.operation)
-        if _Process.operations is not None:
-            _Process.operations.leave(self.operation, error is None, issued if self.operation in _COUNTED else None)
+        operations = _Process.operations
+        if operations is not None:
+            count = operations.counts.issued if self.operation in _COUNTED else None
+            operations.leave(self.operation, error is None, count)
 
 
 def publish(error: BaseException, operation: str = "") -> Failure | None:

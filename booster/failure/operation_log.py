@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from booster.failure.collective_counts import CollectiveCounts
+
 _ENDED, _SPOKEN, _CODE = 0, 1, 2  # bytes of the page: two flags, and the exit code
 _PHRASE, _PLACE = slice(64, 512), slice(512, 1024)
 _SIZE = mmap.PAGESIZE
@@ -87,6 +89,7 @@ class Operations:
 
     Attributes:
         calls, completed: how often each operation was started, and completed without an error.
+        counts: reads the numbers of collectives that this rank has issued.
         points: (call number, counts at its end) of the latest `optimizer.step` calls.
     """
 
@@ -94,6 +97,7 @@ class Operations:
         self.page = SharedStatus() if hasattr(os, "memfd_create") else None
         self.calls: dict[str, int] = {}
         self.completed: dict[str, int] = {}
+        self.counts = CollectiveCounts()
         self.points: deque[tuple[int, dict[str, int]]] = deque(maxlen=_KEPT_POINTS)
         self._inside: list[str] = []
         self._say("before its first operation")
