@@ -29,7 +29,7 @@ _IDLE_SHARE_OF_A_GROUP = 0.005
 _LEAST_CPU_S = 0.02
 _LONGEST_GAP_S = 2.0  # between two looks; after a longer gap this process was suspended
 _GLOO_WORKERS, _GLOO_NETWORK = "pt_gloo_runloop", "gloo_tcp_loop"
-_WAITING_CODE: set[CodeType] = set()
+_WAITING_CODE: set[CodeType] = set()  # marked by a decorator, so complete once the modules are imported
 Function = TypeVar("Function", bound=Callable)
 
 

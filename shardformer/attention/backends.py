@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 SDPA = "sdpa_fast"  # transformers' SDPA, plus a check of which kernel it gets
 _PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn", "xformers": "xformers"}
 NAMES = (*_PACKAGES, "sdpa")
-_logged: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()  # one per process, like the loggers themselves
 
 
 @dataclass(frozen=True)

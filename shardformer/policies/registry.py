@@ -12,6 +12,8 @@ from torch import nn
 from shardformer.policies.base import Policy
 from shardformer.policies.plans.declared import declared_plan_of
 
+# Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
+# model's package registers its policy when it is imported, before there is a plugin.
 _REGISTERED: dict[str, str] = {}
 
 

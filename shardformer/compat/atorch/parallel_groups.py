@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,8 +76,22 @@ class ParallelGroups:
         return grid.movedim(dim, -1).reshape(-1, self.sizes[name]).tolist()
 
 
-_current: ParallelGroups | None = None
-_process_groups: dict[str, ProcessGroup] = {}
+class _ProcessState:
+    """What ATorch's functions share with each other: they take no object, like torch's default process group.
+
+    Attributes:
+        groups: result of the last `create_parallel_group`; None if there is none.
+        process_groups: name -> this rank's process group.
+        randomizer: the `MultiDimParallelRandomizer` of the last `init_randomizer`; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.groups: ParallelGroups | None = None
+        self.process_groups: dict[str, ProcessGroup] = {}
+        self.randomizer: Any = None
+
+
+PROCESS_STATE = _ProcessState()
 
 
 def create_parallel_group(
@@ -90,41 +105,40 @@ def create_parallel_group(
     Raises:
         ValueError: the arguments do not make a mesh of all ranks.
     """
-    global _current
     axes, order = parallel_config
     groups = ParallelGroups.of(axes, order, dist.get_world_size())
-    _process_groups.clear()
+    PROCESS_STATE.process_groups.clear()
     for name in groups.sizes:
         for ranks in groups.ranks(name):
             group = dist.new_group(ranks, timeout=world_timeout())
             if dist.get_rank() in ranks:
-                _process_groups[name] = group
-    _current = groups
+                PROCESS_STATE.process_groups[name] = group
+    PROCESS_STATE.groups = groups
     return groups
 
 
 def destroy_parallel_group() -> None:
     """Forget the groups."""
-    global _current
-    _current = None
-    _process_groups.clear()
+    PROCESS_STATE.groups = None
+    PROCESS_STATE.process_groups.clear()
 
 
 def parallel_groups() -> ParallelGroups | None:
     """Return the result of the last `create_parallel_group`; None if there is none."""
-    return _current
+    return PROCESS_STATE.groups
 
 
 def parallel_group(name: str) -> ProcessGroup | None:
     """Return this rank's process group of that name; None if there is none."""
-    return _process_groups.get(_ALIASES.get(name, name))
+    return PROCESS_STATE.process_groups.get(_ALIASES.get(name, name))
 
 
 def parallel_rank(name: str) -> int:
     """Return this rank's position in its group of that name; 0 if there is no such group."""
-    return 0 if _current is None else _current.coordinates(dist.get_rank()).get(_ALIASES.get(name, name), 0)
+    groups = PROCESS_STATE.groups
+    return 0 if groups is None else groups.coordinates(dist.get_rank()).get(_ALIASES.get(name, name), 0)
 
 
 def parallel_group_size(name: str) -> int:
     """Return the size of a group of that name; 1 if there is no such group."""
-    return 1 if _current is None else _current.sizes.get(_ALIASES.get(name, name), 1)
+    return 1 if PROCESS_STATE.groups is None else PROCESS_STATE.groups.sizes.get(_ALIASES.get(name, name), 1)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from shardformer.compat.atorch.parallel_groups import ParallelGroups, parallel_groups
+from shardformer.compat.atorch.parallel_groups import PROCESS_STATE, ParallelGroups, parallel_groups
 from shardformer.distributed.random import SharedStream
 
 State = dict[str, torch.Tensor]
@@ -85,14 +85,10 @@ class MultiDimParallelRandomizer:
             self.get_randomizer(*filter(None, names.split(","))).load_state_dict(state)
 
 
-_instance: MultiDimParallelRandomizer | None = None
-
-
 def init_randomizer(base_seed: int = 1234) -> MultiDimParallelRandomizer:
     """Create the randomizer of this process, replacing an existing one."""
-    global _instance
-    _instance = MultiDimParallelRandomizer(base_seed)
-    return _instance
+    PROCESS_STATE.randomizer = MultiDimParallelRandomizer(base_seed)
+    return PROCESS_STATE.randomizer
 
 
 def get_randomizer(*same_groups: str) -> Randomizer:
@@ -101,6 +97,6 @@ def get_randomizer(*same_groups: str) -> Randomizer:
     Raises:
         RuntimeError: there is no randomizer.
     """
-    if _instance is None:
+    if PROCESS_STATE.randomizer is None:
         raise RuntimeError("there is no randomizer; call init_randomizer first")
-    return _instance.get_randomizer(*same_groups)
+    return PROCESS_STATE.randomizer.get_randomizer(*same_groups)
