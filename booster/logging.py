@@ -11,6 +11,7 @@ class RankFilter(logging.Filter):
     """Filter that adds the rank to the message, and drops records below WARNING on all ranks but 0."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log `record`; prefix its message with the rank once there is a process group."""
         if not dist.is_initialized():
             return True
         rank = dist.get_rank()

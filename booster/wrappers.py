@@ -24,6 +24,7 @@ class ModelWrapper(nn.Module):
         return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,14 +46,17 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the wrapped optimizer."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Any:
+        """State of the wrapped optimizer, by parameter."""
         return self.optim.state
 
     @property
     def defaults(self) -> dict[str, Any]:
+        """Default options of the wrapped optimizer's parameter groups."""
         return self.optim.defaults
 
     def unwrap(self) -> torch.optim.Optimizer:
@@ -64,18 +68,23 @@ class OptimizerWrapper(torch.optim.Optimizer):
         loss.backward()
 
     def step(self, closure: Any = None) -> Any:
+        """Update the parameters; return the loss that `closure` returns, if it is given."""
         return self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters: to None or, if not `set_to_none`, to zero."""
         self.optim.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned."""
         self.optim.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise a RuntimeError: parameters are sharded by `boost()`."""
         raise RuntimeError("parameter groups cannot be added after boost(); add them to the optimizer before it")
 
     def __getattr__(self, name: str) -> Any:

@@ -70,6 +70,7 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser that reports an error as one sentence."""
 
     def error(self, message: str) -> None:
+        """Raise a parsing error as a `ConfigurationError`, instead of printing the usage and ending the process."""
         raise ConfigurationError(f"{message}; `{self.prog} --help` lists what there is")
 
 

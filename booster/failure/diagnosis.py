@@ -42,10 +42,12 @@ class Snapshot:
     left_out: int | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values; the inverse of `of_json`."""
         return asdict(self)
 
     @staticmethod
     def of_json(values: dict[str, Any]) -> Snapshot:
+        """Restore a snapshot from the values that `to_json` returned."""
         groups = {key: GroupRecord(**record) for key, record in values.pop("groups").items()}
         return Snapshot(**values, groups=groups)
 

@@ -179,6 +179,7 @@ class FailureMonitor(threading.Thread):
     # ----- the thread -----
 
     def run(self) -> None:
+        """Check the peers, the main thread and the store until `stop`; end the process once the job has failed."""
         self.main.own_threads = {self.native_id, self.link.native_id}
         while not self._stopped.is_set():
             terminated = self._sleep()

@@ -44,6 +44,7 @@ class SharedStatus:
         return self._map[_CODE]
 
     def set_ended(self, exit_code: int = 0) -> None:
+        """Record that the rank's script has ended, with the lowest 8 bits of its exit code."""
         self._map[_CODE] = exit_code & 0xFF
         self._map[_ENDED] = 1
 

@@ -47,6 +47,7 @@ class Wait:
     place: str
 
     def text(self) -> str:
+        """Describe the wait, for messages."""
         return f"waiting in {self.call} at {self.place}" if self.place else f"waiting in {self.call}"
 
 

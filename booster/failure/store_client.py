@@ -107,6 +107,7 @@ class StoreClient(threading.Thread):
     # ----- the thread -----
 
     def run(self) -> None:
+        """Answer requests and run the periodic tasks until the client is stopped."""
         next_look = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):

@@ -50,6 +50,7 @@ class ReplicaCollate:
             self._left = self._states()
 
     def __call__(self, samples: list[Any]) -> Any:
+        """Collate samples with this replica's random numbers; warn if the first batches draw the job's own numbers."""
         if self._num_batches >= _FIRST_BATCHES:
             return self._collate(samples)
         self._num_batches += 1

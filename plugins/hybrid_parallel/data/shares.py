@@ -146,6 +146,7 @@ class CollateShare:
         self.collate_fn = collate_fn
 
     def __call__(self, samples: list[Any]) -> Any:
+        """Collate this rank's samples; return a batch without rows if it has none."""
         if isinstance(samples[0], _Unowned):
             return without_rows(self.collate_fn([samples[0].sample]))
         return self.collate_fn(samples)

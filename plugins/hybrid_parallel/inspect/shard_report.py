@@ -45,10 +45,12 @@ class ParamShard:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the shard."""
         return torch.Size(self.shape).numel()
 
     @property
     def bytes(self) -> int:
+        """Size of the shard in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -71,6 +73,7 @@ class RankShards:
 
     @property
     def bytes(self) -> int:
+        """Size of all shards of the rank in bytes."""
         return sum(piece.bytes for piece in self.pieces)
 
 

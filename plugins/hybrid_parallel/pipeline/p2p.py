@@ -36,6 +36,7 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 

@@ -38,6 +38,7 @@ class Links:
     gradients_out: AnyChannel | None = None
 
     def outgoing(self) -> Iterator[AnyChannel]:
+        """Yield the channels on which the stage sends."""
         yield from (channel for channel in (self.activations_out, self.gradients_out) if channel is not None)
 
 
@@ -113,11 +114,13 @@ class PipelineRuntime:
         self.flush()
 
     def flush(self) -> None:
+        """Wait until everything that this rank's stages sent has been received."""
         for links in self.links.values():
             for channel in links.outgoing():
                 channel.flush()
 
     def release_sent(self) -> None:
+        """Release the tensors whose sends are complete, without waiting for the others."""
         for links in self.links.values():
             for channel in links.outgoing():
                 channel.release()

@@ -34,6 +34,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """Sum of all parts, in bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
@@ -75,6 +76,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
+        """Sum of all parts: the seconds of a step."""
         return self.compute + self.comm + self.bubble + self.reduction + self.optimizer
 
 

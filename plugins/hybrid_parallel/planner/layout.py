@@ -42,10 +42,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.dp_size * self.tp_size * self.pp_size * self.cp_size
 
     @property
     def num_stages(self) -> int:
+        """Number of pipeline stages over all ranks of a pipeline."""
         return self.pp_size * self.num_chunks
 
     def options(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class StaticMemory:
 
     @property
     def total(self) -> int:
+        """Sum of all parts, in bytes."""
         return self.parameters + self.masters + self.gradients + self.states + self.buffers
 
 

@@ -69,6 +69,7 @@ class Predictor:
 
     @property
     def device(self) -> Device:
+        """The kind of device that costs are predicted for."""
         return self.profiler.device
 
     def predict(self, layout: Layout, exact: bool = True, limit: float | None = None) -> Prediction:

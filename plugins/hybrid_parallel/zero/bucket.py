@@ -140,6 +140,7 @@ class Bucket(GradientsByHand):
 
     @property
     def launched(self) -> bool:
+        """Whether the reduction of this step's gradients has started."""
         return self._result is not None or self._pending is not None
 
     def collect(self) -> None:

@@ -41,6 +41,7 @@ class BucketOptions:
 
     @property
     def num_shards(self) -> int:
+        """Number of shards that a bucket is divided into: 1 under ZeRO stage 0."""
         return dist.get_world_size(self.dp_group) if self.zero_stage else 1
 
     @property
@@ -50,6 +51,7 @@ class BucketOptions:
 
     @property
     def shard_index(self) -> int:
+        """Index of this rank's shard: 0 under ZeRO stage 0."""
         return dist.get_rank(self.dp_group) if self.zero_stage else 0
 
 

@@ -24,7 +24,8 @@ Sized = TypeVar("Sized", bound="HasElements")
 class HasElements(Protocol):
     """A parameter, or a description of one."""
 
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        """Return the number of elements."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class TensorChunk:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
+        """Position and shape of this rectangle, as `torch.distributed.checkpoint` describes them."""
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=torch.Size(self.sizes))
 
 
@@ -79,6 +80,7 @@ class GlobalTensor:
     # ----- the protocol of torch.distributed.checkpoint -----
 
     def size(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
         return torch.Size(self.shape)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:  # noqa: PLW3201

@@ -51,6 +51,7 @@ class SavedTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype that `dtype` names."""
         return getattr(torch, self.dtype)
 
 

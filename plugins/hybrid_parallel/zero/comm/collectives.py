@@ -139,6 +139,7 @@ class P2PCollectives(ZeroCollectives):
         return wait
 
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
+        """Start sending the summands to the ranks that sum them; see `ZeroCollectives`."""
         rows = flat.view(len(self.others) + 1, -1)
         place = min(self.others)  # one of the first two summands, which are read as the sum is written
         parts = {rank: shard if rank == place else torch.empty_like(shard) for rank in self.others}
@@ -147,6 +148,7 @@ class P2PCollectives(ZeroCollectives):
         return _SentShard(self, shard, works, {**parts, self.rank: rows[self.rank]})
 
     def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
+        """Start sending this rank's shard to all other ranks; see `ZeroCollectives`."""
         rows = flat.view(len(self.others) + 1, -1)
         works = [dist.irecv(rows[rank], group=self.group, group_src=rank) for rank in self.others]
         works += [dist.isend(rows[self.rank], group=self.group, group_dst=rank) for rank in self.others]
@@ -193,15 +195,18 @@ class SharedMemoryCollectives(P2PCollectives):
         self.memory, self._neighbours = neighbours.memory, neighbours
 
     def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
+        """Send a number over the sockets between ranks of one machine; see `P2PCollectives`."""
         lines, tag = self._neighbours.lines, _tag(turn, kind)
         for rank in self.others:
             lines.send(rank, tag, number)
         return lambda: {rank: lines.receive(rank, tag) for rank in self.others}
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialized memory of shape [count] that the other ranks can read."""
         return self.memory.empty(count, dtype)
 
     def release(self, tensor: Tensor) -> None:
+        """Release memory from `empty` that no rank uses any more."""
         self.memory.release(tensor)
 
     def read(
@@ -217,9 +222,11 @@ class SharedMemoryCollectives(P2PCollectives):
             yield part, memory.map_view(address, part.stop - first, like.dtype, is_kept and count <= step)
 
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
+        """Start a sum for which `wait` reads the other ranks' summands; see `ZeroCollectives`."""
         return _ReadShard(self, flat, shard)
 
     def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
+        """Start a gather for which `wait` reads the other ranks' shards; see `ZeroCollectives`."""
         return _ReadGather(self, flat, is_copied)
 
 
