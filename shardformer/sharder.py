@@ -28,6 +28,7 @@ from shardformer.stages.stage import StagePartitioner, StagePlaceholder, has_mod
 from shardformer.transforms.context_parallel import context_problems, share_sequences
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.utils.customizations import carry_over
+from shardformer.utils.derived_modules import change_module
 from shardformer.utils.module_paths import told
 from shardformer.utils.parameter_names import alias_groups, retie
 
@@ -192,7 +193,7 @@ class ModelSharder:
             for name, value in description.attribute_replacement.items():
                 setattr(module, name, value)
         for change in description.param_replacement:
-            change(module)
+            module = change_module(self.model, module, change)
         for name, function in description.method_replacement.items():
             setattr(module, name, function.__get__(module))
         readers: dict[str, list[nn.Module]] = {}
@@ -206,7 +207,7 @@ class ModelSharder:
                 SharedInput(layers)
         for fuse in description.fusions if self.config.enable_jit_fused else ():
             if not any(isinstance(child, StagePlaceholder) for child in module.children()):
-                fuse(module)
+                module = change_module(self.model, module, fuse)
         if description.gathers_sequence:
             self._gather_on_entry(module)
 

@@ -9,15 +9,16 @@ therefore restores the sharded regions too; there is no second state to save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from shardformer.utils.derived_modules import derive
 
 _SEED_LIMIT = 2**62
 
@@ -111,11 +112,17 @@ def _set_default_states(states: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def draw_per_rank(module: nn.Module, rank: int) -> None:
-    """Let all random draws of `module`, including those inside kernels, use a per-rank stream."""
-    module.forward = partial(_in_region, rank, module.forward)  # no closure: a copy of the module calls its own forward
+def draw_per_rank(module: nn.Module, rank: int) -> nn.Module:
+    """Return a replacement for `module` whose random draws, including those inside kernels, use a per-rank stream."""
+    new = derive(module, _DrawsPerRank)
+    new.rank_of_draws, new.forward_in_region = rank, vars(module).pop("forward", None)
+    return new
 
 
-def _in_region(rank: int, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with parallel_region(rank):
-        return native(*args, **kwargs)
+class _DrawsPerRank(nn.Module):
+    """Runs the native forward, or one that the object itself had, in the region of a rank."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        native = self.forward_in_region or super().forward
+        with parallel_region(self.rank_of_draws):
+            return native(*args, **kwargs)

@@ -12,12 +12,13 @@ import inspect
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
+from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.phrases import divisors_phrase
 
 _INDICES = ("top_k_index", "router_indices")
@@ -72,15 +73,26 @@ def shard_experts(model: nn.Module, config: ShardConfig) -> None:
     size, factor = config.expert_parallel_size, config.expert_capacity_factor
     if size == 1 and factor is None:
         return
+    sharded = {}
     for path, experts in list(expert_modules(model)):
         if factor is not None:
             block = model.get_submodule(path.rpartition(".")[0])
             ExpertCapacity(factor, experts.num_experts, skips=size > 1).attach(block, experts)
         if size > 1:
-            _shard_experts_of(experts, config)
+            sharded[experts] = _shard_experts_of(experts, config)
+    replace_modules(model, sharded)
 
 
-def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> None:
+class _ShardedExperts(nn.Module):
+    """Sends tokens to the ranks of their experts, and runs the native forward, or the object's own, on those here."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        native = self.forward_of_experts or super().forward
+        return self.dispatcher(native, hidden_states, top_k_index, top_k_weights)
+
+
+def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> nn.Module:
+    """Shard the parameters of `experts`; return the module that replaces it."""
     group, tp_size, count = config.expert_parallel_process_group, config.tensor_parallel_size, experts.num_experts
     tp_rank = dist.get_rank(config.group) if tp_size > 1 else 0
     place, ranks = dist.get_rank(group) * tp_size + tp_rank, dist.get_world_size(group) * tp_size
@@ -96,4 +108,7 @@ def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> None:
     experts.num_experts = count // dist.get_world_size(group)
     sees_same = tp_size > 1 and not config.uses_ulysses
     region = SequenceParallel(config.group) if sees_same else None
-    experts.forward = TokenDispatcher(experts.forward, count, group, region)
+    new = derive(experts, _ShardedExperts)
+    new.forward_of_experts = vars(experts).pop("forward", None)
+    new.dispatcher = TokenDispatcher(count, group, region)
+    return new

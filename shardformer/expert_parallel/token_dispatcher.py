@@ -19,41 +19,46 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.collectives import local_slice
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 
+# (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]) -> [tokens, hidden]
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TokenDispatcher:
-    """Replacement for the forward of a module whose experts are sharded over ranks.
+    """Sends tokens to the ranks that hold their experts, and combines the results.
 
     A choice with the number `num_experts` selects no expert and adds nothing.
 
     Args:
-        forward: the module's own forward, for this rank's experts: (hidden states [tokens, hidden], experts
-            [tokens, k], weights [tokens, k]) -> [tokens, hidden].
         num_experts: total over all ranks; the ranks hold equal shares, in order.
         group: the ranks that share the experts.
         region: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
             sees different tokens.
     """
 
-    def __init__(
-        self, forward: ExpertsForward, num_experts: int, group: ProcessGroup, region: SequenceParallel | None
-    ) -> None:
-        self.own_forward, self.num_experts, self.group, self.region = forward, num_experts, group, region
+    def __init__(self, num_experts: int, group: ProcessGroup, region: SequenceParallel | None) -> None:
+        self.num_experts, self.group, self.region = num_experts, group, region
         self.num_ranks = dist.get_world_size(group)
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; all ranks of the group must call this, with any number of tokens."""
+    def __call__(
+        self, experts: ExpertsForward, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; all ranks of the group must call this, with any number of tokens.
+
+        Args:
+            experts: runs the experts of this rank.
+            hidden_states: [tokens, hidden].
+            top_k_index, top_k_weights: experts of each token, and their weights, [tokens, k].
+        """
         region = self.region
         if region is None:
-            return self._dispatch(hidden_states, top_k_index, top_k_weights)
+            return self._dispatch(experts, hidden_states, top_k_index, top_k_weights)
         missing = -len(top_k_index) % region.world_size
         padded = F.pad(top_k_index, (0, 0, 0, missing), value=self.num_experts)
         hidden, weights = (region.enter(each.unsqueeze(0)).squeeze(0) for each in (hidden_states, top_k_weights))
-        found = self._dispatch(hidden, local_slice(padded, 0, region.group), weights)
+        found = self._dispatch(experts, hidden, local_slice(padded, 0, region.group), weights)
         return region.leave(found.unsqueeze(0)).squeeze(0)
 
-    def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _dispatch(self, experts: ExpertsForward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         num_choices, chosen = index.shape[1], index.reshape(-1)  # (token, choice) pairs, flattened
         counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
         arriving = torch.empty_like(counts)  # [ranks * experts here]
@@ -64,21 +69,12 @@ class TokenDispatcher:
         order = chosen.argsort(stable=True)[: sum(sent)]  # sorted by expert; choices of no expert come last
         rows = all_to_all_uneven(hidden[order // num_choices], sent, received, self.group)
         experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
-        found = self._run_own(rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
+        found = _run_experts(experts, rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
         back = all_to_all_uneven(found, received, sent, self.group)
 
         pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back)
         weighted = pairs.unflatten(0, index.shape) * weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden.dtype)
-
-    def _run_own(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Run the local experts on [rows, hidden]; `experts` gives the expert of each row."""
-        count = len(rows)
-        if count == 0:
-            # Run one dummy row and drop its output: the experts must take part in the backward pass, which other
-            # ranks wait for, and get zero gradients like any expert without tokens.
-            rows, experts = F.pad(rows, (0, 0, 0, 1)), experts.new_zeros(1)
-        return self.own_forward(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
 
 
 class ExpertCapacity:
@@ -129,6 +125,16 @@ class ExpertCapacity:
         over = ~self.kept(index)
         index = index.masked_fill(over, self.num_experts) if self.skips else index
         return hidden, index, weights.masked_fill(over, 0.0)
+
+
+def _run_experts(experts: ExpertsForward, rows: Tensor, chosen: Tensor) -> Tensor:
+    """Run the local experts on [rows, hidden]; `chosen` gives the expert of each row."""
+    count = len(rows)
+    if count == 0:
+        # Run one dummy row and drop its output: the experts must take part in the backward pass, which other ranks
+        # wait for, and get zero gradients like any expert without tokens.
+        rows, chosen = F.pad(rows, (0, 0, 0, 1)), chosen.new_zeros(1)
+    return experts(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
 
 
 def all_to_all_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -116,8 +114,8 @@ class _LocalLookup(nn.Embedding):
 
 def _keep_forward(native: nn.Embedding, local: VocabParallelEmbedding) -> nn.Embedding:
     """Keep the own forward of an embedding class that scales its output (Gemma) around the lookup of local rows."""
-    kept = copy.copy(native)
-    kept._parameters = {"weight": local.weight}
-    kept.group, kept.first_row, kept.end_row = local.group, local.first_row, local.end_row
-    kept.__class__ = type(type(native).__name__, (type(native), _LocalLookup), {})
+    cls = type(type(native).__name__, (type(native), _LocalLookup), {})
+    kept = cls.__new__(cls)
+    rows = {"group": local.group, "first_row": local.first_row, "end_row": local.end_row}
+    vars(kept).update(vars(native), _parameters={"weight": local.weight}, **rows)
     return kept

@@ -13,6 +13,7 @@ from shardformer.context_parallel.zigzag import Positions
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout
+from shardformer.utils.derived_modules import ModuleChange
 from shardformer.utils.phrases import divisors_phrase
 
 
@@ -48,20 +49,22 @@ class ModulePolicyDescription:
 
     Attributes:
         attribute_replacement: attribute name -> value on this rank.
-        param_replacement: functions that change the module's own parameters in place.
+        param_replacement: functions that change the module's own parameters in place. One that returns an object of a
+            derived class replaces the module by it.
         sub_module_replacement: the sub-modules to replace.
         method_replacement: method name -> function that is bound to the module.
-        fusions: functions that fuse operators of the module in place, after its sub-modules are replaced.
+        fusions: functions that fuse operators of the module after its sub-modules are replaced, in place or like
+            `param_replacement`.
         gathers_sequence: whether the module starts a tensor-parallel region; under sequence parallelism its input is
             gathered.
     """
 
     attribute_replacement: dict[str, Any] = field(default_factory=dict)
-    param_replacement: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    param_replacement: list[ModuleChange] = field(default_factory=list)
     sub_module_replacement: list[SubModuleReplacementDescription] = field(default_factory=list)
     method_replacement: dict[str, Callable] = field(default_factory=dict)
     gathers_sequence: bool = False
-    fusions: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    fusions: list[ModuleChange] = field(default_factory=list)
 
 
 class Policy(ABC):

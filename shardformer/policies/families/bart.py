@@ -114,18 +114,19 @@ class BartPolicy(Policy):
             **{f"{self.prefix}{name}": ModulePolicyDescription(sub_module_replacement=heads) for name in self.heads},
         }
 
-    def _keep_local_heads(self, attention: nn.Module) -> None:
+    def _keep_local_heads(self, attention: nn.Module) -> nn.Module:
         attention.num_heads //= self.tp_size  # the towers may have different numbers of heads
         attention.embed_dim //= self.tp_size
+        return attention
 
     def _drop_behind_activation(self, layer: nn.Module) -> None:
         if self.tp_size > 1:
             drop_behind_activation(layer, self.shard_config.group.rank())
 
-    def _drop_own_slice(self, layer: nn.Module) -> None:
+    def _drop_own_slice(self, layer: nn.Module) -> nn.Module:
         """Draw functional dropout between the regions per rank, because each rank holds its own sequence slice."""
-        if self.shard_config.sequence is not None:
-            draw_per_rank(layer, self.shard_config.group.rank())
+        sees_slice = self.shard_config.sequence is not None
+        return draw_per_rank(layer, self.shard_config.group.rank()) if sees_slice else layer
 
 
 class MBartPolicy(BartPolicy):
@@ -141,10 +142,10 @@ class MvpPolicy(BartPolicy):
     family, prefix = "mvp", "Mvp"
     writes_usual_losses = True
 
-    def _keep_local_heads(self, attention: nn.Module) -> None:
+    def _keep_local_heads(self, attention: nn.Module) -> nn.Module:
         super()._keep_local_heads(attention)
-        if self.tp_size > 1:  # the model computes attention, with its dropout, itself
-            draw_per_rank(attention, self.shard_config.group.rank())
+        # The model computes attention, with its dropout, itself.
+        return draw_per_rank(attention, self.shard_config.group.rank()) if self.tp_size > 1 else attention
 
     def check(self) -> list[str]:
         prompts = ["use_prompt=True is not supported for MVP; use use_prompt=False"]

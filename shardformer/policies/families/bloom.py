@@ -117,6 +117,7 @@ class FalconPolicy(BloomPolicy):
             "FalconForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
 
-    def _draw_per_rank(self, attention: nn.Module) -> None:
+    def _draw_per_rank(self, attention: nn.Module) -> nn.Module:
         if self.tp_size > 1:  # SDPA takes the dropout probability of the module and draws the mask itself
-            draw_per_rank(attention, self.shard_config.group.rank())
+            return draw_per_rank(attention, self.shard_config.group.rank())
+        return attention

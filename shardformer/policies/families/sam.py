@@ -66,6 +66,7 @@ class SamPolicy(Policy):
             )
         return table
 
-    def _draw_per_rank(self, attention: nn.Module) -> None:
+    def _draw_per_rank(self, attention: nn.Module) -> nn.Module:
         if self.tp_size > 1:  # attention dropout is a function; the module draws nothing else
-            draw_per_rank(attention, self.shard_config.group.rank())
+            return draw_per_rank(attention, self.shard_config.group.rank())
+        return attention

@@ -110,7 +110,7 @@ def _hooked(hook: Callable[..., None]) -> Style:
 
 def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
     """Let an attention with built-in dropout draw separate random numbers on each rank, for its own heads."""
-    return lambda module: draw_per_rank(getattr(module, name), policy.shard_config.group.rank())
+    return lambda module: setattr(module, name, draw_per_rank(getattr(module, name), policy.shard_config.group.rank()))
 
 
 def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
@@ -132,7 +132,7 @@ def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
 
     def change(module: nn.Module) -> None:
         use_local_biases(getattr(module, name), heads, group)
-        draw_per_rank(getattr(module, name), group.rank())
+        setattr(module, name, draw_per_rank(getattr(module, name), group.rank()))
 
     return change
 

@@ -23,6 +23,7 @@ from shardformer.layers.linear import out_features
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.user.base import UserPolicy
 from shardformer.stages.stage import has_module
+from shardformer.utils.derived_modules import replace_modules, with_class
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,8 @@ class SlotPolicyAdapter(UserPolicy):
         injected = getattr(self.slots, "inject_policy", tuple)() or ()
         pairs = injected.items() if isinstance(injected, Mapping) else [injected] if injected else []
         for native, new in pairs:
-            for module in self.model.modules():
-                if type(module) is native:
-                    module.__class__ = new
+            found = [module for module in self.model.modules() if type(module) is native]
+            replace_modules(self.model, {module: with_class(module, new) for module in found})
         return super().postprocess()
 
     def _arguments(self) -> Mapping[type[nn.Module], Argument]:

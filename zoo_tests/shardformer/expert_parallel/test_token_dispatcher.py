@@ -7,6 +7,7 @@ What breaks here first: the order of rows that come back, ranks that nothing is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_dispatch(route: str) -> None:
 
     own = whole.detach()[rank * share : (rank + 1) * share].clone().requires_grad_()
     inputs = _inputs(route, tokens[rank], rank)
-    dispatch = TokenDispatcher(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)
+    dispatch = partial(TokenDispatcher(NUM_EXPERTS, dist.group.WORLD, None), _experts(own))
     outcome = _run(dispatch, inputs)
     _check(outcome, inputs, expected[rank], plain[rank])
     assert own.grad is not None, "an expert without tokens has zeros, as in plain training"
@@ -104,7 +105,7 @@ def test_tensor_parallel_ranks_send_a_slice_each(tokens: int) -> None:
 
     own = whole.detach()[pair * share : (pair + 1) * share].clone().requires_grad_()
     inputs = _inputs("spread", tokens, pair)
-    dispatch = TokenDispatcher(_experts(own), NUM_EXPERTS, between, SequenceParallel(across))
+    dispatch = partial(TokenDispatcher(NUM_EXPERTS, between, SequenceParallel(across)), _experts(own))
     outcome = _run(dispatch, inputs)
     _check(outcome, inputs, expected[pair], plain[pair])
     dist.all_reduce(own.grad, group=across)
@@ -116,7 +117,8 @@ def test_tensor_parallel_ranks_send_a_slice_each(tokens: int) -> None:
 def test_any_dtype_travels(dtype: torch.dtype) -> None:
     own = known(NUM_EXPERTS // 2, HIDDEN, HIDDEN, seed=dist.get_rank()).to(dtype)
     hidden, index, weights, _ = _inputs("spread", 5, 1)
-    outcome = TokenDispatcher(_experts(own), NUM_EXPERTS, dist.group.WORLD, None)(hidden.to(dtype), index, weights)
+    dispatcher = TokenDispatcher(NUM_EXPERTS, dist.group.WORLD, None)
+    outcome = dispatcher(_experts(own), hidden.to(dtype), index, weights)
     assert outcome.dtype == dtype
     assert outcome.isfinite().all()
 
