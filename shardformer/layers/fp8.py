@@ -9,8 +9,9 @@ from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.lm_head import VocabParallelLMHead
-from shardformer.matmul.backends import FP8, use_matmul_backend
-from shardformer.matmul.weight_grad import own_products
+from shardformer.layers.replicated_linear import replicated_linear
+from shardformer.matmul.backends import FP8
+from shardformer.utils.derived_modules import replace_modules
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +22,11 @@ def multiply_in_fp8(model: nn.Module) -> None:
     Embeddings, heads and other modules outside of these lists keep their precision, as do norms, attention, routers
     and stacked experts.
     """
-    found = [module for path, module in model.named_modules() if _is_in_a_list(path) and _is_linear(module)]
-    for module in found:
-        use_matmul_backend(module, FP8)
+    in_lists = [module for path, module in model.named_modules() if _is_in_a_list(path)]
+    found = {module: layer for module in in_lists if (layer := _fp8_layer(module)) is not None}
+    for layer in found.values():
+        layer.matmul_backend = FP8
+    replace_modules(model, found)
     if not found:
         _log.warning("%s has no linear layers in a list of layers: nothing multiplies in 8 bit", type(model).__name__)
 
@@ -46,7 +49,8 @@ def _is_in_a_list(path: str) -> bool:
     return any(part.isdigit() for part in path.split("."))
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _fp8_layer(module: nn.Module) -> nn.Module | None:
+    """Return the layer that multiplies in FP8 instead of `module`, or `module` itself; None if it is not linear."""
     if isinstance(module, VocabParallelLMHead):
-        return False
-    return isinstance(module, ColumnParallelLinear | RowParallelLinear) or own_products(module)
+        return None
+    return module if isinstance(module, ColumnParallelLinear | RowParallelLinear) else replicated_linear(module)

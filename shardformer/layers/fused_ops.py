@@ -13,15 +13,14 @@ import math
 import shutil
 from collections.abc import Callable
 from functools import cache
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.layers.linear import is_transposed
-from shardformer.matmul.weight_grad import linear
+from shardformer.layers.replicated_linear import replicated_linear
+from shardformer.utils.derived_modules import derive
 
 _log = logging.getLogger(__name__)
 _SQRT_HALF, _SQRT_2_PI, _CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
@@ -153,48 +152,40 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Modu
 # ----- installing the fused operators in modules -----
 
 
-def fuse_gated_mlp(mlp: nn.Module) -> None:
-    """Fuse the activation of Llama's feed-forward; replaces its forward because the product is between two modules."""
-    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
-        return
-    mlp.forward = MethodType(_forward_of_gated_mlp, mlp)
+def fuse_gated_mlp(mlp: nn.Module) -> nn.Module | None:
+    """Fuse the activation of Llama's feed-forward; return the module that replaces it, None if it stays."""
+    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation") or "forward" in vars(mlp):
+        return None
+    return derive(mlp, _FusedGatedMLP)
 
 
 def fuse_bias_gelu(module: nn.Module, linear: str, activation: str) -> None:
     """Let the activation after a linear layer add that layer's bias."""
     kind = _gelu_kind(getattr(module, activation))
-    dense = getattr(module, linear)
-    if kind is None or dense.bias is None:
-        return
-    _leave_bias_out(dense)
-    setattr(module, activation, _BiasActivation(dense, kind))
+    if kind is not None and _leave_bias_out(module, linear):
+        setattr(module, activation, _BiasActivation(getattr(module, linear), kind))
 
 
-def fuse_output(module: nn.Module) -> None:
+def fuse_output(module: nn.Module) -> nn.Module | None:
     """Fuse BERT's output block: linear, dropout, then the norm of the sum with the block's input.
 
-    Replaces the whole forward, because the sum is between two modules.
+    Returns:
+        The module that replaces the block, because the sum is between two modules; None if the block stays.
     """
-    if module.dense.bias is None:
-        return
-    _leave_bias_out(module.dense)
-    module.forward = MethodType(_forward_of_output, module)
+    if "forward" in vars(module) or not _leave_bias_out(module, "dense"):
+        return None
+    return derive(module, _FusedOutput)
 
 
-# Bound functions, not closures: a copy of a module calls its own.
+class _FusedGatedMLP(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-def _forward_of_gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
-    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-
-
-def _forward_of_output(module: nn.Module, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    found = module.dense(hidden_states)
-    return module.LayerNorm(bias_dropout_add(found, module.dense.bias, input_tensor, module.dropout))
-
-
-def _forward_without_bias(layer: nn.Module, x: Tensor) -> Tensor:
-    return linear(x, layer.weight.t() if is_transposed(layer) else layer.weight)
+class _FusedOutput(nn.Module):
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        found = self.dense(hidden_states)
+        return self.LayerNorm(bias_dropout_add(found, self.dense.bias, input_tensor, self.dropout))
 
 
 class _BiasActivation(nn.Module):
@@ -217,9 +208,16 @@ def _gelu_kind(activation: Any) -> str | None:
     return {"NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}.get(name)
 
 
-def _leave_bias_out(layer: nn.Module) -> None:
-    """Let a linear layer return its product without the bias; the consumer adds the bias."""
-    if hasattr(layer, "adds_bias"):
-        layer.adds_bias = False
-    else:
-        layer.forward = MethodType(_forward_without_bias, layer)
+def _leave_bias_out(module: nn.Module, name: str) -> bool:
+    """Let a linear layer of `module` return its product without the bias, which the consumer adds.
+
+    Returns:
+        False if that cannot be: the layer has no bias, or a forward of its own.
+    """
+    native = getattr(module, name)
+    layer = native if hasattr(native, "adds_bias") else replicated_linear(native)
+    if layer is None or layer.bias is None:
+        return False
+    setattr(module, name, layer)
+    layer.adds_bias = False
+    return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ from shardformer.distributed.collectives import (
 from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.autocast import autocast
-from shardformer.matmul.weight_grad import linear
+from shardformer.matmul.weight_grad import MatmulLayer
 from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
 from shardformer.utils.outer_call import call_through
 
 
-class ColumnParallelLinear(ParallelModule):
+class ColumnParallelLinear(ParallelModule, MatmulLayer):
     """Linear layer whose output features are sharded over the tensor-parallel axis.
 
     Input: [..., in_features], the same on every rank. Output: [..., local out_features]; with `gather_output` the
@@ -137,7 +138,7 @@ class ColumnParallelLinear(ParallelModule):
         return f"full_out_features={self.full_out_features}, local_weight={tuple(self.weight.shape)}"
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(ParallelModule, MatmulLayer):
     """Linear layer whose input features are sharded over the tensor-parallel axis.
 
     Input: [..., local in_features]. Output: the sum over ranks, [..., out_features], on every rank; in a
@@ -219,7 +220,7 @@ class RowParallelLinear(ParallelModule):
         if self.splits_input:
             start, stop, _ = self.weight.shard_spec.pieces()[0]
             x = split_to_axis(x, start, stop, self.group)
-        out = linear(x, self.weight.t() if self.transposed else self.weight)
+        out = self.linear(x, self.weight.t() if self.transposed else self.weight)
         out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
 
@@ -340,24 +341,18 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     if copies == len(ranks):
         return group
     start = dist.get_rank(group) // copies * copies
-    key = tuple(ranks[start : start + copies])
-    if key not in _COPIES_GROUPS:
-        # Local synchronization: only the members take part, so other ranks need not make this call.
-        _COPIES_GROUPS[key] = dist.new_group(list(key), use_local_synchronization=True, timeout=world_timeout())
-    return _COPIES_GROUPS[key]
+    return _new_group(tuple(ranks[start : start + copies]))
 
 
-_COPIES_GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
-
-
-def copies_groups() -> list[ProcessGroup]:
-    """Return all process groups that `copies_group` has created."""
-    return list(_COPIES_GROUPS.values())
+@cache
+def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    # Local synchronization: only the members take part, so other ranks need not make this call.
+    return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world_timeout())
 
 
 def forget_copies_groups() -> None:
     """Clear the cache of `copies_group`; call after `destroy_process_group`."""
-    _COPIES_GROUPS.clear()
+    _new_group.cache_clear()
 
 
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
@@ -366,8 +361,8 @@ def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tens
     biases = [layer.added_bias for layer in layers]
     pending = PendingGather.of(x)
     if pending is not None:
-        return GatheredLinear.apply(pending.local, pending, len(layers), *autocast(*weights, *biases))
+        return GatheredLinear.apply(pending.local, pending, layers[0], len(layers), *autocast(*weights, *biases))
     if layers[0].input_is_gathered:
-        return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [layers[0].linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     x, *parameters = autocast(x, *weights, *biases)
-    return ColumnLinear.apply(x, layers[0].group, len(layers), *parameters)
+    return ColumnLinear.apply(x, layers[0].group, layers[0], len(layers), *parameters)

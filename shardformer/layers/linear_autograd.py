@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.matmul.autocast import autocast
-from shardformer.matmul.backends import current_matmul_backend
-from shardformer.matmul.weight_grad import matrix, weight_gradient
+from shardformer.matmul.weight_grad import MatmulLayer, matrix, weight_gradient
 from shardformer.sequence_parallel.split_gather import PendingGather
 
 
@@ -26,19 +25,19 @@ class GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, pending: PendingGather, count: int, *tensors: Tensor | None
+        ctx: Any, local: Tensor, pending: PendingGather, layer: MatmulLayer, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[:count], tensors[count:]
-        ctx.products = products = current_matmul_backend()
+        ctx.backend, ctx.store = layer.matmul_backend, layer.weight_grad_store
         (local_x,) = autocast(pending.own)
-        own = [products.forward(local_x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        own = [ctx.backend.forward(local_x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         (gathered,) = autocast(pending.wait())  # [seq, batch, in]
         outputs = []
         for weight, bias, part in zip(weights, biases, own, strict=True):
             out = part.new_empty((*gathered.shape[:-1], part.shape[-1]))
             out[pending.rows] = part
             for rows in pending.other_rows:
-                out[rows] = products.forward(gathered[rows], weight, bias)
+                out[rows] = ctx.backend.forward(gathered[rows], weight, bias)
             outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
         ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
         ctx.save_for_backward(gathered, *weights)
@@ -52,32 +51,34 @@ class GatheredLinear(torch.autograd.Function):
         region, needs = ctx.pending_region, ctx.needs_input_grad
         grad_x, work = None, None
         if needs[0]:
-            whole = ctx.products.grad_input(matrix(grads[0]), weights[0])
+            whole = ctx.backend.grad_input(matrix(grads[0]), weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                ctx.products.add_grad_input(whole, matrix(grad), weight)
+                ctx.backend.add_grad_input(whole, matrix(grad), weight)
             grad_x, work = region.start_reduce_scatter(whole.unflatten(0, grads[0].shape[:-1]))  # [batch, seq, in]
         flat_x = matrix(gathered[: ctx.length].movedim(0, 1))
         flat = [matrix(grad) for grad in grads]
-        needs_weights, needs_biases = needs[3 : 3 + ctx.count], needs[3 + ctx.count :]
+        needs_weights, needs_biases = needs[4 : 4 + ctx.count], needs[4 + ctx.count :]
         grad_weights = _weight_gradients(ctx, flat, flat_x, needs_weights)
         grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_biases, strict=True)]
         if work is not None:
             work.wait()
             grad_x = grad_x.movedim(0, 1).contiguous()
-        return grad_x, None, None, *grad_weights, *grad_biases
+        return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
 class ColumnLinear(torch.autograd.Function):
     """y_i = x W_i^T + b_i for several i; includes `f`: the gradient of x is all-reduced over the axis."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, layer: MatmulLayer, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = tensors[:count], tensors[count:]
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
         ctx.weights = weights
-        ctx.products = products = current_matmul_backend()
-        return tuple(products.forward(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        ctx.backend, ctx.store = layer.matmul_backend, layer.weight_grad_store
+        return tuple(ctx.backend.forward(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -86,25 +87,25 @@ class ColumnLinear(torch.autograd.Function):
         flat = [matrix(grad) for grad in grads]  # [tokens, local out]
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.products.grad_input(flat[0], weights[0])
+            grad_x = ctx.backend.grad_input(flat[0], weights[0])
             for grad, weight in zip(flat[1:], weights[1:], strict=True):
-                ctx.products.add_grad_input(grad_x, grad, weight)
+                ctx.backend.add_grad_input(grad_x, grad, weight)
             work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         # Compute the weight gradients while the all-reduce runs.
-        needs = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[4:]
         flat_x = matrix(x)  # [tokens, in]
         grad_weights = _weight_gradients(ctx, flat, flat_x, needs[: ctx.count])
         grad_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[ctx.count :], strict=True)]
         if work is not None:
             work.wait()
             grad_x = grad_x.view_as(x)
-        return grad_x, None, None, *grad_weights, *grad_biases
+        return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
 def _weight_gradients(
     ctx: Any, flat_grads: Sequence[Tensor], flat_x: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     return [
-        weight_gradient(weight, grad, flat_x, ctx.products) if need else None
+        weight_gradient(weight, grad, flat_x, ctx.backend, ctx.store) if need else None
         for weight, grad, need in zip(ctx.weights, flat_grads, needs, strict=True)
     ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +11,8 @@ from torch.distributed import ProcessGroup
 
 from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
 from shardformer.layers.linear import ColumnParallelLinear
-from shardformer.matmul.weight_grad import is_native_linear
+from shardformer.layers.replicated_linear import Linear
+from shardformer.utils.derived_modules import derive, replace_modules
 
 
 class VocabParallelLMHead(ColumnParallelLinear):
@@ -63,33 +63,44 @@ def parallel_logits(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def deferred_logits(model: nn.Module) -> Iterator[None]:
     """Enter `parallel_logits`, and defer logits to the loss if nothing else reads them and that saves memory."""
-    forwards = {head: vars(head).get("forward") for head in _deferring_heads(model)}
-    for head in forwards:
-        head.forward = partial(_defer, head, head.forward)
+    deferring = {head: derive(head, methods) for head, methods in _deferring_heads(model).items()}
+    replace_modules(model, deferring)
     try:
         with parallel_logits(model):
             yield
     finally:
-        for head, forward in forwards.items():
-            if forward is None:
-                del head.forward
-            else:
-                head.forward = forward
+        replace_modules(model, {new: head for head, new in deferring.items()})
 
 
-def _deferring_heads(model: nn.Module) -> list[nn.Module]:
-    """Return the heads of `model` that compute only x W^T + b."""
-    heads = {}
+class _DeferringHead(nn.Module):
+    """Head with the whole vocabulary that defers its logits."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return defer_logits(LMHeadCall(hidden, self.weight, self.bias, super().forward))
+
+
+class _DeferringParallelHead(nn.Module):
+    """Head with a shard of the vocabulary that defers this rank's shard of the logits, whenever they are read."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return defer_logits(LMHeadCall(hidden, self.matrix, self.bias, self.project, self.vocab_range, self.group))
+
+
+def _deferring_heads(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
+    """Return the heads of `model` that compute only x W^T + b, with the methods that defer their logits."""
+    heads: dict[nn.Module, type[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, VocabParallelLMHead):
             shares = module._shared_input is not None or module.input_is_gathered or not module.adds_bias
             if type(module).forward is ColumnParallelLinear.forward and "forward" not in vars(module) and not shares:
-                heads[module] = None
+                heads[module] = _DeferringParallelHead
         elif callable(getattr(module, "get_output_embeddings", None)):
             head = _output_embeddings(module)
-            if head is not None and is_native_linear(head):
-                heads[head] = None
-    return list(heads)
+            is_native = head is not None and type(head).forward in (nn.Linear.forward, Linear.forward)
+            if is_native and "forward" not in vars(head):
+                heads[head] = _DeferringHead
+    heads.pop(model, None)  # a model that is one head keeps its identity
+    return heads
 
 
 def _output_embeddings(model: nn.Module) -> nn.Module | None:
@@ -97,10 +108,3 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
         return model.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # a transformers base model has no head
         return None
-
-
-def _defer(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    if isinstance(head, VocabParallelLMHead):
-        # This rank's shard of the logits, whenever they are read.
-        return defer_logits(LMHeadCall(hidden, head.matrix, head.bias, head.project, head.vocab_range, head.group))
-    return defer_logits(LMHeadCall(hidden, head.weight, head.bias, forward))

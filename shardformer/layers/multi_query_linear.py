@@ -9,12 +9,12 @@ from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import copy_to_axis
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.matmul.weight_grad import linear
+from shardformer.matmul.weight_grad import MatmulLayer
 from shardformer.sequence_parallel.split_gather import PendingGather
 from shardformer.shard_spec import ShardSpec, annotate
 
 
-class MultiQueryLinear(ParallelModule):
+class MultiQueryLinear(ParallelModule, MatmulLayer):
     """Fused projection [query heads, keys, values] with fewer key/value heads than ranks.
 
     Input: [..., in_features], the same on every rank. Output: [..., (local query heads + 2) * head_dim]. The weight
@@ -66,4 +66,4 @@ class MultiQueryLinear(ParallelModule):
         pending = PendingGather.of(x)
         if pending is not None:  # no overlap for this rare layer
             x = pending.tokens()
-        return linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)
+        return self.linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)

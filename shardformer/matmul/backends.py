@@ -1,20 +1,16 @@
 """Backends of the matrix products of linear layers: native torch, or FP8.
 
-A layer selects its backend (`using`) during its forward pass; the autograd nodes of the linear layers remember it for
-the backward pass. In FP8 (Micikevicius et al., arXiv 2209.05433), activations and weights are rounded to e4m3 and
+Each linear layer has a backend (`MatmulLayer.matmul_backend`); its autograd nodes remember it for the backward pass. In
+FP8 (Micikevicius et al., arXiv 2209.05433), activations and weights are rounded to e4m3 and
 gradients to e5m2, with one scale per tensor that maps its largest value to the end of the range. Sums are in fp32, and
 outputs have the precision of the input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 _MULTIPLE = 16  # FP8 kernels need sizes that are multiples of this
 
@@ -78,32 +74,6 @@ def no_view(x: Tensor) -> Tensor:
 
 
 NATIVE, FP8 = MatmulBackend(), Float8Matmul()
-_current: list[MatmulBackend] = [NATIVE]
-
-
-def current_matmul_backend() -> MatmulBackend:
-    """Return the backend of the layer that runs."""
-    return _current[-1]
-
-
-@contextmanager
-def using(products: MatmulBackend) -> Iterator[None]:
-    """Use these products in forward passes inside the context."""
-    _current.append(products)
-    try:
-        yield
-    finally:
-        _current.pop()
-
-
-def use_matmul_backend(module: nn.Module, products: MatmulBackend) -> None:
-    """Let a layer use the backend `products`."""
-    module.forward = partial(_by, products, module.forward)  # no closure: a copy of the layer calls its own forward
-
-
-def _by(products: MatmulBackend, native: Callable[..., Tensor], x: Tensor) -> Tensor:
-    with using(products):
-        return native(x)
 
 
 class _Rounded:

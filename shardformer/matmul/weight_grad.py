@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.matmul.autocast import autocast
-from shardformer.matmul.backends import NATIVE, MatmulBackend, current_matmul_backend, no_view
+from shardformer.matmul.backends import NATIVE, MatmulBackend, no_view
 
 # (parameter, function that computes its gradient)
 DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
@@ -28,25 +27,46 @@ DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
 GradBuffer = Callable[[torch.dtype], tuple[Tensor, bool] | None]
 
 
-class _State:
-    """State of this process; global, as passes of a pipeline run one at a time."""
+class WeightGradStore:
+    """Says which passes through one model may split their backward, and collects the weight gradients of first halves.
 
-    splits = False
-    deferred: DeferredWeightGrads | None = None
-
-
-@contextmanager
-def split_backward(deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-    """Run a forward pass whose backward may be split; given a list, run the first half, which appends the rest to it.
-
-    Recomputation runs forward passes inside the first half.
+    Attributes:
+        splits: whether such a pass runs.
+        deferred: the list that the first half of a backward pass appends to; None outside of a first half.
     """
-    before = _State.splits, _State.deferred
-    _State.splits, _State.deferred = True, deferred
-    try:
-        yield
-    finally:
-        _State.splits, _State.deferred = before
+
+    def __init__(self) -> None:
+        self.splits = False
+        self.deferred: DeferredWeightGrads | None = None
+
+    @contextmanager
+    def split_backward(self, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
+        """Run a forward pass whose backward may be split; given a list, run the first half, which appends the rest.
+
+        Recomputation runs forward passes inside the first half.
+        """
+        before = self.splits, self.deferred
+        self.splits, self.deferred = True, deferred
+        try:
+            yield
+        finally:
+            self.splits, self.deferred = before
+
+
+class MatmulLayer:
+    """Base of the layers that compute x W^T + b by `linear`; a mixin of modules.
+
+    Attributes:
+        matmul_backend: computes the products.
+        weight_grad_store: defers the weight gradients of split backward passes; None if no pass is split.
+    """
+
+    matmul_backend: MatmulBackend = NATIVE
+    weight_grad_store: WeightGradStore | None = None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute x W^T + b: [..., in] -> [..., out]."""
+        return linear(x, weight, bias, self.matmul_backend, self.weight_grad_store)
 
 
 def run_deferred(deferred: DeferredWeightGrads) -> None:
@@ -59,7 +79,7 @@ def run_deferred(deferred: DeferredWeightGrads) -> None:
 
 
 def weight_gradient(
-    weight: Tensor, flat_grad: Tensor, flat_x: Tensor, products: MatmulBackend = NATIVE
+    weight: Tensor, flat_grad: Tensor, flat_x: Tensor, backend: MatmulBackend, store: WeightGradStore | None
 ) -> Tensor | None:
     """Compute the gradient of `weight` in y = x W^T; in the first half of a split backward, defer it and return None.
 
@@ -67,17 +87,17 @@ def weight_gradient(
         weight: [out, in]; a parameter, or the transpose of one.
         flat_grad: gradient of the output, [tokens, out].
         flat_x: the input, [tokens, in].
-        products: backend of the layer.
+        backend, store: those of the layer.
     """
     parameter = weight if weight.is_leaf else _transposed(weight)
     if parameter is None:
-        return products.grad_weight(flat_grad, flat_x)
+        return backend.grad_weight(flat_grad, flat_x)
     is_transposed = parameter is not weight
-    if _State.deferred is not None:
-        compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, products)
-        _State.deferred.append((parameter, compute))
+    if store is not None and store.deferred is not None:
+        compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, backend)
+        store.deferred.append((parameter, compute))
         return None
-    gradient = _compute(parameter, flat_grad, flat_x, is_transposed, products)
+    gradient = _compute(parameter, flat_grad, flat_x, is_transposed, backend)
     return gradient.t() if is_transposed else gradient
 
 
@@ -98,46 +118,31 @@ def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
 
 
 def _compute(
-    parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, products: MatmulBackend
+    parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, backend: MatmulBackend
 ) -> Tensor:
     """Compute the gradient of a parameter, in its shape."""
     offered = getattr(parameter, "grad_buffer", None)
-    fits = offered is not None and products is NATIVE and flat_grad.dtype == flat_x.dtype
+    fits = offered is not None and backend is NATIVE and flat_grad.dtype == flat_x.dtype
     place = offered(flat_grad.dtype) if fits else None
     if place is None:
-        return products.grad_weight(flat_grad, flat_x, is_transposed)
+        return backend.grad_weight(flat_grad, flat_x, is_transposed)
     memory, adds = place
-    products.write_grad_weight(memory, adds, flat_grad, flat_x, is_transposed)
+    backend.write_grad_weight(memory, adds, flat_grad, flat_x, is_transposed)
     return memory
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    backend: MatmulBackend = NATIVE,
+    store: WeightGradStore | None = None,
+) -> Tensor:
     """Compute x W^T + b: [..., in] -> [..., out]."""
     x, weight, bias = autocast(x, weight, bias)
-    is_native = not (_State.splits or has_grad_buffer(weight if weight.is_leaf else weight._base))
-    is_native = is_native and current_matmul_backend() is NATIVE
-    return F.linear(x, weight, bias) if is_native else _Linear.apply(x, weight, bias)
-
-
-def own_native_products(model: nn.Module) -> None:
-    """Let native layers of torch and transformers in `model` use `linear` and `embedding` of this module."""
-    for module in model.modules():
-        own_products(module)
-        if type(module).forward is nn.Embedding.forward and "forward" not in vars(module) and _is_plain(module):
-            module.forward = MethodType(_forward_of_embedding, module)
-
-
-def own_products(module: nn.Module) -> bool:
-    """Let a linear layer of torch or transformers multiply by `linear`; return whether it does."""
-    if "forward" in vars(module):
-        return getattr(module.forward, "__module__", "") == __name__
-    if type(module).forward is nn.Linear.forward:
-        module.forward = MethodType(_forward_of_linear, module)
-    elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        module.forward = MethodType(_forward_of_conv1d, module)
-    else:
-        return False
-    return True
+    splits = store is not None and store.splits
+    is_native = backend is NATIVE and not (splits or has_grad_buffer(weight if weight.is_leaf else weight._base))
+    return F.linear(x, weight, bias) if is_native else _Linear.apply(x, weight, bias, backend, store)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -154,50 +159,27 @@ def _transposed(weight: Tensor) -> Tensor | None:
     return base if same else None
 
 
-def is_native_linear(module: nn.Module) -> bool:
-    """Return whether `module` computes x W^T + b as `nn.Linear` does: its forward is native, or set by this file."""
-    own = vars(module).get("forward")
-    return type(module).forward is nn.Linear.forward and (own is None or getattr(own, "__module__", "") == __name__)
-
-
-def _is_plain(table: nn.Embedding) -> bool:
-    return not (table.max_norm or table.scale_grad_by_freq or table.sparse)
-
-
-# Bound functions, not closures: a copy of a module calls its own.
-
-
-def _forward_of_linear(module: nn.Linear, input: Tensor) -> Tensor:
-    return linear(input, module.weight, module.bias)
-
-
-def _forward_of_conv1d(module: nn.Module, x: Tensor) -> Tensor:
-    return linear(x, module.weight.t(), module.bias)
-
-
-def _forward_of_embedding(module: nn.Embedding, input: Tensor) -> Tensor:
-    return embedding(input, module.weight, module.padding_idx)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: MatmulBackend, store: WeightGradStore | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # a saved tensor does not record whose transpose it is
-        ctx.products = current_matmul_backend()
-        return ctx.products.forward(x, weight, bias)
+        ctx.backend, ctx.store = backend, store
+        return backend.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad)
-        grad_x = ctx.products.grad_input(flat, weight).view_as(x) if needs[0] else None
+        grad_x = ctx.backend.grad_input(flat, weight).view_as(x) if needs[0] else None
         grad_weight = None
         if needs[1] and torch.is_grad_enabled():  # double backward: native products are differentiable
-            grad_weight = ctx.products.grad_weight(flat, matrix(x))
+            grad_weight = ctx.backend.grad_weight(flat, matrix(x))
         elif needs[1]:
-            grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.products)
-        return grad_x, grad_weight, flat.sum(0) if needs[2] else None
+            grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.backend, ctx.store)
+        return grad_x, grad_weight, flat.sum(0) if needs[2] else None, None, None
 
 
 class _Lookup(torch.autograd.Function):

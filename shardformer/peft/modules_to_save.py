@@ -6,7 +6,6 @@ import copy
 
 from torch import nn
 
-from shardformer.layers.linear import copies_groups
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import grad_group_of, shard_parameter, spec_of
 
@@ -21,7 +20,7 @@ class ModuleCopies:
     def __init__(self, config: ShardConfig) -> None:
         groups = [config.group, config.context_parallel_process_group, config.expert_parallel_process_group]
         # Objects that a copy shares with its original instead of deep-copying them: process groups and configuration.
-        self._shared = {id(each): each for each in (*groups, *copies_groups(), config, config.sequence)}
+        self._shared = {id(each): each for each in (*groups, config, config.sequence)}
 
     def cut(self, wrapper: nn.Module) -> None:
         """Replace the whole copies by copies of the sharded module that have their own values."""
@@ -31,7 +30,8 @@ class ModuleCopies:
 
     def _like(self, sharded: nn.Module, whole: nn.Module) -> nn.Module:
         values, pieces = dict(whole.named_parameters()), dict(sharded.named_parameters())
-        new = copy.deepcopy(sharded, self._shared | {id(piece): piece for piece in pieces.values()})
+        shared = {id(each): each for piece in pieces.values() for each in (piece, grad_group_of(piece))}
+        new = copy.deepcopy(sharded, self._shared | shared)
         for name, piece in pieces.items():
             spec, value = spec_of(piece), values[name]
             owner, _, attribute = name.rpartition(".")

@@ -18,8 +18,9 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh, link_group
 from plugins.hybrid_parallel.pipeline.p2p import Channel, LocalChannel, PendingReceive, Specs, TensorSpec, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
+from shardformer.layers.replicated_linear import defer_weight_grads
 from shardformer.matmul.autocast import autocast_dtype
-from shardformer.matmul.weight_grad import DeferredWeightGrads, run_deferred, split_backward
+from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore, run_deferred
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
@@ -60,6 +61,9 @@ class PipelineRuntime:
         self.stages = schedule.stages_of(mesh.rank("pp"), mesh.size("pp"), num_chunks)
         self.has_last_stage = self.num_stages - 1 in self.stages
         self.rank_of_last_stage = mesh.stage_ranks[schedule.rank_of(self.num_stages - 1, mesh.size("pp"))]
+        self.weight_grad_store = WeightGradStore() if schedule.splits_backward else None
+        if self.weight_grad_store is not None:
+            defer_weight_grads(module, self.weight_grad_store)
         self.links = self._connect()
         self.before_microbatch: Callable[[int], None] | None = None  # in debug mode, for both directions
         self.recorder: ScheduleRecorder | None = None
@@ -222,7 +226,8 @@ class _Step:
             run_deferred(self.deferred.pop(where))
 
     def _splitting(self, deferred: DeferredWeightGrads | None = None) -> AbstractContextManager[None]:
-        return split_backward(deferred) if self.runtime.schedule.splits_backward else nullcontext()
+        store = self.runtime.weight_grad_store
+        return store.split_backward(deferred) if store is not None else nullcontext()
 
     def _forward(self, action: Action, message: StageMessage | None) -> None:
         runtime, index = self.runtime, action.microbatch

@@ -45,7 +45,6 @@ from shardformer.lazy import (
     waits_for_values,
     weight_reader_of,
 )
-from shardformer.matmul.weight_grad import own_native_products
 from shardformer.policies.user.tp_info import TPInfoPolicy
 from shardformer.shardformer import as_policy
 
@@ -183,8 +182,6 @@ def wrap_model(
             here = next(stage for stage in stages if config.schedule.rank_of(stage, config.pp_size) == mesh.rank("pp"))
             tied[stages[here]] = TiedParameter(order, group, counted=mesh.rank("pp") == holders[0])
     elsewhere = [param for param, tie in tied.items() if not tie.counted]
-    if config.schedule.splits_backward:
-        own_native_products(model)
     if config.precision == "fp8":
         multiply_in_fp8(model)
     wrapped = HybridParallelModel(

@@ -27,7 +27,7 @@ from plugins.hybrid_parallel.zero.optimizer import (
 )
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions
-from shardformer.matmul.weight_grad import own_native_products
+from shardformer.layers.replicated_linear import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 
@@ -67,7 +67,7 @@ def build_optimizer(
     overlaps = config.overlap_communication and stands_alone
     reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits)
     if reducer.attaches_grad_buffers:
-        own_native_products(built.model.unwrap())
+        replace_native_layers(built.model.unwrap())
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     reducer.hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
     model = built.model

@@ -56,8 +56,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "weight gradient of the last micro-batch alone": Edit(
         "shardformer.matmul.weight_grad",
-        "products.write_grad_weight(memory, adds,",
-        "products.write_grad_weight(memory, False,",
+        "backend.write_grad_weight(memory, adds,",
+        "backend.write_grad_weight(memory, False,",
         (f"{PARITY}[bert-masked_lm-pp2-zero1]",),
     ),
     "lookup forgets earlier micro-batches": Edit(

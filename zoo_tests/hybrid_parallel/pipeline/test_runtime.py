@@ -18,7 +18,8 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer, record_module_init
-from shardformer.matmul.weight_grad import linear, own_native_products, run_deferred, split_backward
+from shardformer.layers.replicated_linear import defer_weight_grads
+from shardformer.matmul.weight_grad import WeightGradStore, linear, run_deferred
 from shardformer.stages.placeholders import StagePlaceholder
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import distributed, run_on_ranks
@@ -100,10 +101,10 @@ def test_gradients_of_weights_wait_for_the_second_half(transposed: bool) -> None
     x = torch.randn(2, 4, 3).double().requires_grad_()
     matrix = weight.t() if transposed else weight
     expected = torch.autograd.grad(torch.nn.functional.linear(x, matrix, bias).square().sum(), [x, bias, weight])
-    deferred: list = []
-    with split_backward():
-        out = linear(x, weight.t() if transposed else weight, bias).square().sum()
-    with split_backward(deferred):
+    deferred, store = [], WeightGradStore()
+    with store.split_backward():
+        out = linear(x, weight.t() if transposed else weight, bias, store=store).square().sum()
+    with store.split_backward(deferred):
         out.backward()
     torch.testing.assert_close([x.grad, bias.grad], list(expected[:2]))
     assert weight.grad is None
@@ -115,10 +116,10 @@ def test_gradients_of_weights_wait_for_the_second_half(transposed: bool) -> None
 def test_a_weight_that_is_put_together_is_not_put_off() -> None:
     """Its gradient has to go on through what put it together."""
     weight = nn.Parameter(torch.randn(4, 3))
-    deferred: list = []
-    with split_backward():
-        out = linear(torch.randn(2, 3), weight[1:3]).sum()
-    with split_backward(deferred):
+    deferred, store = [], WeightGradStore()
+    with store.split_backward():
+        out = linear(torch.randn(2, 3), weight[1:3], store=store).sum()
+    with store.split_backward(deferred):
         out.backward()
     assert not deferred
     assert weight.grad[1:3].abs().min() > 0 and weight.grad[0].abs().max() == 0
@@ -131,11 +132,11 @@ def test_native_layers_put_off_theirs_and_nothing_else_changes() -> None:
     model = nn.Sequential(nn.Linear(3, 4), Conv1D(5, 4), nn.LayerNorm(5), nn.Linear(5, 2, bias=False))
     x = torch.randn(2, 3)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    own_native_products(model)
-    deferred: list = []
-    with split_backward():
+    deferred, store = [], WeightGradStore()
+    defer_weight_grads(model, store)
+    with store.split_backward():
         out = model(x).sum()
-    with split_backward(deferred):
+    with store.split_backward(deferred):
         out.backward()
     late = [name for name, param in model.named_parameters() if param.grad is None]
     assert late == ["0.weight", "1.weight", "3.weight"]

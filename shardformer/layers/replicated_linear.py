@@ -1,0 +1,77 @@
+"""Linear layers and embeddings with whole weights, which replace those of torch and transformers.
+
+Products of a linear layer can run in FP8 and its weight gradients can be deferred. The weight gradients of both kinds
+can be written directly to gradient buffers (`matmul/weight_grad.py`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from shardformer.matmul.weight_grad import MatmulLayer, WeightGradStore, embedding
+from shardformer.utils.derived_modules import derive, replace_modules
+
+
+class Linear(MatmulLayer, nn.Linear):
+    """`nn.Linear` with the same state.
+
+    Attributes:
+        adds_bias: False if a following activation adds the bias.
+    """
+
+    adds_bias = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.linear(input, self.weight, self.bias if self.adds_bias else None)
+
+
+class Conv1D(MatmulLayer, nn.Module):
+    """`Conv1D` of transformers, whose weight is [in, out], with the same state; `adds_bias` as in `Linear`."""
+
+    adds_bias = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weight.t(), self.bias if self.adds_bias else None)
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` with the same state."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight, self.padding_idx)
+
+
+def replicated_linear(module: nn.Module) -> nn.Module | None:
+    """Return a `Linear` or `Conv1D` with the state of `module`, or `module` if it is one already.
+
+    Returns:
+        None if `module` is no linear layer of torch or transformers, or has a forward of its own.
+    """
+    if "forward" in vars(module):
+        return None
+    if isinstance(module, Linear | Conv1D):
+        return module
+    if type(module).forward is nn.Linear.forward:
+        return derive(module, Linear)
+    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return derive(module, Conv1D) if is_conv1d else None
+
+
+def replace_native_layers(model: nn.Module) -> None:
+    """Replace the linear layers and embeddings of torch and transformers below `model` by those of this file."""
+    found = {module: replicated_linear(module) or _replicated_embedding(module) for module in model.modules()}
+    replace_modules(model, {module: new for module, new in found.items() if new is not None and new is not module})
+
+
+def defer_weight_grads(model: nn.Module, store: WeightGradStore) -> None:
+    """Let `store` defer the weight gradients of the linear layers of `model`."""
+    replace_native_layers(model)
+    for module in model.modules():
+        if isinstance(module, MatmulLayer):
+            module.weight_grad_store = store
+
+
+def _replicated_embedding(module: nn.Module) -> nn.Module | None:
+    if type(module).forward is not nn.Embedding.forward or "forward" in vars(module):
+        return None
+    return None if module.max_norm or module.scale_grad_by_freq or module.sparse else derive(module, Embedding)
