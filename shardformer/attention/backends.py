@@ -12,6 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ _log = logging.getLogger(__name__)
 SDPA = "sdpa_fast"  # transformers' SDPA, plus a check of which kernel it gets
 _PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn", "xformers": "xformers"}
 NAMES = (*_PACKAGES, "sdpa")
-_logged: set[tuple[str, str]] = set()  # one per process, like the loggers themselves
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,10 @@ def _check_named(
         raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
 
 
+@cache
 def log_once(name: str, what: str) -> None:
     """Log a warning, once per process."""
-    if (name, what) not in _logged:
-        _logged.add((name, what))
-        _log.warning("%s %s", name, what)
+    _log.warning("%s %s", name, what)
 
 
 def slow_reason(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from shardformer.distributed.collectives import (
     split_to_axis,
     world_timeout,
 )
+from shardformer.distributed.process_groups import ProcessGroups
 from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.autocast import autocast
@@ -341,18 +342,10 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     if copies == len(ranks):
         return group
     start = dist.get_rank(group) // copies * copies
-    return _new_group(tuple(ranks[start : start + copies]))
-
-
-@cache
-def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    members = ranks[start : start + copies]
     # Local synchronization: only the members take part, so other ranks need not make this call.
-    return dist.new_group(list(ranks), use_local_synchronization=True, timeout=world_timeout())
-
-
-def forget_copies_groups() -> None:
-    """Clear the cache of `copies_group`; call after `destroy_process_group`."""
-    _new_group.cache_clear()
+    create = partial(dist.new_group, members, use_local_synchronization=True, timeout=world_timeout())
+    return ProcessGroups.of_world().get_or_create(("copies", *members), create)
 
 
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:

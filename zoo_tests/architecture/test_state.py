@@ -21,15 +21,11 @@ ALLOWED = {
     "booster/failure/hooks.py:_Process": "hooks of the interpreter, and the monitor that they report to",
     "booster/failure/stack_probe.py:_WAITING_CODE": "filled by a decorator, when modules are imported",
     "plugins/hybrid_parallel/compat/deepspeed_3d/logits.py:_reading": "a ContextVar: set by a context manager",
-    "shardformer/attention/backends.py:_logged": "warnings that this process has logged",
     "shardformer/compat/atorch/parallel_groups.py:PROCESS_STATE": "ATorch's own functions take no object",
     "shardformer/context_parallel/zigzag.py:_current": "transformers calls mask functions without the model",
     "shardformer/cross_entropy/chunking.py:_State": "set by context managers",
     "shardformer/distributed/process_groups.py:_OF_WORLD": "released with torch's default process group",
-    "shardformer/layers/linear.py:_COPIES_GROUPS": "process groups, created once",
     "shardformer/lazy/recording.py:_is_recording": "a ContextVar: set by a context manager",
-    "shardformer/matmul/backends.py:_current": "set by a context manager",
-    "shardformer/matmul/weight_grad.py:_State": "set by a context manager",
     "shardformer/policies/registry.py:_REGISTERED": "what users register, before they build a plugin",
 }
 

@@ -20,7 +20,6 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.setup.model import DTYPES, shard_model
-from shardformer.layers.linear import forget_copies_groups
 from shardformer.shard_spec import spec_of
 
 
@@ -116,7 +115,6 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
     finally:
         sys.excepthook = hook
         dist.destroy_process_group()
-        forget_copies_groups()
 
 
 def in_words(ranks: list[RankShards]) -> str:

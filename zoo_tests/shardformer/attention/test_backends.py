@@ -119,7 +119,7 @@ def test_the_switch_changes_no_number(family: str) -> None:
 )
 @pytest.mark.usefixtures("two_fake_ranks")
 def test_a_family_that_cannot_is_logged(family: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    backends._logged.clear()
+    backends.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         ShardFormer(ShardConfig(enable_flash_attention=True)).optimize(FAMILIES[family].build("causal_lm"))
     assert message in caplog.text
