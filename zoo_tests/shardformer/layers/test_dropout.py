@@ -6,13 +6,15 @@ What breaks here first: a stream that the ranks no longer share after one of the
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.distributed.random import SharedStream
+from shardformer.distributed.random import SharedStream, draw_per_rank
 from shardformer.layers import ParallelDropout, SharedDropout
 from zoo_tests.harness.ranks import distributed
 
@@ -105,3 +107,19 @@ def test_no_dropout_in_evaluation_or_with_probability_zero() -> None:
         assert torch.equal(layer.eval()(x), x)
     assert torch.equal(ParallelDropout(0.0, dist.get_rank())(x), x)
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn for nothing"
+
+
+@pytest.mark.parametrize("has_own_forward", [False, True])
+def test_a_module_draws_per_rank_and_leaves_the_shared_stream_alone(has_own_forward: bool) -> None:
+    def drawn(rank: int) -> tuple[Tensor, Tensor]:
+        module = nn.Dropout(0.5)
+        if has_own_forward:
+            module.forward = lambda x: 3 * nn.functional.dropout(x, 0.5)
+        layer = copy.deepcopy(draw_per_rank(module, rank))
+        torch.manual_seed(5)
+        return layer(torch.ones(40)), torch.rand(3)
+
+    (first, after), (second, after_second) = drawn(0), drawn(1)
+    assert torch.equal(first, drawn(0)[0]) and not torch.equal(first, second)
+    assert torch.equal(after, after_second)
+    assert first.max() == (6 if has_own_forward else 2)

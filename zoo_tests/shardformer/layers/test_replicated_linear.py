@@ -11,14 +11,17 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
+from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers import replicated_linear as ours
 from shardformer.layers.replicated_linear import defer_weight_grads, replace_native_layers
 from shardformer.matmul.weight_grad import WeightGradStore, run_deferred
 from shardformer.utils.derived_modules import derive
+from zoo_tests.harness.ranks import distributed
 
 
 class Narrow(nn.Linear):
@@ -137,3 +140,21 @@ def test_two_models_defer_apart() -> None:
         for loss in losses:
             loss.backward()
     assert models[0].narrow.weight.grad is None and models[1].narrow.weight.grad is not None
+
+
+@distributed(2)
+def test_parallel_layers_defer_theirs() -> None:
+    natives = nn.Linear(4, 4), nn.Linear(4, 4)
+    kinds = ColumnParallelLinear, RowParallelLinear
+    layers = [kind.from_native_module(native, dist.group.WORLD) for kind, native in zip(kinds, natives, strict=True)]
+    model, store = nn.Sequential(*layers), WeightGradStore()
+    defer_weight_grads(model, store)
+    deferred: list = []
+    with store.split_backward():
+        loss = model(torch.ones(2, 4)).sum()
+    with store.split_backward(deferred):
+        loss.backward()
+    assert [parameter for parameter, _ in deferred] == [layers[1].weight, layers[0].weight]
+    assert layers[0].weight.grad is None and layers[0].bias.grad is not None
+    run_deferred(deferred)
+    assert layers[0].weight.grad is not None and layers[1].weight.grad is not None
