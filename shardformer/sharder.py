@@ -16,8 +16,9 @@ from shardformer.context_parallel.attention import use_context_attention
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.loss.routers import routers_are_asked
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.policies.head_losses import routers_are_asked
+from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.uniform import UniformPolicy
 from shardformer.sequence_parallel.split_gather import gather_on_entry, slice_positions, wrap_layers
@@ -51,6 +52,7 @@ class ModelSharder:
         self.model = model
         self.config = shard_config
         self.policy = policy or _policy_of(model, shard_config)
+        self._is_users_policy = policy is not None
         self.policy.set_model(model)
         self.policy.set_shard_config(shard_config)
         if shard_config.enable_all_optimization and self._sequence_problems():
@@ -77,6 +79,8 @@ class ModelSharder:
         if self._cut is not None:
             self._cut.apply()
         self.replace_module()
+        if self._is_users_policy:
+            keep_head_losses(self.model, self.policy)
         if positions is not None:
             share_sequences(self.model, self.policy, self.config, positions)
         shard_experts(self.model, self.config)
@@ -198,10 +202,10 @@ class ModelSharder:
             setattr(module, name, function.__get__(module))
         readers: dict[str, list[nn.Module]] = {}
         for replacement in description.sub_module_replacement:
-            if has_module(module, replacement.suffix) and not _is_elsewhere(module, replacement.suffix):
-                new = self._replace(module, replacement)
-                if replacement.reads is not None and new is not None:
-                    readers.setdefault(replacement.reads, []).append(new)
+            native = module.get_submodule(replacement.suffix) if has_module(module, replacement.suffix) else None
+            new = None if native is None or isinstance(native, StagePlaceholder) else self._replace(module, replacement)
+            if replacement.reads is not None and new is not None:
+                readers.setdefault(replacement.reads, []).append(new)
         for layers in readers.values():
             if len(layers) > 1:
                 SharedInput(layers)
@@ -393,8 +397,3 @@ def _policy_of(model: nn.Module, config: ShardConfig) -> Policy:
 
 def _cuts_layer(replacement: SubModuleReplacementDescription) -> bool:
     return replacement.target_module is not None and replacement.target_module.shards_layer
-
-
-def _is_elsewhere(module: nn.Module, path: str) -> bool:
-    """Return whether the sub-module at `path` is on another stage."""
-    return isinstance(module.get_submodule(path), StagePlaceholder)

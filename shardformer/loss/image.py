@@ -63,6 +63,11 @@ def segmentation(model: nn.Module) -> HeadLoss:
     return HeadLoss(LossTerm("labels", count, total, is_input=True))
 
 
+def contrastive(_: nn.Module) -> HeadLoss:
+    """Return CLIP's contrastive loss."""
+    return ContrastiveLoss()
+
+
 class ContrastiveLoss(HeadLoss):
     """CLIP's contrastive loss: each text must match its image among the images of the batch, and vice versa."""
 

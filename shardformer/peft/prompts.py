@@ -9,9 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.loss.terms import IGNORE_INDEX
+from shardformer.loss.terms import IGNORE_INDEX, HeadLoss, LossTerm
 from shardformer.peft.kinds import adapter_configs, is_a, kind_of
-from shardformer.policies.head_losses import HeadLoss, LossTerm
 
 
 def task_of(config: Any) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardformer.context_parallel.zigzag import Positions
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.loss.heads import HeadLosses
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout
 from shardformer.utils.derived_modules import ModuleChange
@@ -84,8 +85,10 @@ class Policy(ABC):
             them, so that activations between regions can be sharded along the sequence. Must be set by the class that
             defines the table, or by a subclass of it.
         splits_towers: whether `supports_sequence_parallel` also holds for several consecutive layer lists.
-        writes_usual_losses: whether heads that compute the loss in their forward compute the usual loss for their
-            class suffix. Must be set by the class that names the heads; otherwise the loss of their forward is used.
+        head_losses: class name of a head, or suffix of class names -> function from the model to the loss of its head,
+            or to None if the model's forward computes it; the longest name counts. Must be set by the class that names
+            the heads: it is not inherited. The loss of a head that it lacks is the usual one for its suffix
+            (`USUAL_HEAD_LOSSES`) if its forward calls transformers' `loss_function`, and that of its forward otherwise.
         supports_ulysses: whether the attention supports an all-to-all that trades sequence shards for head shards.
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
@@ -100,7 +103,7 @@ class Policy(ABC):
     heads: tuple[str, ...] = ()
     stages: StageLayout | None = None
     supports_sequence_parallel = False
-    writes_usual_losses = False
+    head_losses: HeadLosses = {}
     splits_towers = False
     supports_ulysses = True
     repeats_layers = False

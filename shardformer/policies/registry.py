@@ -49,6 +49,28 @@ def register_policy(qualified_name: str, policy: str) -> None:
     _REGISTERED[qualified_name] = policy
 
 
+def registered_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
+    """Return the custom policy registered for a model class; None if there is none."""
+    by_bare_name = {name.rpartition(".")[2]: location for name, location in _REGISTERED.items()}
+    location = _REGISTERED.get(f"{cls.__module__}.{cls.__qualname__}") or by_bare_name.get(cls.__name__)
+    if location is None:
+        return None
+    module, _, name = location.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
+    """Return this package's policy of a model class of a library; None if there is none.
+
+    A class of remote code is matched by its unqualified name with the classes of this package.
+    """
+    supported = supported_classes()
+    if cls.__module__.startswith("transformers_modules."):
+        own = {name.rpartition(".")[2]: each for name, each in supported.items() if name.startswith("shardformer.")}
+        return own.get(cls.__name__)
+    return supported.get(f"{cls.__module__}.{cls.__name__}")
+
+
 def policy_for(model: nn.Module) -> Policy:
     """Return the policy of the model's class, or of its nearest base class that has one.
 
@@ -59,14 +81,11 @@ def policy_for(model: nn.Module) -> Policy:
     """
     supported = supported_classes()
     by_bare_name = {name.rpartition(".")[2]: policy for name, policy in supported.items()}
-    registered_by_bare_name = {name.rpartition(".")[2]: location for name, location in _REGISTERED.items()}
     for cls in type(model).__mro__:
-        qualified_name = f"{cls.__module__}.{cls.__qualname__}"
-        location = _REGISTERED.get(qualified_name) or registered_by_bare_name.get(cls.__name__)
-        if location is not None:
-            module, _, name = location.rpartition(".")
-            return getattr(importlib.import_module(module), name)()
-        policy = supported.get(qualified_name) or by_bare_name.get(cls.__name__)
+        registered = registered_policy_of(cls)
+        if registered is not None:
+            return registered()
+        policy = supported.get(f"{cls.__module__}.{cls.__qualname__}") or by_bare_name.get(cls.__name__)
         if policy is not None:
             return policy()
         declared = declared_plan_of(cls)

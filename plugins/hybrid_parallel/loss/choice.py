@@ -21,8 +21,10 @@ from plugins.hybrid_parallel.loss.step_loss import (
 )
 from shardformer.attention import log_once
 from shardformer.context_parallel.zigzag import ZigzagSharding
+from shardformer.loss.replaced import own_loss_reason
+from shardformer.loss.routers import routers_are_asked
 from shardformer.peft import behind_prompts, model_inside
-from shardformer.policies.head_losses import head_loss_of, own_loss_reason, routers_are_asked
+from shardformer.policies.head_losses import head_loss_of
 
 
 class LossChoice:

@@ -22,8 +22,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.collectives import gather_rows
 from shardformer.layers.lm_head import deferred_logits, parallel_logits
-from shardformer.loss.terms import DIVISOR, IGNORE_INDEX
-from shardformer.policies.head_losses import HeadLoss
+from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, HeadLoss
 
 Microbatches = Sequence[Mapping[str, Any]]
 

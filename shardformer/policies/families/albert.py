@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from torch import nn
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
+from shardformer.loss.text import pretraining
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
@@ -84,7 +87,10 @@ class AlbertPolicy(Policy):
         first={"embeddings": Received, "encoder.embedding_hidden_mapping_in": IdentityPlaceholder},
         last=("pooler",),
     )
-    writes_usual_losses = True
+    head_losses = {
+        **USUAL_HEAD_LOSSES,
+        "ForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
+    }
 
     def preprocess(self) -> nn.Module:
         encoder = self.model.get_submodule(self.base_path).encoder

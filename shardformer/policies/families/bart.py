@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardformer.distributed.random import draw_per_rank
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
+from shardformer.loss.text import masked_lm
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.module_edits import drop_behind_activation
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, StagePlaceholder, ZeroEmbedding
+
+# Decoders without an encoder take labels that are already shifted to the next token.
+_HEAD_LOSSES = {**USUAL_HEAD_LOSSES, "ForCausalLM": masked_lm}
 
 
 class BartPolicy(Policy):
@@ -37,7 +42,7 @@ class BartPolicy(Policy):
         "encoder.layernorm_embedding": IdentityPlaceholder,
     }
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
     @property
     def stages(self) -> StageLayout:
@@ -133,14 +138,14 @@ class MBartPolicy(BartPolicy):
     """Policy for mBART."""
 
     family, prefix = "mbart", "MBart"
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
 
 class MvpPolicy(BartPolicy):
     """Policy for MVP, without prompts before the keys and values of its layers."""
 
     family, prefix = "mvp", "Mvp"
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
     def _keep_local_heads(self, attention: nn.Module) -> nn.Module:
         super()._keep_local_heads(attention)
@@ -157,7 +162,7 @@ class PLBartPolicy(BartPolicy):
 
     family, prefix = "plbart", "PLBart"
     heads = ("Model", "ForConditionalGeneration", "ForSequenceClassification", "ForCausalLM")
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
 
 class PegasusPolicy(BartPolicy):
@@ -165,21 +170,21 @@ class PegasusPolicy(BartPolicy):
 
     family, prefix = "pegasus", "Pegasus"
     heads = ("Model", "ForConditionalGeneration", "ForCausalLM")
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
 
 class BlenderbotPolicy(PegasusPolicy):
     """Policy for Blenderbot."""
 
     family, prefix = "blenderbot", "Blenderbot"
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
 
 class BlenderbotSmallPolicy(PegasusPolicy):
     """Policy for BlenderbotSmall."""
 
     family, prefix = "blenderbot_small", "BlenderbotSmall"
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
 
 class MarianPolicy(BartPolicy):
@@ -187,7 +192,7 @@ class MarianPolicy(BartPolicy):
 
     family, prefix = "marian", "Marian"
     heads = ("Model", "MTModel", "ForCausalLM")
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
 
 class M2M100Policy(BartPolicy):
@@ -195,7 +200,7 @@ class M2M100Policy(BartPolicy):
 
     family, prefix = "m2m_100", "M2M100"
     heads = ("Model", "ForConditionalGeneration")
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
 
 class WhisperPolicy(BartPolicy):
@@ -209,7 +214,7 @@ class WhisperPolicy(BartPolicy):
         "encoder.conv2": Received,
         "encoder.embed_positions": ZeroEmbedding,
     }
-    writes_usual_losses = True
+    head_losses = _HEAD_LOSSES
 
     def check(self) -> list[str]:
         problems = super().check()

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
+from shardformer.loss.image import masked_visual_tokens
 from shardformer.policies.base import ModulePolicyDescription
 from shardformer.policies.families.vit import ViTPolicy
 from shardformer.policies.rules import ShardingRules
@@ -32,7 +34,7 @@ class BeitPolicy(ViTPolicy):
         last=("layernorm", "pooler"),
     )
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = {**USUAL_HEAD_LOSSES, "ForMaskedImageModeling": masked_visual_tokens}
 
     def check(self) -> list[str]:
         return [*super().check(), *self.check_hidden_states(_READ_HIDDEN_STATES)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from shardformer.layers.fused_ops import fuse_bias_gelu, fuse_output
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
@@ -28,7 +29,7 @@ class BertPolicy(Policy):
     )
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("pooler",))
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         rules = ShardingRules(self.shard_config)
@@ -76,7 +77,7 @@ class RobertaPolicy(BertPolicy):
         "ForQuestionAnswering",
     )
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

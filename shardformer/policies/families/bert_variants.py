@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
+from shardformer.loss.text import causal_lm, recurring_spans
 from shardformer.policies.base import ModulePolicyDescription
 from shardformer.policies.families.bert import BertPolicy, RobertaPolicy
 from shardformer.policies.rules import ShardingRules
@@ -14,14 +16,14 @@ class XLMRobertaPolicy(RobertaPolicy):
     """Policy for XLM-RoBERTa."""
 
     family, prefix = "xlm_roberta", "XLMRoberta"
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class CamembertPolicy(RobertaPolicy):
     """Policy for CamemBERT."""
 
     family, prefix = "camembert", "Camembert"
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class Data2VecTextPolicy(RobertaPolicy):
@@ -29,7 +31,7 @@ class Data2VecTextPolicy(RobertaPolicy):
 
     family, prefix = "data2vec_text", "Data2VecText"
     module = "transformers.models.data2vec.modeling_data2vec_text"
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class RobertaPreLayerNormPolicy(RobertaPolicy):
@@ -38,7 +40,7 @@ class RobertaPreLayerNormPolicy(RobertaPolicy):
     family, prefix = "roberta_prelayernorm", "RobertaPreLayerNorm"
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("LayerNorm", "pooler"))
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         rules = ShardingRules(self.shard_config)
@@ -63,7 +65,7 @@ class BertGenerationPolicy(BertPolicy):
     family, prefix = "bert_generation", "BertGeneration"
     heads = ("Encoder", "Decoder")
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = {**USUAL_HEAD_LOSSES, "Decoder": causal_lm}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
@@ -76,7 +78,7 @@ class LayoutLMPolicy(BertPolicy):
 
     family, prefix = "layoutlm", "LayoutLM"
     heads = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class SplinterPolicy(BertPolicy):
@@ -86,7 +88,7 @@ class SplinterPolicy(BertPolicy):
     heads = ("Model", "ForQuestionAnswering", "ForPreTraining")
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received})
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = {**USUAL_HEAD_LOSSES, "ForPreTraining": recurring_spans}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())
@@ -114,7 +116,7 @@ class MPNetPolicy(BertPolicy):
         tuple_output=True,
     )
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import nn
 
+from shardformer.loss.text import language_of_images
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
@@ -19,7 +20,7 @@ class Blip2Policy(Policy):
     family, prefix = "blip_2", "Blip2"
     heads = ("ForConditionalGeneration", "Model")
     supports_sequence_parallel = False  # three towers
-    writes_usual_losses = True
+    head_losses = dict.fromkeys(("Blip2ForConditionalGeneration", "Blip2Model"), language_of_images)
 
     @cached_property
     def language_policy(self) -> Policy:

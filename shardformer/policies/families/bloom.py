@@ -8,6 +8,7 @@ from torch import nn
 
 from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import MultiQueryLinear
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.module_edits import use_local_biases
 from shardformer.policies.rules import ShardingRules
@@ -26,7 +27,7 @@ class BloomPolicy(Policy):
         last=("ln_f",),
         tuple_output=2,
     )
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
         return {"n_head": self.model.config.n_head}
@@ -72,7 +73,7 @@ class FalconPolicy(BloomPolicy):
     stages = StageLayout(
         layers="h", first={"word_embeddings": Received}, every=("rotary_emb",), last=("ln_f",), tuple_output=2
     )
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
         config = self.model.config

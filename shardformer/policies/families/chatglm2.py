@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardformer.layers import ColumnParallelLinear, MultiQueryLinear
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.rules import ShardingRules
 from shardformer.shard_spec import Part
@@ -25,7 +26,7 @@ class ChatGLM2Policy(Policy):
         last=("encoder.final_layernorm", "output_layer"),
     )
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def check(self) -> list[str]:
         groups = self.model.config.num_key_value_heads

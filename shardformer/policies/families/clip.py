@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
+from shardformer.loss.image import contrastive
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
@@ -24,7 +26,7 @@ class CLIPPolicy(Policy):
         "ForImageClassification",
     )
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = {**USUAL_HEAD_LOSSES, "CLIPModel": contrastive}
 
     @property
     def stages(self) -> StageLayout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
@@ -29,7 +30,7 @@ class DebertaV2Policy(Policy):
         every=("encoder.rel_embeddings", "encoder.LayerNorm"),
         tuple_output=2,
     )
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def check(self) -> list[str]:
         problems = super().check()

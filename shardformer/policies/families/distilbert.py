@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
@@ -23,7 +24,7 @@ class DistilBertPolicy(Policy):
     )
     stages = StageLayout(layers="transformer.layer", first={"embeddings": Received})
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
         return {"n_heads": self.model.config.n_heads}

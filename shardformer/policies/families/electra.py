@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
+from shardformer.loss.text import replaced_tokens
 from shardformer.policies.base import ModulePolicyDescription
 from shardformer.policies.families.bert import BertPolicy
 from shardformer.policies.rules import ShardingRules
@@ -25,7 +27,7 @@ class ErniePolicy(BertPolicy):
         "ForTokenClassification",
         "ForQuestionAnswering",
     )
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class ElectraPolicy(BertPolicy):
@@ -46,7 +48,7 @@ class ElectraPolicy(BertPolicy):
         layers="encoder.layer", first={"embeddings": Received, "embeddings_project": IdentityPlaceholder}
     )
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = {**USUAL_HEAD_LOSSES, "ForPreTraining": replaced_tokens}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from shardformer.layers.fused_ops import fuse_bias_gelu
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, ZeroEmbedding
@@ -27,7 +28,7 @@ class GPT2Policy(Policy):
         layers="h", first={"wte": Received, "wpe": ZeroEmbedding, "drop": IdentityPlaceholder}, last=("ln_f",)
     )
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         rules = ShardingRules(self.shard_config)

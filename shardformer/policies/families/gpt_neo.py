@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, ZeroEmbedding
@@ -30,7 +31,7 @@ class GPTNeoPolicy(Policy):
     # (attention class, its head count attribute, feed-forward input and output projections, norms of a layer)
     attention, count, feed_forward, norms = "SelfAttention", "num_heads", ("c_fc", "c_proj"), ("ln_1", "ln_2")
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
         return {self.count: getattr(self.model.config, self.count)}
@@ -69,4 +70,4 @@ class GPTJPolicy(GPTNeoPolicy):
         layers="h", first={"wte": Received, "drop": IdentityPlaceholder}, last=("ln_f",), tuple_output=2
     )
     attention, count, feed_forward, norms = "Attention", "num_attention_heads", ("fc_in", "fc_out"), ("ln_1",)
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES

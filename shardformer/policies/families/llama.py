@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardformer.layers.fused_ops import fuse_gated_mlp
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
@@ -22,7 +23,7 @@ class LlamaPolicy(Policy):
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     @property
     def uneven_heads(self) -> bool:
@@ -69,14 +70,14 @@ class MistralPolicy(LlamaPolicy):
     """Policy for Mistral. The sliding window only affects masks, which are identical on every rank."""
 
     family, prefix = "mistral", "Mistral"
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class Qwen2Policy(LlamaPolicy):
     """Policy for Qwen2, whose query, key and value projections have biases."""
 
     family, prefix = "qwen2", "Qwen2"
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class Qwen3Policy(LlamaPolicy):
@@ -84,7 +85,7 @@ class Qwen3Policy(LlamaPolicy):
 
     family, prefix = "qwen3", "Qwen3"
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         table = dict(super().module_policy())

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardformer.context_parallel.zigzag import Positions
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, ZeroEmbedding
@@ -28,7 +29,7 @@ class OPTPolicy(Policy):
         },
         last=("decoder.final_layer_norm", "decoder.project_out"),
     )
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         rules = ShardingRules(self.shard_config)
@@ -53,6 +54,7 @@ class OPTPolicy(Policy):
         }
 
     def position_counter(self) -> Positions:
+
         def of_real_tokens(inputs: Mapping[str, Any]) -> Tensor | None:
             mask = inputs.get("attention_mask")
             return None if mask is None else (mask.cumsum(dim=1) * mask - 1).long()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardformer.distributed.random import draw_per_rank
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
@@ -18,7 +19,7 @@ class SamPolicy(Policy):
     family, prefix = "sam", "Sam"
     heads = ("Model", "VisionModel")
     supports_sequence_parallel = False  # hidden states are images, [batch, height, width, hidden]
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     @property
     def stages(self) -> StageLayout:

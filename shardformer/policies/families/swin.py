@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import StageLayout, StagePlaceholder
@@ -43,7 +44,7 @@ class SwinPolicy(Policy):
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "Backbone")
     layer_outputs = 2
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     @property
     def stages(self) -> StageLayout:
@@ -105,7 +106,7 @@ class Swinv2Policy(SwinPolicy):
     family, prefix = "swinv2", "Swinv2"
     layer_outputs = 1
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def check(self) -> list[str]:
         problems = super().check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, ReceivedByTower, StageLayout
@@ -31,7 +32,7 @@ class T5Policy(Policy):
     )
     shares_biases = True
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     @property
     def stages(self) -> StageLayout:
@@ -101,7 +102,7 @@ class MT5Policy(T5Policy):
     """Policy for mT5: the table of T5 with the class names of mT5."""
 
     family, prefix = "mt5", "MT5"
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
 
 class UMT5Policy(T5Policy):
@@ -109,4 +110,4 @@ class UMT5Policy(T5Policy):
 
     family, prefix = "umt5", "UMT5"
     shares_biases = False
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import ReceivedPatches, StageLayout
@@ -17,7 +18,7 @@ class ViTPolicy(Policy):
     uneven_heads = True
     stages = StageLayout(layers="layers", first={"embeddings": ReceivedPatches}, last=("layernorm", "pooler"))
     supports_sequence_parallel = True
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         rules = ShardingRules(self.shard_config)
@@ -44,4 +45,4 @@ class DeiTPolicy(ViTPolicy):
 
     family, prefix = "deit", "DeiT"
     heads = (*ViTPolicy.heads, "ForImageClassificationWithTeacher")
-    writes_usual_losses = True
+    head_losses = USUAL_HEAD_LOSSES

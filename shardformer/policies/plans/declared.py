@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout, tower_layout
 from shardformer.stages.stage import StageLayout, StagePlaceholder
 from shardformer.utils.module_paths import starred
@@ -40,6 +41,7 @@ class DeclaredPlan:
         pipelined: whether the family can be split into stages.
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
+        head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
     """
 
     styles: Mapping[str, str] | None
@@ -56,6 +58,7 @@ class DeclaredPlan:
     pipelined: bool = True
     cut_vocabulary: bool = True
     whole_logits: bool = False
+    head_losses: HeadLosses = field(default_factory=dict)
 
     def styles_of(self, model: nn.Module) -> dict[str, str]:
         """Return the style of each path of the model that has one, with `*` for numbers."""
@@ -133,16 +136,40 @@ def _lookup(path: str, table: Mapping[str, Value]) -> Value | None:
     return table[max(ends, key=len)] if ends else None
 
 
+def _tables(name: str) -> dict[str, Any]:
+    """Return the entries of the tables called `name` of all modules in `plans.tables`, by transformers family."""
+    package = importlib.import_module("shardformer.policies.plans.tables")
+    files = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(f"{package.__name__}.{file}") for file in files]
+    return {family: entry for module in modules for family, entry in getattr(module, name, {}).items()}
+
+
 @cache
 def declared_plans() -> dict[str, DeclaredPlan]:
-    """Return the plan of each transformers family: the `PLANS` tables of all modules in `plans.tables`."""
-    package = importlib.import_module("shardformer.policies.plans.tables")
-    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
-    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
-    return {family: plan for module in modules for family, plan in getattr(module, "PLANS", {}).items()}
+    """Return the plan of each transformers family that has one in this package: the tables `PLANS`."""
+    return _tables("PLANS")
+
+
+@cache
+def declared_head_losses() -> dict[str, HeadLosses]:
+    """Return the losses of the heads of each family: of its plan, or of the tables `HEAD_LOSSES` if it has none.
+
+    The heads of a family with a plan in this package compute the usual losses, unless its plan declares others.
+    """
+    of_plans = {family: {**USUAL_HEAD_LOSSES, **plan.head_losses} for family, plan in declared_plans().items()}
+    return {**_tables("HEAD_LOSSES"), **of_plans}
 
 
 def declared_plan_of(cls: type) -> DeclaredPlan | None:
     """Return the plan of the family that a transformers model class belongs to; None if it has none."""
+    return declared_plans().get(_family_of(cls))
+
+
+def declared_head_losses_of(cls: type) -> HeadLosses:
+    """Return the declared losses of the heads of the family that a transformers model class belongs to."""
+    return declared_head_losses().get(_family_of(cls), {})
+
+
+def _family_of(cls: type) -> str | None:
     found = _FAMILY.match(cls.__module__)
-    return declared_plans().get(found[1]) if found else None
+    return found[1] if found else None

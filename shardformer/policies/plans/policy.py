@@ -55,6 +55,7 @@ class PlanPolicy(Policy):
     def __init__(self, declared: DeclaredPlan | None = None) -> None:
         super().__init__()
         self.declared = declared
+        self.head_losses = {} if declared is None else declared.head_losses
 
     @property
     def base_path(self) -> str:

@@ -155,14 +155,14 @@ def _batches_by_names_alone() -> None:
 
 
 def _labels_not_shifted() -> None:
-    from shardformer.policies import head_losses as losses
+    from shardformer.loss import heads
 
-    def unshifted(model: nn.Module) -> losses.HeadLoss:
-        loss = losses.masked_lm(model)
-        loss.function = losses.causal_lm(model).function  # by another's name the model's own forward would take over
+    def unshifted(model: nn.Module) -> heads.HeadLoss:
+        loss = heads.masked_lm(model)
+        loss.function = heads.causal_lm(model).function  # by another's name the model's own forward would take over
         return loss
 
-    losses._BY_SUFFIX["ForCausalLM"] = unshifted
+    heads.USUAL_HEAD_LOSSES["ForCausalLM"] = unshifted
 
 
 def _experts_read_alone() -> None:

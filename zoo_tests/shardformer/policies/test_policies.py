@@ -26,6 +26,8 @@ from shardformer import (
     register_policy,
 )
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, own_loss
+from shardformer.loss.text import causal_lm, masked_lm
 from shardformer.policies import head_losses as losses
 from shardformer.policies import registry
 from shardformer.policies.families.bert import BertPolicy
@@ -231,14 +233,45 @@ def test_a_policy_has_to_say_that_the_sequence_may_be_cut(policy: type[Policy], 
     assert [refusal in problem for problem in asked.check()] == ([] if may else [True])
 
 
-def test_a_policy_has_to_say_that_its_heads_write_the_usual_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+class QuietCpmAntPolicy(BertPolicy):
+    """Declares no losses. Those of its base class are about other heads."""
+
+
+class CpmAntPolicy(BertPolicy):
     """CPM-Ant's labels are those of the next token already, unlike others with its suffix."""
+
+    head_losses = {**USUAL_HEAD_LOSSES, "ForCausalLM": masked_lm}
+
+
+@pytest.mark.parametrize(("policy", "builder"), [(QuietCpmAntPolicy, None), (CpmAntPolicy, masked_lm)])
+def test_a_policy_has_to_declare_the_losses_of_its_heads(
+    policy: type[Policy], builder: HeadLossBuilder | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = transformers.CpmAntForCausalLM
-    for says in (False, True):
-        policy = type("CpmAntPolicy", (BertPolicy,), {"writes_usual_losses": True} if says else {})
-        classes = {f"{head.__module__}.{head.__name__}": policy}
-        monkeypatch.setattr(losses, "supported_classes", lambda classes=classes: classes)
-        assert (losses.known_head(head) is not None) == says
+    with monkeypatch.context() as patched:
+        patched.setattr(losses, "family_policy_of", lambda _: policy)
+        assert losses.head_loss_builder(head) is builder
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            registry, "_REGISTERED", {f"{head.__module__}.{head.__name__}": f"{__name__}.{policy.__name__}"}
+        )
+        assert losses.head_loss_builder(head) is builder
+    model = head.__new__(head)
+    losses.keep_head_losses(model, policy())
+    assert losses.head_loss_builder(head, getattr(model, "declared_head_losses", None)) is builder
+
+
+def test_the_longest_declared_name_counts() -> None:
+    class BaseForCausalLM(Base):
+        def forward(self) -> None:
+            """Compute a loss of its own."""
+
+    declared = {"ForCausalLM": causal_lm, "BaseForCausalLM": masked_lm, "LM": own_loss}
+    derived = type("DerivedFromBase", (BaseForCausalLM,), {})
+    assert losses.head_loss_builder(BaseForCausalLM) is None
+    assert losses.head_loss_builder(BaseForCausalLM, declared) is masked_lm
+    assert losses.head_loss_builder(derived, declared) is masked_lm, "the forward is that of BaseForCausalLM"
+    assert losses.head_loss_builder(type("NewForward", (derived,), {"forward": Block.forward}), declared) is None
 
 
 # ----- the registry -----

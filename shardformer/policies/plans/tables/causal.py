@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shardformer.loss.heads import own_loss
+from shardformer.loss.text import causal_lm, classes_of_tokens, masked_lm
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
 from shardformer.stages.stage import ZeroEmbedding
@@ -51,6 +53,7 @@ PLANS = {
             "mlp.c_proj": "rowwise",
         },
         {"attn": ("num_heads", "embed_dim")},
+        head_losses={"ClvpModelForConditionalGeneration": own_loss},
     ),
     "falcon_mamba": _VOCABULARY,
     "fuyu": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL, layers="language_model.layers"),
@@ -71,11 +74,21 @@ PLANS = {
             "mlp.fc2": "rowwise",
         },
         {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")},
+        head_losses={"MoshiForConditionalGeneration": own_loss},
     ),
-    "trocr": DeclaredPlan({"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"}, pipelined=False),
+    "trocr": DeclaredPlan(
+        {"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"},
+        pipelined=False,
+        head_losses={"TrOCRForCausalLM": masked_lm},  # labels are already shifted to the next token
+    ),
     "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
     "zaya": DeclaredPlan({}, pipelined=False),  # routers pass their states to the next layer
-    "biogpt": DeclaredPlan(_DECODER, _DECODER_LOCAL, first={"embed_positions": ZeroEmbedding}),
+    "biogpt": DeclaredPlan(
+        _DECODER,
+        _DECODER_LOCAL,
+        first={"embed_positions": ZeroEmbedding},
+        head_losses={"BioGptForTokenClassification": classes_of_tokens},
+    ),
     "ctrl": DeclaredPlan(
         {
             "multi_head_attention.Wq": "colwise",
@@ -125,7 +138,12 @@ PLANS = {
     "gpt_neox_japanese": DeclaredPlan(
         {**_NEOX, "attention.attention_dropout": "dropout"}, {"attention": ("num_attention_heads", "hidden_size")}
     ),
-    "imagegpt": DeclaredPlan(_FUSED, {"attn": ("num_heads", "split_size", "embed_dim")}, first={"wpe": ZeroEmbedding}),
+    "imagegpt": DeclaredPlan(
+        _FUSED,
+        {"attn": ("num_heads", "split_size", "embed_dim")},
+        first={"wpe": ZeroEmbedding},
+        head_losses={"ImageGPTForCausalImageModeling": causal_lm},
+    ),
     "modernbert_decoder": DeclaredPlan(
         {
             "attn.q_proj": "colwise",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+from shardformer.loss.heads import own_loss, with_further_entries
+from shardformer.loss.text import classes_of_tokens, masked_lm, plain_classes, replaced_tokens
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED, LLAMA
 from shardformer.stages.stage import Received
@@ -36,6 +39,7 @@ _MODERN = DeclaredPlan(
     {"attn.Wqkv": "fused_colwise", "attn.Wo": "rowwise", "mlp.Wi": "packed_colwise", "mlp.Wo": "rowwise"}
     | {"mlp.drop": "dropout"}
 )
+# Question answering with a beam search over answer spans has a loss of its own.
 _XLM = {
     "styles": {
         "q_lin": "colwise",
@@ -58,7 +62,15 @@ PLANS = {
     "big_bird": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
     # Every head adds products with the embedding of the distances between boxes, so its gradient is partial.
     "bros": DeclaredPlan(
-        {**_BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"}, _BERT_LOCAL, every=("bbox_embeddings",)
+        {**_BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"},
+        _BERT_LOCAL,
+        every=("bbox_embeddings",),
+        head_losses={
+            "BrosForTokenClassification": with_further_entries(
+                partial(plain_classes, per_token=True), "bbox_first_token_mask"
+            ),
+            **dict.fromkeys(("BrosSpadeEEForTokenClassification", "BrosSpadeELForTokenClassification"), own_loss),
+        },
     ),
     "canine": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, pipelined=False),  # characters are read again after the layers
     "convbert": _FEED_FORWARD,
@@ -70,10 +82,18 @@ PLANS = {
         every=("encoder.rel_embeddings",),
     ),
     "esm": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
-    "flaubert": DeclaredPlan(**_XLM, needs={"pre_norm": False, "layerdrop": 0.0}),
+    "flaubert": DeclaredPlan(
+        **_XLM,
+        needs={"pre_norm": False, "layerdrop": 0.0},
+        head_losses={"FlaubertWithLMHeadModel": masked_lm, "FlaubertForQuestionAnswering": own_loss},
+    ),
     "esmc": DeclaredPlan(GATED),  # normalises all heads together
     "fnet": _BERT,
-    "funnel": DeclaredPlan({"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"}, pipelined=False),  # pools inside
+    "funnel": DeclaredPlan(
+        {"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"},
+        pipelined=False,  # pools inside
+        head_losses={"FunnelForPreTraining": replaced_tokens},
+    ),
     "gte": _LLAMA,
     "jina_embeddings_v3": DeclaredPlan({**LLAMA, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
     "layoutlmv3": DeclaredPlan(
@@ -98,6 +118,7 @@ PLANS = {
         _BERT_LOCAL,
         first={"entity_embeddings": Received},
         carried_inputs=("entity_hidden_states",),
+        head_losses={"LukeForMaskedLM": with_further_entries(masked_lm, "entity_labels")},
     ),
     "markuplm": _BERT,
     "megatron_bert": _BERT,
@@ -105,21 +126,27 @@ PLANS = {
     "mobilebert": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, cut_vocabulary=False),
     "modernbert": _MODERN,
     "modernvbert": replace(_MODERN, first={"text_model.embeddings": ReceivedTokens}),
-    "mra": _BERT,
+    "mra": replace(_BERT, head_losses={"MraForTokenClassification": classes_of_tokens}),
     "nomic_bert": _LLAMA,
     "nystromformer": DeclaredPlan(
         {**_BERT_STYLES, "self.conv.weight": "first_dim"},
         {**_BERT_LOCAL, "self.conv": ("groups", "in_channels", "out_channels")},
     ),
     "rembert": _BERT,
-    "roc_bert": _BERT,
+    "roc_bert": replace(_BERT, head_losses={"RoCBertForPreTraining": own_loss}),
     "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
     "squeezebert": DeclaredPlan({}, pipelined=False),  # its projections are grouped convolutions
-    "tapas": _BERT,
-    "visual_bert": _BERT,
-    "xlm": DeclaredPlan(**_XLM),
-    "xlm_roberta_xl": _BERT,
-    "xlnet": DeclaredPlan({"ff.layer_1": "colwise", "ff.layer_2": "rowwise"}),
+    "tapas": replace(_BERT, head_losses={"TapasForQuestionAnswering": own_loss}),
+    "visual_bert": replace(
+        _BERT,
+        head_losses=dict.fromkeys(("VisualBertForPreTraining", "VisualBertForQuestionAnswering"), own_loss),
+    ),
+    "xlm": DeclaredPlan(**_XLM, head_losses={"XLMWithLMHeadModel": masked_lm, "XLMForQuestionAnswering": own_loss}),
+    "xlm_roberta_xl": replace(_BERT, head_losses={"XLMRobertaXLForTokenClassification": classes_of_tokens}),
+    "xlnet": DeclaredPlan(
+        {"ff.layer_1": "colwise", "ff.layer_2": "rowwise"},
+        head_losses={"XLNetLMHeadModel": masked_lm, "XLNetForQuestionAnswering": own_loss},
+    ),
     "xmod": _BERT,
-    "yoso": _BERT,
+    "yoso": replace(_BERT, head_losses={"YosoForTokenClassification": classes_of_tokens}),
 }

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shardformer.loss.heads import own_loss
+from shardformer.loss.text import sequence_classification
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.stages.stage import Received, ReceivedPatches, StagePlaceholder, ZeroEmbedding
 
@@ -108,7 +110,7 @@ _ENCODER_BLOCK = {
 PLANS = {
     "convnextv2": DeclaredPlan({}, layers="encoder.stages"),  # normalises over all features
     "focalnet": DeclaredPlan(_MLP, pipelined=False),
-    "hiera": DeclaredPlan(_MLP, pipelined=False),
+    "hiera": DeclaredPlan(_MLP, pipelined=False, head_losses={"HieraForPreTraining": own_loss}),
     "lasr": DeclaredPlan(_ENCODER_BLOCK, pipelined=False),
     "perceiver": DeclaredPlan(_DENSE, pipelined=False),
     "pvt": DeclaredPlan(_DENSE, pipelined=False),
@@ -121,14 +123,19 @@ PLANS = {
         pipelined=False,
     ),
     "sew_d": DeclaredPlan({"intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"}, pipelined=False),
-    "vilt": replace(_BERT, first={}, pipelined=False),  # its embeddings return masks too
+    "vilt": replace(
+        _BERT,
+        first={},
+        pipelined=False,  # its embeddings return masks too
+        head_losses={"ViltForQuestionAnswering": own_loss},
+    ),
     "vjepa2": DeclaredPlan(
         {"attention.query": "colwise", "attention.key": "colwise", "attention.value": "colwise"}
         | {"attention.proj": "rowwise", **_MLP},
         {"attention": ("num_attention_heads", "all_head_size")},
         pipelined=False,
     ),
-    "audio_spectrogram_transformer": _VIT,
+    "audio_spectrogram_transformer": replace(_VIT, head_losses={"ASTForAudioClassification": sequence_classification}),
     "convnext": DeclaredPlan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),
     "dinov2": _VIT,
     "dinov2_with_registers": _VIT,
@@ -146,14 +153,14 @@ PLANS = {
         },
         first={"embeddings": ReceivedPatches},
     ),
-    "unispeech": _sound(_SELF_ATTENTION, ReceivedPair),
-    "unispeech_sat": _sound(_SELF_ATTENTION, ReceivedPair),
-    "videomae": _BERT,
+    "unispeech": _sound(_SELF_ATTENTION, ReceivedPair, head_losses={"UniSpeechForPreTraining": own_loss}),
+    "unispeech_sat": _sound(_SELF_ATTENTION, ReceivedPair, head_losses={"UniSpeechSatForPreTraining": own_loss}),
+    "videomae": replace(_BERT, head_losses={"VideoMAEForPreTraining": own_loss}),
     "vit_msn": _VIT,
     "vivit": _VIT,
-    "wav2vec2": _sound(_SELF_ATTENTION, ReceivedPair),
+    "wav2vec2": _sound(_SELF_ATTENTION, ReceivedPair, head_losses={"Wav2Vec2ForPreTraining": own_loss}),
     "wav2vec2_bert": _sound(_CONFORMER, ReceivedPair),
-    "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair),
+    "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair, head_losses={"Wav2Vec2ConformerForPreTraining": own_loss}),
     # Its attention passes full weights to a PyTorch function, so they are replicated.
     "wavlm": _sound({}, ReceivedPair, carried_inputs=("position_bias",)),
     "yolos": _BERT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardformer.loss.text import masked_lm
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED
 from shardformer.stages.stage import Received, ReceivedUnpadded
@@ -52,6 +53,7 @@ PLANS = {
         {**_LOCAL, "self_attn.self": ("num_attention_heads", "all_head_size")},
         towers=_TOWERS,
         needs={"attention_type": "original_full"},
+        head_losses={"BigBirdPegasusForCausalLM": masked_lm},  # labels are already shifted to the next token
     ),
     "florence2": DeclaredPlan(_STYLES, _LOCAL, pipelined=False),
     "led": DeclaredPlan(
