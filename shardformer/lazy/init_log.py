@@ -37,6 +37,7 @@ class Place:
 
     @staticmethod
     def of(tensor: Tensor) -> Place:
+        """Return where the values of `tensor` lie."""
         return Place(
             tensor.untyped_storage(),
             tensor.dtype,

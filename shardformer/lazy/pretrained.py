@@ -77,6 +77,7 @@ class FileTensor:
     shape: tuple[int, ...]
 
     def __call__(self) -> Tensor:
+        """Read the whole tensor."""
         return self.piece(ShardSpec(self.shape))
 
     def piece(self, spec: ShardSpec) -> Tensor:
@@ -92,6 +93,7 @@ class BinTensor:
     name: str
 
     def __call__(self) -> Tensor:
+        """Read the whole tensor."""
         return self._mapped().clone()
 
     def piece(self, spec: ShardSpec) -> Tensor:

@@ -64,10 +64,12 @@ class LayerInputs:
         self.names = list(inspect.signature(layer.forward).parameters)
 
     def get(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Return the input called `name` of a call; None if it is not given."""
         index = self.names.index(name)
         return args[index] if index < len(args) else kwargs.get(name)
 
     def put(self, name: str, value: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a call with another value of the input called `name`."""
         index = self.names.index(name)
         if index < len(args):
             return (*args[:index], value, *args[index + 1 :]), kwargs
@@ -101,6 +103,7 @@ class Received(StagePlaceholder):
     """Placeholder for an embedding on a later stage; returns a dummy shaped like the hidden state."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a dummy shaped like the hidden state."""
         return self.stage_input.dummy()
 
 
@@ -117,6 +120,7 @@ class ReceivedUnpadded(StagePlaceholder):
     """
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return zeros [batch, seq, hidden] as long as `ids` [batch, seq]."""
         dummy = self.stage_input.dummy()
         return dummy if dummy.dim() == 0 else dummy.new_zeros(*ids.shape, dummy.shape[-1])
 
@@ -125,6 +129,7 @@ class ReceivedByTower(StagePlaceholder):
     """Placeholder for an embedding of a tower; if the tower has finished, it returns the tower's kept output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the kept output of the tower, or a dummy shaped like the hidden state."""
         kept = next((value for value in self.stage_input.kept.values() if value is not None), None)
         return self.stage_input.dummy() if kept is None else kept.detach()
 
@@ -133,6 +138,7 @@ class ZeroEmbedding(StagePlaceholder):
     """Placeholder for an embedding that is added to another; the received hidden state already includes it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return zero (0-d), which adds nothing."""
         return torch.zeros(())
 
 
@@ -140,6 +146,7 @@ class IdentityPlaceholder(StagePlaceholder):
     """Placeholder for a module that an earlier stage has already applied (an embedding's norm or dropout)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `x`."""
         return x
 
 
@@ -147,6 +154,7 @@ class LayerInputPlaceholder(StagePlaceholder):
     """Placeholder for the last part of the layer before a stage; returns a copy of the received hidden state."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a copy of the received hidden state; `x` if none has been received."""
         return x if self.stage_input.hidden is None else self.stage_input.hidden.clone()
 
 
@@ -158,6 +166,7 @@ class CachedTower(StagePlaceholder):
         self.path, self.fields = path, tuple(fields)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the received outputs of the tower, with dummies for fields that are not sent."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         # Fields that no later layer reads are not sent; a dummy of the right shape is enough.
@@ -181,6 +190,7 @@ class Skipped(StagePlaceholder):
         self.num_outputs, self.carried_inputs = num_outputs, tuple(carried_inputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden state in the form in which the layer returns it."""
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         if not self.num_outputs:
             return hidden_states
@@ -196,6 +206,7 @@ class Boundary(StagePlaceholder):
         self.inputs, self.carried_inputs, self.keeps = LayerInputs(layer), tuple(carried_inputs), tuple(keeps)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `StageBoundary` with the hidden state, the carried inputs and the kept tower outputs."""
         hidden = self.inputs.get(self.inputs.names[0], args, kwargs)
         carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]
         raise StageBoundary((hidden, *carried, *[self.stage_input.kept.get(key) for key in self.keeps]))
@@ -205,6 +216,7 @@ class UnreachablePlaceholder(StagePlaceholder):
     """Placeholder for a module of another stage that this stage's pass never reaches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise a RuntimeError: the pass should have ended before."""
         raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
 
 

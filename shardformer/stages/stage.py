@@ -77,10 +77,12 @@ class PipelineStageManager:
 
     @property
     def is_first(self) -> bool:
+        """Whether this rank holds the first stage."""
         return 0 in self.held
 
     @property
     def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
         return self.num_stages - 1 in self.held
 
     def split(self, num_layers: int, even: Sequence[int] | None = None) -> list[range]:

@@ -93,6 +93,7 @@ class AlbertPolicy(Policy):
     }
 
     def preprocess(self) -> nn.Module:
+        """Give the list of layer groups the depth of the model if it is split into stages."""
         encoder = self.model.get_submodule(self.base_path).encoder
         depth, groups = encoder.config.num_hidden_layers, encoder.config.num_hidden_groups
         if self.shard_config.stage_manager.num_stages > 1 and not isinstance(
@@ -106,6 +107,7 @@ class AlbertPolicy(Policy):
         return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         return {

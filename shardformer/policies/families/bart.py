@@ -46,6 +46,7 @@ class BartPolicy(Policy):
 
     @property
     def stages(self) -> StageLayout:
+        """The stage layout of the towers that the model has."""
         base = self.model.get_submodule(self.base_path)
         # Modules that a class does not have (a tower, a norm) may be named: the partitioner skips them.
         decoder = StageLayout(
@@ -68,10 +69,12 @@ class BartPolicy(Policy):
         )
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head counts of encoder and decoder."""
         config = self.model.config
         return {name: getattr(config, name) for name in ("encoder_attention_heads", "decoder_attention_heads")}
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; a pipeline cannot skip layers at random."""
         problems = super().check()
         config = self.model.config
         for name in ("encoder_layerdrop", "decoder_layerdrop"):
@@ -81,6 +84,7 @@ class BartPolicy(Policy):
         return problems
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
 
         def attention(name: str, heads: int, *read_together: str) -> list:
@@ -153,6 +157,7 @@ class MvpPolicy(BartPolicy):
         return draw_per_rank(attention, self.shard_config.group.rank()) if self.tp_size > 1 else attention
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; prompts are not supported."""
         prompts = ["use_prompt=True is not supported for MVP; use use_prompt=False"]
         return super().check() + (prompts if self.model.config.use_prompt else [])
 
@@ -217,6 +222,7 @@ class WhisperPolicy(BartPolicy):
     head_losses = _HEAD_LOSSES
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; a pipeline cannot sum the outputs of all layers."""
         problems = super().check()
         sums_layers = getattr(self.model.config, "use_weighted_layer_sum", False) and hasattr(
             self.model, "layer_weights"

@@ -37,9 +37,11 @@ class BeitPolicy(ViTPolicy):
     head_losses = {**USUAL_HEAD_LOSSES, "ForMaskedImageModeling": masked_visual_tokens}
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; some heads read the outputs of all layers."""
         return [*super().check(), *self.check_hidden_states(_READ_HIDDEN_STATES)]
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return ViT's table, with layer scales, position biases, the image head and batch norms."""
         rules = ShardingRules(self.shard_config)
         table = dict(super().module_policy())
         table["BeitLayer"].param_replacement.extend(rules.module_parameters("lambda_1", "lambda_2"))

@@ -32,6 +32,7 @@ class BertPolicy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         attention = rules.column("query", "key", "value", num_heads=heads)
@@ -80,6 +81,7 @@ class RobertaPolicy(BertPolicy):
     head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return BERT's table with RoBERTa's head."""
         table = dict(super().module_policy())
         table[f"{self.prefix}LMHead"] = table.pop(f"{self.prefix}LMPredictionHead")
         return table

@@ -43,6 +43,7 @@ class RobertaPreLayerNormPolicy(RobertaPolicy):
     head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         dropout = rules.residual_dropout("dropout")
@@ -68,6 +69,7 @@ class BertGenerationPolicy(BertPolicy):
     head_losses = {**USUAL_HEAD_LOSSES, "Decoder": causal_lm}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         table = dict(super().module_policy())
         table["BertGenerationOnlyLMHead"] = table.pop("BertGenerationLMPredictionHead")
         return table
@@ -91,6 +93,7 @@ class SplinterPolicy(BertPolicy):
     head_losses = {**USUAL_HEAD_LOSSES, "ForPreTraining": recurring_spans}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         table = dict(super().module_policy())
         del table["SplinterLMPredictionHead"]
         return table
@@ -119,6 +122,7 @@ class MPNetPolicy(BertPolicy):
     head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         table = dict(super().module_policy())
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads

@@ -24,6 +24,7 @@ class Blip2Policy(Policy):
 
     @cached_property
     def language_policy(self) -> Policy:
+        """The policy of the language model."""
         from shardformer.policies.registry import policy_for
 
         policy = policy_for(self.model.language_model)
@@ -33,6 +34,7 @@ class Blip2Policy(Policy):
 
     @property
     def stages(self) -> StageLayout:
+        """The stage layout: image encoder, querying transformer, then the layers of the language model."""
         language = _below(self._language_path, self.language_policy.stages)
         base = self.language_policy.base_path.split(".")[0]
         if base:  # the head of the language model runs after its base model
@@ -60,6 +62,7 @@ class Blip2Policy(Policy):
         return ".".join(filter(None, ("language_model", self.language_policy.base_path)))
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head counts of the image encoder and the querying transformer."""
         config = self.model.config
         return {
             f"{tower}.num_attention_heads": getattr(config, tower).num_attention_heads
@@ -67,9 +70,11 @@ class Blip2Policy(Policy):
         }
 
     def check(self) -> list[str]:
+        """Return why the model or its language model cannot be sharded."""
         return [*super().check(), *self.language_policy.check()]
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.qformer_config.num_attention_heads
@@ -100,6 +105,7 @@ class Blip2Policy(Policy):
         }
 
     def preprocess(self) -> nn.Module:
+        """Prepare the language model for its policy."""
         self.language_policy.preprocess()
         return self.model
 

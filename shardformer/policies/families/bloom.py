@@ -30,15 +30,18 @@ class BloomPolicy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head count by BLOOM's name for it."""
         return {"n_head": self.model.config.n_head}
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; `slow_but_exact` slices whole weights."""
         config = self.model.config
         if config.pretraining_tp > 1 and config.slow_but_exact and self.tp_size > 1:
             return [*super().check(), "slow_but_exact=True slices whole weights; use slow_but_exact=False"]
         return super().check()
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.n_head
         return {
@@ -76,14 +79,17 @@ class FalconPolicy(BloomPolicy):
     head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head counts, with key/value heads in the new architecture only."""
         config = self.model.config
         counts = {"num_attention_heads": config.num_attention_heads}
         return counts | ({"num_kv_heads": config.num_kv_heads} if config.new_decoder_architecture else {})
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded."""
         return Policy.check(self)
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_attention_heads

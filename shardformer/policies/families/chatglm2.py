@@ -29,6 +29,7 @@ class ChatGLM2Policy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; key/value groups must fit the number of ranks."""
         groups = self.model.config.num_key_value_heads
         if groups % self.tp_size and self.tp_size % groups:
             clash = f"tp_size={self.tp_size} neither divides multi_query_group_num={groups} nor is a multiple of it"
@@ -36,6 +37,7 @@ class ChatGLM2Policy(Policy):
         return super().check()
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads, groups = config.num_attention_heads, config.num_key_value_heads

@@ -30,6 +30,7 @@ class CLIPPolicy(Policy):
 
     @property
     def stages(self) -> StageLayout:
+        """The stage layout of the towers that the model has."""
         base = self.model.get_submodule(self.base_path)
         if hasattr(base, "final_layer_norm"):
             return _text_layout("")
@@ -48,14 +49,17 @@ class CLIPPolicy(Policy):
         )
 
     def tokens_mix_only_in_attention(self) -> bool:
+        """Return False."""
         return False  # the text pooler searches for the last token
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head count of each tower."""
         return {
             f"{tower}num_attention_heads": config.num_attention_heads for tower, config in self._tower_configs().items()
         }
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         return {
             "CLIPTextEmbeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("token_embedding")),

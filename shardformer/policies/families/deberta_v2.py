@@ -33,6 +33,7 @@ class DebertaV2Policy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; a head may read the embedding's weight."""
         problems = super().check()
         if self._reads_embedding and self.shard_config.stage_manager.num_stages > 1:
             problems.append(
@@ -46,6 +47,7 @@ class DebertaV2Policy(Policy):
         return hasattr(self.model, "lm_predictions")
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_attention_heads

@@ -27,9 +27,11 @@ class DistilBertPolicy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head count by DistilBERT's name for it."""
         return {"n_heads": self.model.config.n_heads}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.n_heads
         return {

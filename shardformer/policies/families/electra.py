@@ -51,6 +51,7 @@ class ElectraPolicy(BertPolicy):
     head_losses = {**USUAL_HEAD_LOSSES, "ForPreTraining": replaced_tokens}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         table = dict(super().module_policy())
         del table["ElectraLMPredictionHead"]
         rules = ShardingRules(self.shard_config)

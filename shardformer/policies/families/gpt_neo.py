@@ -34,9 +34,11 @@ class GPTNeoPolicy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head count by the family's name for it."""
         return {self.count: getattr(self.model.config, self.count)}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = getattr(self.model.config, self.count)
         grow, shrink = self.feed_forward

@@ -27,9 +27,11 @@ class LlamaPolicy(Policy):
 
     @property
     def uneven_heads(self) -> bool:
+        """Whether every rank has a key/value head of its own."""
         return self.model.config.num_key_value_heads >= self.tp_size
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; key/value heads must fit the number of ranks."""
         kv_heads = self.model.config.num_key_value_heads
         if kv_heads < self.tp_size and self.tp_size % kv_heads:
             clash = f"tp_size={self.tp_size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"
@@ -37,6 +39,7 @@ class LlamaPolicy(Policy):
         return super().check()
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -88,6 +91,7 @@ class Qwen3Policy(LlamaPolicy):
     head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         table = dict(super().module_policy())
         # Gradients are partial: a rank sees its own heads only.
         norms = ShardingRules(self.shard_config).head_norm("q_norm", "k_norm")

@@ -32,6 +32,7 @@ class OPTPolicy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         return {
@@ -54,6 +55,7 @@ class OPTPolicy(Policy):
         }
 
     def position_counter(self) -> Positions:
+        """Return a function that counts positions from the attention mask."""
 
         def of_real_tokens(inputs: Mapping[str, Any]) -> Tensor | None:
             mask = inputs.get("attention_mask")
@@ -62,6 +64,7 @@ class OPTPolicy(Policy):
         return of_real_tokens
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; a pipeline cannot skip layers at random."""
         problems = super().check()
         layerdrop = self.model.config.layerdrop
         if layerdrop and self.shard_config.stage_manager.num_stages > 1:

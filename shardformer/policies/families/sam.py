@@ -23,6 +23,7 @@ class SamPolicy(Policy):
 
     @property
     def stages(self) -> StageLayout:
+        """The stage layout: the layers of the image encoder."""
         return StageLayout(
             layers="vision_encoder.layers",
             first={"vision_encoder.patch_embed": Received},
@@ -31,6 +32,7 @@ class SamPolicy(Policy):
         )
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head counts of the image encoder and, if the model has one, of the mask decoder."""
         config = self.model.config
         vision = getattr(config, "vision_config", config)
         counts = {"vision_config.num_attention_heads": vision.num_attention_heads}
@@ -39,6 +41,7 @@ class SamPolicy(Policy):
         return counts
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         vision = getattr(config, "vision_config", config)

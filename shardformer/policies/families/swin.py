@@ -25,6 +25,7 @@ class ReceivedGrid(StagePlaceholder):
         self.patch_size, self.features = patch_size, features
 
     def forward(self, pixel_values: Tensor, **kwargs: Any) -> tuple[Tensor, tuple[int, int]]:
+        """Return zeros [batch, patches, features] and the grid of patches."""
         height, width = (-(-side // self.patch_size) for side in pixel_values.shape[-2:])
         return pixel_values.new_zeros(len(pixel_values), height * width, self.features), (height, width)
 
@@ -33,6 +34,7 @@ class MergedPatches(StagePlaceholder):
     """Placeholder for patch merging, which turns four patches into one with twice the features."""
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Return zeros [batch, patches / 4, 2 * features]."""
         height, width = ((side + 1) // 2 for side in grid)
         return x.new_zeros(len(x), height * width, 2 * x.shape[-1])
 
@@ -48,6 +50,7 @@ class SwinPolicy(Policy):
 
     @property
     def stages(self) -> StageLayout:
+        """The stage layout: a chain of one layer list per resolution."""
         config = self.model.config
         embedding = {"embeddings": partial(ReceivedGrid, config.patch_size, config.embed_dim)}
         layout = None
@@ -62,9 +65,11 @@ class SwinPolicy(Policy):
         return layout
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head count of each layer list."""
         return {f"num_heads[{index}]": count for index, count in enumerate(self.model.config.num_heads)}
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; windows and backbones read whole images."""
         problems = super().check()
         if self.shard_config.sequence is not None:
             problems.append(
@@ -74,6 +79,7 @@ class SwinPolicy(Policy):
         return problems + self.check_hidden_states((f"{self.prefix}Backbone",))
 
     def preprocess(self) -> nn.Module:
+        """Turn off activation checkpointing of whole layer lists if the model is split into stages."""
         # A pipeline stage may end inside a layer list, so checkpoint single layers instead of the whole list.
         if self.shard_config.stage_manager.num_stages > 1:
             for stage in self._lists():
@@ -81,6 +87,7 @@ class SwinPolicy(Policy):
         return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         return {
             "SwinAttention": ModulePolicyDescription(
@@ -109,6 +116,7 @@ class Swinv2Policy(SwinPolicy):
     head_losses = USUAL_HEAD_LOSSES
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; stages split lists that are recomputed as a whole."""
         problems = super().check()
         if self.shard_config.stage_manager.num_stages > 1 and any(
             each.gradient_checkpointing for each in self._lists()
@@ -120,9 +128,11 @@ class Swinv2Policy(SwinPolicy):
         return problems
 
     def preprocess(self) -> nn.Module:
+        """Return the model as it is."""
         return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         attention = [
             *rules.column("query", "key", "value"),
@@ -144,6 +154,7 @@ class Swinv2Policy(SwinPolicy):
         }
 
     def postprocess(self) -> nn.Module:
+        """Cast the coordinates of position biases to the dtype of the weights that read them."""
         # The coordinates are a buffer, and buffers keep their precision when parameters are cast to 16 bits.
         for module in self.model.modules():
             if type(module).__name__ == "Swinv2SelfAttention":

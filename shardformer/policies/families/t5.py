@@ -36,6 +36,7 @@ class T5Policy(Policy):
 
     @property
     def stages(self) -> StageLayout:
+        """The stage layout of the towers that the model has."""
         has_decoder = hasattr(self.model.get_submodule(self.base_path), "decoder")
         layer: dict[str, Any] = {"tuple_output": 3, "carried_inputs": ("position_bias",)} if self.shares_biases else {}
         decoder = StageLayout(
@@ -54,9 +55,11 @@ class T5Policy(Policy):
         )
 
     def head_counts(self) -> Mapping[str, int]:
+        """Return the head count by T5's name for it."""
         return {"num_heads": self.model.config.num_heads}
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_heads

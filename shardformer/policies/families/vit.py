@@ -21,6 +21,7 @@ class ViTPolicy(Policy):
     head_losses = USUAL_HEAD_LOSSES
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
         attention = [

@@ -59,14 +59,17 @@ class PlanPolicy(Policy):
 
     @property
     def base_path(self) -> str:
+        """Return ""."""
         return ""  # the paths of a plan start at the model itself
 
     @cached_property
     def plan(self) -> Mapping[str, str]:
+        """The tensor-parallel style of each path of the model."""
         return dict(self.model.tp_plan) if self.declared is None else self.declared.styles_of(self.model)
 
     @cached_property
     def stages(self) -> Any:
+        """The stage layout, inferred from the module tree; None if the model cannot be split."""
         if self.declared is not None:
             return self.declared.stages_of(self.model)
         if getattr(self.model.config, "is_encoder_decoder", False):
@@ -74,6 +77,7 @@ class PlanPolicy(Policy):
         return stage_layout(self.model, layer_paths(self.model, self.plan))
 
     def set_model(self, model: nn.Module) -> None:
+        """Set the model; forget the plan and the stages of the previous one."""
         super().set_model(model)
         for name in ("plan", "stages"):
             self.__dict__.pop(name, None)
@@ -86,6 +90,7 @@ class PlanPolicy(Policy):
         return {name: count for name, count in found.items() if isinstance(count, int)}
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; all styles of the plan must be known."""
         unknown = sorted({style for style in self.plan.values() if style not in STYLES})
         problems = [
             f"tensor-parallel style '{style}' in the plan of {type(self.model).__name__} is not known; "
@@ -106,6 +111,7 @@ class PlanPolicy(Policy):
         return problems
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
+        """Return the table that the plan is lowered to, by paths of the model."""
         layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
         uses_ulysses = layers is not None and self.shard_config.uses_ulysses
         table = self._whole_layers(layers) if uses_ulysses else self._cut_layers()
@@ -132,6 +138,7 @@ class PlanPolicy(Policy):
         return bool(self._only_layers()) and not unclosed_regions(self._cut_layers(), self.stages.layers)
 
     def tokens_mix_only_in_attention(self) -> bool:
+        """Return whether attention alone mixes tokens, judged by the modules of the layers."""
         return self._attends_only(self._only_layers())
 
     def _only_layers(self) -> list[nn.Module]:

@@ -43,9 +43,11 @@ class UserPolicy(Policy):
 
     @property
     def base_path(self) -> str:
+        """Path of the base model according to the family's policy."""
         return "" if self.family_policy is None else self.family_policy.base_path
 
     def set_model(self, model: nn.Module) -> None:
+        """Set the model, also of the family's policy, which is looked up again."""
         super().set_model(model)
         for name in ("family_policy", "stages"):
             self.__dict__.pop(name, None)
@@ -53,6 +55,7 @@ class UserPolicy(Policy):
             self.family_policy.set_model(model)
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
+        """Set the sharding options, for the family's policy without tensor parallelism."""
         super().set_shard_config(shard_config)
         if self.family_policy is not None:
             whole = copy.copy(shard_config)
@@ -64,11 +67,14 @@ class UserPolicy(Policy):
         return {}
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded, according to both policies."""
         problems = super().check()
         return problems if self.family_policy is None else [*problems, *self.family_policy.check()]
 
     def preprocess(self) -> nn.Module:
+        """Prepare the model as the family's policy does."""
         return self.model if self.family_policy is None else self.family_policy.preprocess()
 
     def postprocess(self) -> nn.Module:
+        """Finish the model as the family's policy does."""
         return self.model if self.family_policy is None else self.family_policy.postprocess()

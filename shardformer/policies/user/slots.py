@@ -154,6 +154,7 @@ class SlotPolicyAdapter(UserPolicy):
         self.slots = slots
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; the slots must name classes and parameters of it."""
         problems = super().check()
         names = {cls.__name__ for module in self.model.modules() for cls in type(module).__mro__}
         for cls in self._arguments():
@@ -169,12 +170,14 @@ class SlotPolicyAdapter(UserPolicy):
         ]
 
     def preprocess(self) -> nn.Module:
+        """Tie the parameters of `binding_policy`."""
         for name, other in self._bindings().items() if not self._unknown_names() else ():
             owner, _, attribute = other.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, self.model.get_parameter(name))
         return super().preprocess()
 
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """Return the table that the slots are converted to."""
         table: dict[str | type[nn.Module], ModulePolicyDescription] = {}
         for cls, argument in self._arguments().items():
             description = table[cls] = ModulePolicyDescription()
@@ -186,6 +189,7 @@ class SlotPolicyAdapter(UserPolicy):
         return table
 
     def postprocess(self) -> nn.Module:
+        """Change the classes of the modules that `inject_policy` names."""
         injected = getattr(self.slots, "inject_policy", tuple)() or ()
         pairs = injected.items() if isinstance(injected, Mapping) else [injected] if injected else []
         for native, new in pairs:

@@ -136,6 +136,7 @@ class TPInfoPolicy(UserPolicy):
         self.tp_info = tp_info
 
     def set_model(self, model: nn.Module) -> None:
+        """Set the model; forget the matches in the previous one."""
         super().set_model(model)
         for name in ("_matches", "_tied_heads"):
             self.__dict__.pop(name, None)
@@ -148,6 +149,7 @@ class TPInfoPolicy(UserPolicy):
         return {name: count for name, count in found.items() if isinstance(count, int)}
 
     def check(self) -> list[str]:
+        """Return why the model cannot be sharded; the rules must match it and leave no region open."""
         problems = super().check() + self._unmatched()
         if self.shard_config.tensor_parallel_size > 1 and not problems:
             problems = [*self._wrong_kinds(), *self._uneven(), *self._open_columns(), *self._in_between()]
@@ -155,6 +157,7 @@ class TPInfoPolicy(UserPolicy):
         return problems
 
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """Return the table that the rules are converted to, by paths of the model."""
         table: dict[str, ModulePolicyDescription] = {"": ModulePolicyDescription()}
         replace = table[""].sub_module_replacement.append
         for kind, make in _REPLACEMENTS.items():

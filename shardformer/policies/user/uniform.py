@@ -38,6 +38,7 @@ class UniformPolicy(UserPolicy):
         self._dim = dim
 
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """Return the table: every linear layer of the model, by its path."""
         target, options = _OPTIONS[self._dim]
         replacements = [
             SubModuleReplacementDescription(suffix=path, target_module=target, kwargs=dict(options))

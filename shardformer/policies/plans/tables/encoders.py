@@ -17,6 +17,7 @@ class ReceivedTokens(Received):
 
     @property
     def tok_embeddings(self) -> Received:
+        """The placeholder itself."""
         return self
 
 

@@ -18,6 +18,7 @@ class ReceivedChannels(StagePlaceholder):
     """Placeholder for convolutions over audio; returns a dummy hidden state with channels first."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a dummy [batch, features, seq]."""
         return self.stage_input.dummy().mT
 
 
@@ -25,6 +26,7 @@ class ReceivedPair(StagePlaceholder):
     """Placeholder for a feature projection that returns both the projection and its input features."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return two dummies shaped like the hidden state."""
         return self.stage_input.dummy(), self.stage_input.dummy()
 
 
