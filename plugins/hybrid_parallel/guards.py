@@ -58,12 +58,16 @@ class GuardedModel(ModelWrapper):
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
         super().__init__(module)
         self.mesh = mesh
-        self.optimizers: list[Any] = []
+        self.optimizers: list[Any] = []  # a live list, which the optimizers share
         if not self.is_whole:
             # Set on the wrapped model: scripts for DistributedDataParallel call model.module.save_pretrained.
             for method in _SAVED_BY:
                 if hasattr(module, method):
                     setattr(module, method, partial(_refuse_saving, method, self._cut_by()))
+
+    def attach_optimizer(self, optimizer: GuardedOptimizer) -> None:
+        """Add an optimizer of these weights: passes wait for the parameters that it gathers."""
+        self.optimizers.append(optimizer)
 
     # ----- engines around it -----
 

@@ -19,13 +19,12 @@ from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
-from plugins.hybrid_parallel.debug.trace import StepTrace
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
+from plugins.hybrid_parallel.distributed.mesh import DP_CP
 from plugins.hybrid_parallel.guards import GuardedModel
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
-from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
@@ -58,11 +57,27 @@ class WholeModel:
 
     @staticmethod
     def of(model: nn.Module) -> WholeModel:
+        """Describe a model that is not sharded yet."""
         tied = tied_names(model)
         aliases = {name: tuple(other for other in names if other != name) for names in tied for name in names}
         listed_as = {name: names[0] for names in tied for name in names}
         config = copy.deepcopy(getattr(model, "config", None))
         return WholeModel(config, frozenset(model.state_dict(keep_vars=True)), aliases, listed_as, file_names(model))
+
+
+@dataclass(frozen=True)
+class ShardContext:
+    """What the shard of a model must know besides its modules.
+
+    Attributes:
+        origin: description of the whole model, for saving and loading.
+        tied: the parameters that other stages hold too.
+        stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
+    """
+
+    origin: WholeModel
+    tied: Mapping[nn.Parameter, TiedParameter]
+    stream: SharedStream | None
 
 
 class HybridParallelModel(GuardedModel):
@@ -72,33 +87,27 @@ class HybridParallelModel(GuardedModel):
     mean over the global batch of all data-parallel ranks, so all of them must call it.
 
     Args:
-        module: the sharded model.
-        mesh: the grid of ranks.
-        stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
-        origin: description of the whole model, for saving and loading.
+        runtime: runs micro-batches through the stages of the sharded model that this rank holds.
+        context: what the shard must know besides its modules.
+        watch: observer of single modules, in debug mode.
+
+    Attributes:
         saved_elsewhere: parameters on this rank that another stage saves.
-        schedule, num_chunks: pipeline schedule, and number of stages per rank.
+        batches_seen: number of training batches so far.
+        checked_full_batch: whether a batch has filled the pipeline; from then on batches may be short.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: HybridMesh,
-        stream: SharedStream | None,
-        origin: WholeModel,
-        saved_elsewhere: Collection[nn.Parameter] = (),
-        schedule: Schedule = SCHEDULES["1f1b"],
-        num_chunks: int = 1,
-    ) -> None:
+    def __init__(self, runtime: PipelineRuntime, context: ShardContext, watch: PassWatch | None = None) -> None:
+        module, mesh = runtime.module, runtime.mesh
         super().__init__(module, mesh)
-        self.stream, self.origin = stream, origin
-        self.saved_elsewhere = frozenset(saved_elsewhere)
-        self.runtime = PipelineRuntime(module, mesh, schedule, num_chunks)
+        self.runtime, self.origin, self.tied, self.stream = runtime, context.origin, context.tied, context.stream
+        self.saved_elsewhere = frozenset(param for param, tie in context.tied.items() if not tie.counted)
         self.losses = LossChoice(module, mesh)
         self.head_loss = self.losses.head_loss
-        self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
+        self.trace, self.synchrony = StepTrace(watch), SynchronyCheck(self)
+        if watch is not None:
+            runtime.register_microbatch_hook(watch.begin_microbatch)
         self.batches_seen = 0
-        self.tied: Mapping[nn.Parameter, TiedParameter] = {}
         self.checked_full_batch = False
         self.options = ForwardOptions(module, mesh)
 
@@ -107,11 +116,9 @@ class HybridParallelModel(GuardedModel):
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         module = copy_module(self.module, self.mesh, memo)
-        elsewhere = [memo[id(param)] for param in self.saved_elsewhere]
-        made = HybridParallelModel(
-            module, self.mesh, self.stream, self.origin, elsewhere, self.runtime.schedule, self.runtime.num_chunks
-        )
-        made.tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
+        runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
+        tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
+        made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream))
         refuse_backward(made)
         made.training = self.training  # the flags of inner modules are copied already
         return made

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.agreement import check_same_data, check_shareable, is_shared_out
@@ -46,29 +47,52 @@ _OPTIONS = (
 )
 
 
-class ShardedDataLoader(DataLoaderShard):
-    """Loader of this rank's shares; `state_dict` includes the position in the epoch.
+@dataclass(frozen=True)
+class ReplicaShare:
+    """What a loader of one replica's shares must know besides the options of torch's loader.
 
     Attributes:
-        global_batch_size: samples of a batch over all data-parallel ranks; `dp_size` if the batch size is unknown.
+        batch_size: samples of a batch of this replica; None if it is unknown.
+        rank, world_size: position on the data-parallel axis; the rank seeds the random draws of samples together with
+            the base seed.
         order: random stream of the sample order if the user gave no generator.
         draws_from: generator of the user's loader, for base seeds; None to use `order`.
-        rank: data-parallel rank; seeds the random draws of samples together with the base seed.
-        iterations: number of times that the loader was iterated.
         collate: collate function, which also checks for random draws.
     """
 
-    global_batch_size = 1
+    batch_size: int | None
+    rank: int
+    world_size: int
     order: LoadingStream
-    draws_from: torch.Generator | None = None
-    rank = 0
+    draws_from: torch.Generator | None
+    collate: ReplicaCollate
+
+
+class ShardedDataLoader(DataLoaderShard):
+    """Loader of this rank's shares; `state_dict` includes the position in the epoch.
+
+    Args:
+        dataset: the user's dataset, or its shares if it is iterable.
+        share: which share of the batches this is.
+        options: options of `DataLoaderShard`.
+
+    Attributes:
+        global_batch_size: samples of a batch over all data-parallel ranks; `dp_size` if the batch size is unknown.
+        iterations: number of times that the loader was iterated.
+    """
+
     iterations = 0
-    collate: ReplicaCollate | None = None
     _position = 0  # number of batches of this epoch that were handed out
     _base_seed: int | None = None
     _order_at_start: dict[str, Any] | None = None  # state of the order when this epoch began
     _order_to_come: dict[str, Any] | None = None  # state to set after the draws that are repeated on resume
     _is_open = False  # whether an epoch has begun, and its iterator has not ended
+
+    def __init__(self, dataset: Dataset, share: ReplicaShare, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.batch_size = share.batch_size
+        self.global_batch_size = (share.batch_size or 1) * share.world_size
+        self.rank, self.order, self.draws_from, self.collate = share.rank, share.order, share.draws_from, share.collate
 
     def __iter__(self) -> Iterator[Any]:
         self._move_to(self.epoch)
@@ -94,8 +118,7 @@ class ShardedDataLoader(DataLoaderShard):
         empty = getattr(self.batch_sampler, "empty_batches", ())
         with stream.active():
             loaded, end = iter(self.base_dataloader), object()
-            if self.collate is not None:
-                self.collate.begin()
+            self.collate.begin()
         for number in itertools.count():
             if number == self._position and self._order_to_come is not None:
                 self._load_order(self._order_to_come)
@@ -223,25 +246,15 @@ def shard_dataloader(
     options = {name: getattr(dataloader, name) for name in _OPTIONS if hasattr(dataloader, name)}
     ordering = (dataloader.generator, dataloader.sampler, dataloader.batch_sampler)
     collate = ReplicaCollate(dataloader.collate_fn, dataloader.dataset, ordering, rank, world_size)
-    options["collate_fn"] = collate
+    share = ReplicaShare(dataloader.batch_size, rank, world_size, order, dataloader.generator, collate)
+    options |= {"device": device, "collate_fn": collate}
     if isinstance(dataloader.dataset, IterableDataset):
-        dataset = DataParallelIterable(
-            dataloader.dataset, dataloader.batch_size, dataloader.drop_last, rank, world_size
-        )
-        dataset.stream, options["collate_fn"] = order, CollateShare(collate)
-        sharded = ShardedDataLoader(
-            dataset, device=device, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **options
-        )
-    else:
-        place = (0, 1) if is_shared_out(dataloader) else (rank, world_size)
-        sampler = DataParallelBatchSampler(dataloader.batch_sampler, *place)
-        sampler.stream = order
-        sharded = ShardedDataLoader(dataloader.dataset, device=device, batch_sampler=sampler, **options)
-        sharded.batch_size = dataloader.batch_size  # per replica, as the user set it
-    sharded.global_batch_size = (dataloader.batch_size or 1) * world_size
-    sharded.order, sharded.draws_from, sharded.rank = order, dataloader.generator, rank
-    sharded.collate = collate
-    return sharded
+        sizes = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        dataset = DataParallelIterable(dataloader.dataset, **sizes, rank=rank, world_size=world_size, stream=order)
+        return ShardedDataLoader(dataset, share, **{**options, **sizes, "collate_fn": CollateShare(collate)})
+    place = (0, 1) if is_shared_out(dataloader) else (rank, world_size)
+    sampler = DataParallelBatchSampler(dataloader.batch_sampler, *place, order)
+    return ShardedDataLoader(dataloader.dataset, share, batch_sampler=sampler, **options)
 
 
 def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: LoadingStream) -> ShardedDataLoader:

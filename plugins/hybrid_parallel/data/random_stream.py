@@ -26,9 +26,9 @@ class LoadingStream:
     @classmethod
     def seeded(cls, seed: int) -> LoadingStream:
         """Create the stream that begins with `torch.manual_seed(seed)` and the equivalents in Python and numpy."""
-        outer, stream = _states(), cls()
+        outer = _states()
         _seed_all(seed)
-        stream._states = _states()
+        stream = cls()
         _restore(outer)
         return stream
 

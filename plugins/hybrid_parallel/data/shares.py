@@ -19,19 +19,20 @@ class DataParallelBatchSampler(BatchSampler):
     Args:
         batch_sampler: the user's batch sampler, identical on all ranks.
         rank, world_size: position on the data-parallel axis; 0 of 1 if the user's sampler already yields shards.
+        stream: random stream for samplers without a generator of their own; None for the default generators.
 
     Attributes:
         empty_batches: positions of the placeholder batches of this epoch, which represent an empty share.
-        stream: random stream for samplers without a generator of their own.
     """
 
-    def __init__(self, batch_sampler: BatchSampler, rank: int, world_size: int) -> None:
-        self.batch_sampler, self.rank, self.world_size = batch_sampler, rank, world_size
+    def __init__(
+        self, batch_sampler: BatchSampler, rank: int, world_size: int, stream: LoadingStream | None = None
+    ) -> None:
+        self.batch_sampler, self.rank, self.world_size, self.stream = batch_sampler, rank, world_size, stream
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)
         self.empty_batches: set[int] = set()
-        self.stream: LoadingStream | None = None
         self._begun: Iterator[list[int]] | None = None
 
     def begin(self) -> None:
@@ -88,16 +89,23 @@ class DataParallelIterable(IterableDataset):
         batch_size: batch size of one rank.
         drop_last: whether to drop a short last group.
         rank, world_size: position on the data-parallel axis.
+        stream: random stream for a dataset without a generator of its own, in this process.
 
     Attributes:
-        stream: random stream for a dataset without a generator of its own, in this process.
         base_seed: seed of the corresponding streams in worker processes.
     """
 
-    def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        stream: LoadingStream,
+    ) -> None:
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.rank, self.world_size = rank, world_size
-        self.stream: LoadingStream | None = None
+        self.rank, self.world_size, self.stream = rank, world_size, stream
         self.base_seed = 0
         self._workers_stream: LoadingStream | None = None
 

@@ -19,6 +19,9 @@ class PassWatch(Protocol):
     def begin_pass(self, number: int) -> None:
         """Begin pass `number` since the last step."""
 
+    def begin_microbatch(self, index: int) -> None:
+        """Begin either direction of a micro-batch."""
+
     def forget(self) -> None:
         """Forget the passes so far, because their step is over."""
 
@@ -32,16 +35,18 @@ class PassWatch(Protocol):
 class StepTrace:
     """Inputs and losses of the passes since the last step of an optimizer.
 
+    Args:
+        watch: observer of single modules, in debug mode.
+
     Attributes:
         microbatches: the micro-batches of the last pass.
         losses: for each pass, (micro-batch, share of the loss) pairs in the order of its backward passes.
-        watch: observer of single modules, in debug mode.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: PassWatch | None = None) -> None:
         self.microbatches: Microbatches = ()
         self.losses: list[list[tuple[int, Tensor]]] = []
-        self.watch: PassWatch | None = None
+        self.watch = watch
         self._is_over = False
 
     def begin(self, microbatches: Microbatches, losses: list[tuple[int, Tensor]]) -> None:

@@ -51,12 +51,18 @@ class PipelineRuntime:
         mesh: the grid of ranks.
         schedule: the pipeline schedule, which also assigns stages to ranks.
         num_chunks: number of stages per rank.
+        recorder: measures every action of training steps; None for no measurements.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: HybridMesh, schedule: Schedule = SCHEDULES["1f1b"], num_chunks: int = 1
+        self,
+        module: nn.Module,
+        mesh: HybridMesh,
+        schedule: Schedule = SCHEDULES["1f1b"],
+        num_chunks: int = 1,
+        recorder: ScheduleRecorder | None = None,
     ) -> None:
-        self.module, self.mesh, self.schedule = module, mesh, schedule
+        self.module, self.mesh, self.schedule, self.recorder = module, mesh, schedule, recorder
         self.num_chunks, self.num_stages = num_chunks, num_chunks * mesh.size("pp")
         self.stages = schedule.stages_of(mesh.rank("pp"), mesh.size("pp"), num_chunks)
         self.has_last_stage = self.num_stages - 1 in self.stages
@@ -65,13 +71,16 @@ class PipelineRuntime:
         if self.weight_grad_store is not None:
             defer_weight_grads(module, self.weight_grad_store)
         self.links = self._connect()
-        self.before_microbatch: Callable[[int], None] | None = None  # in debug mode, for both directions
-        self.recorder: ScheduleRecorder | None = None
+        self.microbatch_hooks: list[Callable[[int], None]] = []
 
     def actions(self, num_microbatches: int, trains: bool) -> list[Action]:
         """Return the actions of this rank for a batch of `num_microbatches` micro-batches."""
         make = self.schedule.actions if trains else self.schedule.forward_only
         return make(self.mesh.rank("pp"), self.mesh.size("pp"), num_microbatches, self.num_chunks)
+
+    def register_microbatch_hook(self, hook: Callable[[int], None]) -> None:
+        """Call `hook(index of the micro-batch)` before either direction of each micro-batch."""
+        self.microbatch_hooks.append(hook)
 
     @cached_property
     def stage_parameters(self) -> dict[int, frozenset[nn.Parameter]]:
@@ -197,8 +206,8 @@ class _Step:
             self.posted[action] = links.gradients_in.post_receive(self.keys[index], index, specs)
 
     def run(self, action: Action) -> None:
-        if self.runtime.before_microbatch is not None:
-            self.runtime.before_microbatch(action.microbatch)
+        for hook in self.runtime.microbatch_hooks:
+            hook(action.microbatch)
         message = self.posted.pop(action).wait() if action in self.posted else None
         recorder = self.runtime.recorder
         with recorder.action(action) if recorder is not None else nullcontext():

@@ -14,12 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext, WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
 from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
+from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.setup.model_contents import check_contents
@@ -52,18 +53,16 @@ _logger = get_logger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
-@dataclass
+@dataclass(frozen=True)
 class BuiltModel:
     """The sharded model, and what its optimizers need to know.
 
     Attributes:
-        tied: the parameters that other stages hold too.
         masters: full-precision values of the parameters that were cast to a lower precision.
         loss_scale: the loss scale that all of its optimizers share.
     """
 
     model: HybridParallelModel
-    tied: dict[nn.Parameter, TiedParameter]
     masters: dict[nn.Parameter, Tensor]
     loss_scale: LossScale
 
@@ -171,6 +170,26 @@ def wrap_model(
             check_fp8(mesh.device)
     leave_sums(model)  # the buckets sum gradients
     masters = _cast(model, DTYPES.get(config.precision), config.master_weights)
+    context = ShardContext(origin, _tied(shared, config, mesh), _stream(mesh, seed))
+    if config.precision == "fp8":
+        multiply_in_fp8(model)
+    recorder = None
+    if config.record_schedule is not None:
+        # A directory that cannot be written raises an error on all ranks.
+        recorder = raise_on_all_ranks(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
+    runtime = PipelineRuntime(model, mesh, config.schedule, config.chunks_per_rank, recorder)
+    # Watched before any optimizer, because its hooks take the gradients away.
+    wrapped = HybridParallelModel(runtime, context, ModuleWatch(model) if config.debug else None)
+    loss_scale = LossScale()
+    if config.precision == "fp16":
+        loss_scale = DynamicLossScale(config.initial_scale, config.growth_interval)
+    return BuiltModel(wrapped, masters, loss_scale)
+
+
+def _tied(
+    shared: Sequence[Mapping[int, Tensor]], config: HybridParallelConfig, mesh: HybridMesh
+) -> dict[nn.Parameter, TiedParameter]:
+    """Return the parameters of this rank that other ranks of the pipeline hold too; all ranks create their groups."""
     tied = {}
     for order, stages in enumerate(shared):
         # In the order of stages; a rank that holds several is listed once.
@@ -181,24 +200,7 @@ def wrap_model(
         if group is not None:
             here = next(stage for stage in stages if config.schedule.rank_of(stage, config.pp_size) == mesh.rank("pp"))
             tied[stages[here]] = TiedParameter(order, group, counted=mesh.rank("pp") == holders[0])
-    elsewhere = [param for param, tie in tied.items() if not tie.counted]
-    if config.precision == "fp8":
-        multiply_in_fp8(model)
-    wrapped = HybridParallelModel(
-        model, mesh, _stream(mesh, seed), origin, elsewhere, config.schedule, config.chunks_per_rank
-    )
-    wrapped.tied = tied
-    if config.record_schedule is not None:
-        # A directory that cannot be written raises an error on all ranks.
-        wrapped.runtime.recorder = raise_on_all_ranks(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
-    if config.debug:
-        # Before any optimizer, because its hooks take the gradients away.
-        watch = wrapped.trace.watch = ModuleWatch(model)
-        wrapped.runtime.before_microbatch = watch.begin_microbatch
-    loss_scale = LossScale()
-    if config.precision == "fp16":
-        loss_scale = DynamicLossScale(config.initial_scale, config.growth_interval)
-    return BuiltModel(wrapped, tied, masters, loss_scale)
+    return tied
 
 
 def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:

@@ -17,6 +17,7 @@ from plugins.hybrid_parallel.setup.model import BuiltModel
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from plugins.hybrid_parallel.zero.grouping import build_buckets, place_states, take_states
@@ -49,7 +50,8 @@ def build_optimizer(
         seed: seed of the random numbers that gradient hooks draw.
         stands_alone: whether it is the model's only optimizer.
     """
-    parameters = dict(built.model.unwrap().named_parameters(remove_duplicate=False))
+    model = built.model
+    parameters = dict(model.unwrap().named_parameters(remove_duplicate=False))
     order = [[parameters.get(_held_name(names[id(param)], parameters)) for param in group] for group in groups]
     pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
     old = {param: whole for param, whole in pairs if param is not None}
@@ -57,20 +59,19 @@ def build_optimizer(
     if granularity is not Granularity.ELEMENT:
         raise_on_all_ranks(lambda: _check_padding(type(optim).__name__, old, names))
     options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
-    buckets = build_buckets(_which(order, trains=True), options, built.tied, built.masters)
+    buckets = build_buckets(_which(order, trains=True), options, model.tied, built.masters)
     place_states(optim, states, buckets)
-    build_more = partial(build_buckets, options=options, tied=built.tied, masters={})
+    build_more = partial(build_buckets, options=options, tied=model.tied, masters={})
     frozen = FrozenParameters(_which(order, trains=False), build_more, states)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     waits = config.pp_size == config.cp_size == config.ep_size == 1
     # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
     overlaps = config.overlap_communication and stands_alone
-    reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits)
-    if reducer.attaches_grad_buffers:
-        replace_native_layers(built.model.unwrap())
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
-    reducer.hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
-    model = built.model
+    gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
+    reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits, gradient_hooks)
+    if reducer.attaches_grad_buffers:
+        replace_native_layers(model.unwrap())
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
@@ -83,7 +84,7 @@ def build_optimizer(
             (lambda step: model.synchrony.run_at(config.synchrony_interval, [step])) if config.debug else None,
         ),
     )
-    model.optimizers.append(wrapped)
+    model.attach_optimizer(wrapped)
     return wrapped
 
 
@@ -112,14 +113,17 @@ def _bucket_options(
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
+    bucket_bytes = int(config.zero_bucket_size_in_mb * 2**20)
+    pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
     return {
         axis: BucketOptions(
             dp_group=group,
             zero_stage=config.zero_stage,
             master_weights=config.master_weights,
             whole_parameters=granularity is not Granularity.ELEMENT,
-            bucket_bytes=int(config.zero_bucket_size_in_mb * 2**20),
+            bucket_bytes=bucket_bytes,
             exchange=exchanges[group],
+            grad_buffers=pools[group],
             hidden_by=_what_hides_gradients(config, mesh),
         )
         for axis, group in groups_of.items()

@@ -142,7 +142,7 @@ def train_on_rank(trial: VerifyCase, prepare: Callable[[], None] | None = None) 
     batches = [trial.tiny_model.batch(whole, step, trial.rows) for step in range(trial.steps)]
     model, optimizer = booster.boost(whole, torch.optim.SGD(whole.parameters(), lr=_LEARNING_RATE))
     log = OutputLog(model.unwrap())
-    _before_microbatch(model.runtime, log)
+    model.runtime.register_microbatch_hook(log.begin_microbatch)
     trace = Trace(plugin.stage_index, plugin.dp_rank, plugin.tp_rank)
     for batch in batches:
         share = _share(batch, trial.rows, plugin.dp_rank, plugin.dp_size)
@@ -152,17 +152,6 @@ def train_on_rank(trial: VerifyCase, prepare: Callable[[], None] | None = None) 
         optimizer.zero_grad()
         trace.steps.append(Step(loss, log.take(), gradients, _whole_weights(model.unwrap(), plugin)))
     return trace
-
-
-def _before_microbatch(runtime: Any, log: OutputLog) -> None:
-    other = runtime.before_microbatch  # set by debug mode
-
-    def begin(index: int) -> None:
-        log.begin_microbatch(index)
-        if other is not None:
-            other(index)
-
-    runtime.before_microbatch = begin
 
 
 def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -75,7 +75,7 @@ class Bucket(GradientsByHand):
         self.pieces = self._make_pieces(sources, master_dtype)
 
         # Allocated on the first gradient. If gradients are sharded, freed after their reduction.
-        self.memory = GradBufferPool(options.exchange)
+        self.memory = options.grad_buffers if options.num_shards > 1 else GradBufferPool(options.exchange)
         self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
@@ -368,20 +368,21 @@ class Bucket(GradientsByHand):
 
     def _make_pieces(self, sources: Sequence[Tensor], dtype: torch.dtype) -> list[BucketSlice]:
         shard_start = self.options.shard_index * self.shard_size
-        shard = torch.zeros(self.shard_size, dtype=dtype, device=self.flat.device) if self.has_masters else None
+        shard = self.own_shard(self.flat)
+        if self.has_masters:
+            shard = torch.zeros(self.shard_size, dtype=dtype, device=self.flat.device)
         pieces = []
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
             start = max(0, shard_start - offset)
             stop = min(param.numel(), shard_start + self.shard_size - offset)
             if start >= stop:
                 continue
-            piece = BucketSlice(index, start, stop, offset + start - shard_start)
-            view = piece.view(shard if shard is not None else self.own_shard(self.flat))
+            place = offset + start - shard_start
+            view = shard[place : place + stop - start]
             view.copy_(sources[index].reshape(-1)[start:stop])
             whole = stop - start == param.numel()
-            piece.parameter = parameter_like(param, view.view_as(param) if whole else view)
-            piece.parameter.requires_grad_(True)
-            pieces.append(piece)
+            parameter = parameter_like(param, view.view_as(param) if whole else view).requires_grad_(True)
+            pieces.append(BucketSlice(index, start, stop, place, parameter))
         return pieces
 
     def _provide_flat_grads(self) -> None:

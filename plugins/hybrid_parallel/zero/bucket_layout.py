@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from shardformer.shard_spec import pad_to_multiple
 
 # Parameters and shards start at multiples of this many elements: kernels are slower on data that starts in the middle
@@ -28,6 +29,7 @@ class BucketOptions:
         whole_parameters: whether the optimizer needs whole parameters (Adafactor, Muon).
         bucket_bytes: upper limit of a bucket's gradients, in bytes.
         exchange: the collectives that move shards of gradients and parameters between ranks.
+        grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
         hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
     """
 
@@ -37,6 +39,7 @@ class BucketOptions:
     whole_parameters: bool
     bucket_bytes: int
     exchange: ZeroCollectives
+    grad_buffers: GradBufferPool
     hidden_by: str | None = None
 
     @property
@@ -55,6 +58,7 @@ class BucketOptions:
         return dist.get_rank(self.dp_group) if self.zero_stage else 0
 
 
+@dataclass(frozen=True, eq=False)
 class BucketSlice:
     """The part of one parameter that is in this rank's shard.
 
@@ -65,9 +69,11 @@ class BucketSlice:
         parameter: the tensor that the optimizer updates; fp32 if there are master weights.
     """
 
-    def __init__(self, index: int, start: int, stop: int, offset: int) -> None:
-        self.index, self.start, self.stop, self.offset = index, start, stop, offset
-        self.parameter: nn.Parameter | None = None
+    index: int
+    start: int
+    stop: int
+    offset: int
+    parameter: nn.Parameter
 
     def view(self, shard: Tensor) -> Tensor:
         """Return the piece's range of a flat tensor over the shard."""

@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
-from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from shardformer.matmul.weight_grad import GradBuffer, attach_grad_buffer
 
 if TYPE_CHECKING:
@@ -39,17 +37,24 @@ class GradientReducer:
         overlap: whether to reduce while the backward pass runs.
         waits: whether a rank may wait for other ranks during the backward pass; it must not if they in turn wait for
             its activations, keys or tokens.
+        hooks: the user's gradient hooks.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], dp_group: ProcessGroup, overlap: bool, waits: bool = True) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        dp_group: ProcessGroup,
+        overlap: bool,
+        waits: bool = True,
+        hooks: GradientHooks | None = None,
+    ) -> None:
         self.buckets, self.dp_group, self.overlap, self.waits = list(buckets), dp_group, overlap, waits
-        self.hooks: GradientHooks | None = None  # the user's gradient hooks
+        self.hooks = hooks
         self.accepting = False  # inside a backward pass that the library runs
         self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: dict[Bucket, set[int]] = {}
         self._next = 0
-        self._memories: dict[ZeroCollectives, GradBufferPool] = {}
         self.attaches_grad_buffers = False  # whether matmuls may write gradients into buckets
         for bucket in self.buckets:
             self._connect(bucket)
@@ -67,9 +72,6 @@ class GradientReducer:
 
     def _connect(self, bucket: Bucket) -> None:
         self._complete[bucket] = set()
-        if bucket.options.num_shards > 1:
-            exchange, unit = bucket.options.exchange, bucket.options.bucket_bytes
-            bucket.memory = self._memories.setdefault(exchange, GradBufferPool(exchange, unit))
         for index, param in enumerate(bucket.params):
             trains = param.requires_grad
             param.requires_grad_()  # a frozen parameter accepts no new hook, but keeps existing ones
@@ -116,8 +118,8 @@ class GradientReducer:
             self.hooks.run(self.buckets, used)
         for bucket, indices in zip(self.buckets, used, strict=True):
             bucket.keep(indices)
-        for memory in self._memories.values() if not accumulated else ():
-            memory.trim(_KEPT)
+        for pool in () if accumulated else {bucket.options.grad_buffers for bucket in self.buckets}:
+            pool.trim(_KEPT)
 
     # Weak references: strong ones form a cycle through the parameter's hooks that the collector cannot free.
 

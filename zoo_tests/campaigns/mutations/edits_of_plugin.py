@@ -241,8 +241,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "position in an epoch counted in batches of one replica": Edit(
         "plugins.hybrid_parallel.data.dataloader",
-        "sharded.global_batch_size = (dataloader.batch_size or 1) * world_size",
-        "sharded.global_batch_size = dataloader.batch_size or 1",
+        "self.global_batch_size = (share.batch_size or 1) * share.world_size",
+        "self.global_batch_size = share.batch_size or 1",
         (f"{_CHECKPOINTS}::test_the_position_counts_samples_under_another_number_of_replicas[2]",),
     ),
     "a resumed epoch begins one batch early": Edit(

@@ -18,6 +18,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -31,6 +32,7 @@ def _options(num_shards: int = 1, shard_index: int = 0, whole: bool = False) -> 
         master_weights=True,
         zero_stage=1,
         exchange=ZeroCollectives(None),
+        grad_buffers=GradBufferPool(ZeroCollectives(None)),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,9 @@ def auto_accelerate(
         if strategy is None:
             return False, None, None
     plugin = plugin_of(strategy)
-    result = _boosted(plugin, model, make(), chosen)
-    result.loss_func, result.args = loss_func, tried
-    if dataset is not None:
-        result.dataloader = _loader(plugin, dataset, chosen)
+    boosted = _boosted(plugin, model, make(), chosen)
+    loader = None if dataset is None else _loader(plugin, dataset, chosen)
+    result = replace(boosted, dataloader=loader, loss_func=loss_func, args=tried)
     if save_strategy_to_file is not None and dist.get_rank() == 0:
         _save(strategy, Path(save_strategy_to_file))
     return True, result, strategy

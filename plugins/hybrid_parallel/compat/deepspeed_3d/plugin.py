@@ -82,10 +82,11 @@ class ThreeDPlugin(HybridParallelPlugin):
         patches.apply(boosted.model.unwrap())
         self._names_of_inputs[boosted.model] = names
         if described.optimizers and not objects.optimizers:
-            self.optimizer, boosted.optimizers = boosted.optimizers[0], []
+            self.optimizer = boosted.optimizers[0]
+            boosted = replace(boosted, optimizers=[])
         if len(described.lr_schedulers) > len(objects.lr_schedulers):
             self.lr_scheduler = boosted.lr_schedulers[-1]
-            boosted.lr_schedulers = boosted.lr_schedulers[:-1]
+            boosted = replace(boosted, lr_schedulers=boosted.lr_schedulers[:-1])
         return boosted
 
     def _with_head(self, model: nn.Module, patched: dict[nn.Module, list]) -> nn.Module:
