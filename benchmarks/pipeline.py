@@ -69,7 +69,7 @@ def measure(repeats: int) -> dict[str, list[float]]:
     inputs: list[dict[str, Any]] = [{"input_ids": ids[index], "use_cache": False} for index in range(MICROBATCHES)]
 
     def ours() -> None:
-        runtime.run(actions, inputs, lambda out, i: F.cross_entropy(out.logits, labels[i]), 1.0)
+        runtime.run(actions, inputs, lambda out, i: F.cross_entropy(out.logits, labels[i]))
         stage.zero_grad()
 
     module = StageModule(stage, rank == 0, ids[0])

@@ -31,6 +31,7 @@ from plugins.hybrid_parallel.debug.options_check import check_options
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_mesh
+from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
@@ -206,7 +207,7 @@ class HybridParallelPlugin(Plugin):
             synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
             for reducer in reducers if synchronises else ():
                 reducer.begin_final_backward()
-            (loss * (optimizer.loss_scale.value / self.grid.size(DP_CP))).backward()
+            mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value).backward()
             reducers += [each.reducer for each in others if each.reducer.pending]
             for reducer in reducers if synchronises else ():
                 reducer.finish()

@@ -18,6 +18,7 @@ from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
@@ -136,17 +137,16 @@ class PipelineStep:
             share = loss.share(outputs, index)
             if keep is not None:
                 keep.append(detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))
-            return share
+            return scaled(share, self.model.optimizers[0].loss_scale.value) if self.trains else share
 
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
             stack.enter_context(self.model.running())
             stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
             stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
-            scale = self.model.optimizers[0].loss_scale.value if self.trains else 1.0
             if self.trains and runtime.recorder is not None:
                 stack.enter_context(runtime.recorder.step())
-            runtime.run(actions, inputs, finish_forward, scale, self._before_last, self._after_last)
+            runtime.run(actions, inputs, finish_forward, self._before_last, self._after_last)
 
     def _before_last(self, action: Action) -> None:
         """Mark the last backward pass as final if it is not split: hooks then tell when each gradient is complete."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
@@ -22,6 +21,7 @@ from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP
 from plugins.hybrid_parallel.guards import GuardedModel
+from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
@@ -314,7 +314,7 @@ class HybridParallelModel(GuardedModel):
     def _with_loss(self, outputs: Mapping[str, Any], share: Tensor) -> Any:
         """Return `outputs` with the sum of the shares of the loss over all replicas."""
         if self.mesh.size(DP_CP) > 1:
-            share = _SumOverReplicas.apply(share, self.mesh.group(DP_CP))
+            share = SumOverReplicas.apply(share, self.mesh.group(DP_CP))
         rest = {key: item for key, item in outputs.items() if key != "loss"}
         return type(outputs)(loss=share, **rest)
 
@@ -323,22 +323,3 @@ def _no_share(outputs: Any) -> Tensor:
     """Return the share of an empty batch in the loss: zero, in the precision of the other shares."""
     nothing = nothing_of(outputs)
     return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
-
-
-class _SumOverReplicas(torch.autograd.Function):
-    """Sums the shares of the global loss over ranks.
-
-    The gradient is multiplied by the number of ranks, because `booster.backward` averages over them: there, a loss
-    that the user computed is a local mean.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.world_size = dist.get_world_size(group)
-        total = share.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.world_size, None

@@ -1,6 +1,6 @@
 """The loss of one step, weighted globally.
 
-A mean over the global batch is a sum over micro-batches and data-parallel ranks, divided once by the global count.
+`arithmetic.py` has the whole formula. The classes here choose what is summed and which count divides it.
 `HeadStepLoss` knows the counts before the step, because they depend only on labels, and divides each share by them.
 `CriterionStepLoss` may learn them only afterwards, and then returns a factor for the reduced gradients.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import count_factor, per_copy, share_of_mean, share_of_sum
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.collectives import gather_rows
 from shardformer.layers.lm_head import deferred_logits, parallel_logits
@@ -63,7 +64,7 @@ class StepLoss:
         """Return the share of micro-batch `index` in the global loss (0-d, differentiable), on the last stage."""
         loss = self._share(outputs, index)
         if loss is not None:
-            loss = loss if self.copies == 1 else loss / self.copies
+            loss = per_copy(loss, self.copies)
             self.shares.append((index, loss.detach()))
             self.total += loss.detach()
         return loss
@@ -86,6 +87,11 @@ class StepLoss:
             dist.all_reduce(value, group=self.mesh.group("dp"))
         return value
 
+    def _rows_over_data(self) -> Tensor:
+        """Return the number of samples of the global batch (0-d, float64)."""
+        rows = sum(num_rows(microbatch) for microbatch in self.microbatches)
+        return self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=self.mesh.device))
+
     def _least_over_data(self, *values: float) -> list[float]:
         """Return the minimum of each value over the data-parallel ranks."""
         least = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
@@ -101,6 +107,7 @@ class NoLoss(StepLoss):
         return None
 
     def finish(self, return_loss: bool) -> tuple[None, None]:
+        """Return no loss and no factor."""
         return None, None
 
 
@@ -157,6 +164,7 @@ class HeadStepLoss(StepLoss):
             )
 
     def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the heads leave their logits to the loss, or shard them if outputs are kept."""
         return parallel_logits(model) if keeps_outputs else deferred_logits(model)
 
     def _share(self, outputs: Any, index: int) -> Tensor:
@@ -187,8 +195,7 @@ class CriterionStepLoss(StepLoss):
         self.criterion = criterion
         self.reads_parallel_logits = getattr(criterion, "reads_parallel_logits", False)
         self.own_entries = getattr(criterion, "own_entries", ())
-        rows = sum(num_rows(microbatch) for microbatch in microbatches)
-        self.global_rows = self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=mesh.device))
+        self.global_rows = self._rows_over_data()
         self.count = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.counts_itself = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
@@ -197,7 +204,7 @@ class CriterionStepLoss(StepLoss):
         value = self.criterion(outputs, microbatch)
         if isinstance(value, tuple):
             value, count = value
-            self.count += (count.detach() if isinstance(count, Tensor) else count) / self.copies
+            self.count += per_copy(count.detach() if isinstance(count, Tensor) else count, self.copies)
             self.counts_itself.fill_(1.0)
         else:
             value = value * num_rows(microbatch)
@@ -207,13 +214,13 @@ class CriterionStepLoss(StepLoss):
             )
         # If the criterion counts by itself, the global count is not known yet: the number of samples keeps gradients in
         # range until `finish` corrects it.
-        return value / self.global_rows.clamp(min=1.0).to(value.dtype)
+        return share_of_sum(value, self.global_rows)
 
     def finish(self, return_loss: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return the global loss if asked for, and the factor that corrects gradients to the criterion's own count."""
         sums = self._sum_over_replicas(torch.stack([self.total, self.count, self.counts_itself]))
         total, count, counts_itself = sums
-        by_count = self.global_rows / count.clamp(min=torch.finfo(count.dtype).tiny)
-        factor = torch.where(counts_itself > 0, torch.where(count > 0, by_count, 0.0), 1.0)
+        factor = count_factor(self.global_rows, count, counts_itself)
         return (total * factor if return_loss else None), factor
 
 
@@ -231,8 +238,7 @@ class ModelStepLoss(StepLoss):
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh, batch: Mapping[str, Any], reason: str) -> None:
         super().__init__(microbatches, mesh)
         self.reason = reason
-        rows = sum(num_rows(microbatch) for microbatch in microbatches)
-        self.global_rows = self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=mesh.device))
+        self.global_rows = self._rows_over_data()
         if len(microbatches) > 1 or mesh.size("dp") > 1:
             self._check_parts(batch)
 
@@ -256,8 +262,7 @@ class ModelStepLoss(StepLoss):
         loss = outputs["loss"] if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
             raise ConfigurationError("the model returned no loss; give labels in the batch or a criterion")
-        rows = num_rows(self.microbatches[index])
-        return loss * (rows / self.global_rows.clamp(min=1.0)).to(loss.dtype)
+        return share_of_mean(loss, num_rows(self.microbatches[index]), self.global_rows)
 
 
 def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:

@@ -24,7 +24,7 @@ from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore,
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
-# (outputs, index of the micro-batch) -> its share of the loss, 0-d; None if there is nothing to differentiate
+# (outputs, index of the micro-batch) -> the value to differentiate, 0-d; None if there is none
 LossFunction = Callable[[Any, int], Tensor | None]
 AnyChannel = Channel | LocalChannel
 
@@ -98,7 +98,6 @@ class PipelineRuntime:
         actions: Sequence[Action],
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
-        scale: float,
         before_last: Callable[[Action], None] = lambda action: None,
         after_last: Callable[[Action], None] = lambda action: None,
     ) -> None:
@@ -107,12 +106,11 @@ class PipelineRuntime:
         Args:
             actions: this rank's schedule.
             microbatches: the model's inputs, one mapping per micro-batch.
-            loss_function: maps the outputs of a micro-batch on the last stage to its share of the loss.
-            scale: factor on the loss in the backward pass (the fp16 loss scale).
+            loss_function: maps the outputs of a micro-batch on the last stage to the value whose gradients are added.
             before_last, after_last: called around the last backward action of each stage, after which the gradients
                 of parameters that only this stage holds are complete.
         """
-        step = _Step(self, microbatches, loss_function, scale)
+        step = _Step(self, microbatches, loss_function)
         last = {action.stage: action for action in actions if action.kind is not Kind.FORWARD}
         for position, action in enumerate(actions):
             step.post_receive(action)
@@ -167,14 +165,9 @@ class _Step:
     """State of one run: posted receives, and forwards that wait for their backward pass."""
 
     def __init__(
-        self,
-        runtime: PipelineRuntime,
-        microbatches: Sequence[dict[str, Any]],
-        loss_function: LossFunction,
-        scale: float,
+        self, runtime: PipelineRuntime, microbatches: Sequence[dict[str, Any]], loss_function: LossFunction
     ) -> None:
-        self.runtime, self.microbatches = runtime, microbatches
-        self.loss_function, self.scale = loss_function, scale
+        self.runtime, self.microbatches, self.loss_function = runtime, microbatches, loss_function
         # Keys that both sides of a message know; they also tell whether gradients come back, and in which precision.
         state = torch.is_grad_enabled(), autocast_dtype(runtime.mesh.device)
         self.keys = [(signature(microbatch), *state) for microbatch in microbatches]
@@ -285,7 +278,7 @@ class _Step:
         root = self.roots.pop((action.stage, index))
         if links.gradients_in is None:
             _check_trains(root)
-            (root * self.scale if self.scale != 1.0 else root).backward()
+            root.backward()
         else:
             edges, _ = root
             if edges:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import scaled, unscaled
 from plugins.hybrid_parallel.loss.loss_scale import LossScale
 from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
@@ -68,7 +69,7 @@ class GradientHooks:
         for name, param, local, (bucket, index) in sorted(self._reduced(buckets, used), key=lambda item: item[0]):
             spec = spec_of(param)
             scale = self._loss_scale.value
-            whole = assemble(param, local, self._mesh.group(spec.axis)) / scale
+            whole = unscaled(assemble(param, local, self._mesh.group(spec.axis)), scale)
             with nullcontext() if self._stream is None else self._stream.active():
                 for hook in list(self._hooks[param].values()):
                     returned = hook(whole)
@@ -78,7 +79,7 @@ class GradientHooks:
                     f"the gradient hook of {name} returned a tensor of shape {tuple(whole.shape)}; return one of the "
                     f"whole gradient's shape {spec.full_shape}"
                 )
-            bucket.replace_reduced(index, spec.shard(whole * scale))
+            bucket.replace_reduced(index, spec.shard(scaled(whole, scale)))
 
     def _reduced(
         self, buckets: Sequence[Bucket], used: Sequence[set[int]]

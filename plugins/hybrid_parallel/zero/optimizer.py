@@ -15,6 +15,7 @@ from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.guards import GuardedOptimizer
+from plugins.hybrid_parallel.loss.arithmetic import clip_factor, gradient_factor, unscaled
 from plugins.hybrid_parallel.loss.loss_scale import LossScale
 from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
@@ -210,7 +211,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             for index, local in bucket.gather_pieces(values, bucket.grad_dtype).items():
                 if index in bucket.used:
                     param = bucket.params[index]
-                    cut[self.names[param]] = (param, local / self._held_scale)
+                    cut[self.names[param]] = (param, unscaled(local, self._held_scale))
         # By name: tensor-parallel ranks sort their parameters into different buckets.
         return {
             name: assemble(param, local, self.mesh.group(spec_of(param).axis))
@@ -293,18 +294,12 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     def _gradient_factor(self) -> Tensor | float | None:
         """Return the factor that unscales and clips gradients before the update; decide whether to skip the step."""
-        scale = self._held_scale
-        unscale = None if scale == 1.0 else 1.0 / scale
         looks = self.loss_scale.watches_overflow or self.nonfinite != "ignore"
-        if self.max_norm is None and not looks:
-            return unscale
-        norm = self._norm = self.global_norm() / scale
+        if looks or self.max_norm is not None:
+            self._norm = unscaled(self.global_norm(), self._held_scale)
         if looks:
-            self._decide(norm)
-        if self.max_norm is None:
-            return unscale
-        clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return clip if unscale is None else clip * unscale
+            self._decide(self._norm)
+        return gradient_factor(self._held_scale, self._norm, self.max_norm)
 
     def _decide(self, norm: Tensor) -> None:
         """Decide from the norm, which all ranks have, and which is finite only if every gradient of every rank is."""
@@ -366,7 +361,7 @@ def clip_grad_norm_(optimizers: Sequence[HybridParallelOptimizer], max_norm: flo
     for optimizer in optimizers:
         optimizer.finish_gradients()
     norm = torch.linalg.vector_norm(torch.stack([optimizer.global_norm() for optimizer in optimizers]))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     for bucket in (bucket for optimizer in optimizers for bucket in optimizer.buckets):
         bucket.scale_grads(factor)
     return norm

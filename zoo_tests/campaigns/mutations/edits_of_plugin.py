@@ -77,9 +77,9 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_FEATURES}[gpt2-lm_head-tp2dp2-zero1-sp-momentum-clip]",),
     ),
     "small gradients scaled up to the limit": Edit(
-        "plugins.hybrid_parallel.zero.optimizer",
-        "        clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)\n",
-        "        clip = self.max_norm / (norm + 1e-6)\n",
+        "plugins.hybrid_parallel.loss.arithmetic",
+        "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
+        "max_norm / (norm + 1e-6)",
         (f"{_OPTIMIZER}::test_clipping_equals_torchs[1000.0-1]",),
     ),
     "norms of buckets added up": Edit(
@@ -119,28 +119,28 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "optimizer.reducer.finish()",
         (f"{_UNEQUAL}[sum_and_count-3-1]",),
     ),
-    "loss scale applied by every stage": Edit(
+    "gradients doubled between stages": Edit(
         "plugins.hybrid_parallel.pipeline.runtime",
         "torch.autograd.backward(tuple(edges), grads)",
-        "torch.autograd.backward(tuple(edges), tuple(grad * self.scale for grad in grads))",
+        "torch.autograd.backward(tuple(edges), tuple(grad * 2.0 for grad in grads))",
         (f"{_16_BIT}[bert-masked_lm-pp2dp2-zero1-momentum-fp16]",),
     ),
     "loss not scaled before the backward pass": Edit(
-        "plugins.hybrid_parallel.pipeline.runtime",
-        "(root * self.scale if self.scale != 1.0 else root).backward()",
-        "root.backward()",
+        "plugins.hybrid_parallel.loss.arithmetic",
+        "return share if scale == 1.0 else share * scale",
+        "return share",
         (f"{_PRECISION}::test_the_scale_does_not_show_in_gradients_norm_and_update[4096.0]",),
     ),
     # loss
     "every rank of a sequence counts the loss of a criterion": Edit(
         "plugins.hybrid_parallel.loss.step_loss",
-        "loss = loss if self.copies == 1 else loss / self.copies",
+        "loss = per_copy(loss, self.copies)",
         "loss = loss * 1.0",
         (f"{_CUT_SEQUENCES}::test_a_criterion_sees_whole_sequences",),
     ),
     "labels counted once for every copy of a sequence": Edit(
         "plugins.hybrid_parallel.loss.step_loss",
-        "(count.detach() if isinstance(count, Tensor) else count) / self.copies",
+        "per_copy(count.detach() if isinstance(count, Tensor) else count, self.copies)",
         "count.detach() if isinstance(count, Tensor) else count",
         (f"{_CUT_SEQUENCES}::test_a_criterion_sees_whole_sequences",),
     ),
@@ -185,7 +185,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "loss of the model itself not weighted by samples": Edit(
         "plugins.hybrid_parallel.loss.step_loss",
-        "loss * (rows / self.global_rows.clamp(min=1.0)).to(loss.dtype)",
+        "share_of_mean(loss, num_rows(self.microbatches[index]), self.global_rows)",
         "loss / len(self.microbatches)",
         (f"{_STEP_LOSS}::test_a_model_that_computes_its_own_loss",),
     ),
@@ -303,7 +303,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "norm of scaled gradients": Edit(
         "plugins.hybrid_parallel.zero.optimizer",
-        "self.global_norm() / scale",
+        "unscaled(self.global_norm(), self._held_scale)",
         "self.global_norm()",
         (f"{_PRECISION}::test_the_scale_does_not_show_in_gradients_norm_and_update[4096.0]",),
     ),

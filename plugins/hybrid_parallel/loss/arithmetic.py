@@ -1,0 +1,110 @@
+"""The arithmetic of the loss, from a micro-batch to the gradient that the user's optimizer reads.
+
+The loss of a step is a mean over the global batch: a sum over the micro-batches of all replicas, divided once by the
+count over all of them. Replicas are the data- and context-parallel ranks (`DP_CP`). In this order:
+
+1. Share. A micro-batch's part of the loss: its sum / the global count (`share_of_sum`), or its mean * its samples / the
+   samples of the global batch (`share_of_mean`); a model's own head divides each of its sums (`HeadLoss.weighted_sum`).
+   Context-parallel ranks that compute the same share each take an equal part of it (`per_copy`).
+2. Scale. The backward pass starts from the share times the loss scale, which is 1 except under fp16 (`scaled`).
+3. Reduce. Gradients are summed over micro-batches and replicas (`zero/bucket.py`). Nothing is divided here: the shares
+   are divided already.
+4. Correct. If the criterion returned its own count, the shares were divided by the samples of the global batch. The
+   reduced gradients are multiplied by samples / count (`count_factor`).
+5. Unscale and clip. `optimizer.step` multiplies by 1 / the loss scale and by the clipping factor (`gradient_factor`).
+
+`booster.execute_pipeline` takes these steps with each share. In an ordinary loop the loss is whatever the user
+computed. `booster.backward` differentiates the mean of the replicas' losses, as DistributedDataParallel does, because
+a loss of a replica's own samples is a mean over these (`mean_over_replicas`, which also scales). The loss that
+the model returned is the sum of all shares, and the same on every replica (`SumOverReplicas`). The mean of the
+replicas' losses thus contains each share once: its gradient is the incoming one, 1 / replicas, times their number. The
+two factors cannot be left out together, because one loss may have terms of both kinds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def share_of_sum(total: Tensor, global_count: Tensor) -> Tensor:
+    """Return the share of a micro-batch whose losses sum to `total` (0-d); a count below 1 is taken as 1."""
+    return total / global_count.clamp(min=1.0).to(total.dtype)
+
+
+def share_of_mean(mean: Tensor, rows: int, global_rows: Tensor) -> Tensor:
+    """Return the share of a micro-batch of `rows` samples whose mean loss is `mean` (0-d)."""
+    return mean * (rows / global_rows.clamp(min=1.0)).to(mean.dtype)
+
+
+def per_copy(value: Any, copies: int) -> Any:
+    """Return the part of `value`, a number or tensor, that each of `copies` ranks with the same value contributes."""
+    return value if copies == 1 else value / copies
+
+
+class SumOverReplicas(torch.autograd.Function):
+    """Sums shares over replicas, to the loss that all of them return (0-d).
+
+    The derivative is that of the mean over replicas of these losses, which `mean_over_replicas` differentiates.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.num_replicas = dist.get_world_size(group)
+        total = share.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.num_replicas, None
+
+
+def scaled(share: Tensor, scale: float) -> Tensor:
+    """Return `share` times the loss scale."""
+    return share if scale == 1.0 else share * scale
+
+
+def mean_over_replicas(loss: Tensor, num_replicas: int, scale: float) -> Tensor:
+    """Return this replica's term of the mean of the replicas' losses, times the loss scale."""
+    return loss * (scale / num_replicas)
+
+
+def count_factor(rows: Tensor, count: Tensor, is_counted: Tensor) -> Tensor:
+    """Return the factor on shares that were divided by `rows` and belong to the global count `count` (0-d, float64).
+
+    Args:
+        rows: samples of the global batch, 0-d.
+        count: sum of the counts that the criterion returned, 0-d; if it is 0, so is the factor.
+        is_counted: above 0 if the criterion returned counts; otherwise the factor is 1.
+    """
+    by_count = rows / count.clamp(min=torch.finfo(count.dtype).tiny)
+    return torch.where(is_counted > 0, torch.where(count > 0, by_count, 0.0), 1.0)
+
+
+def unscaled(value: Tensor, scale: float) -> Tensor:
+    """Return a gradient, or a norm of gradients, that is held at `scale`, at scale 1."""
+    return value / scale
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor (0-d) that brings gradients of norm `norm` to at most `max_norm`, as torch computes it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def gradient_factor(scale: float, norm: Tensor | None, max_norm: float | None) -> Tensor | float | None:
+    """Return the factor that unscales and clips gradients before the update; None for no change.
+
+    Args:
+        scale: the scale that the gradients are held at.
+        norm: their global norm at scale 1, 0-d; read only for clipping.
+        max_norm: upper limit for the norm; None for no clipping.
+    """
+    unscale = None if scale == 1.0 else 1.0 / scale
+    if max_norm is None:
+        return unscale
+    clip = clip_factor(norm, max_norm)
+    return clip if unscale is None else clip * unscale
