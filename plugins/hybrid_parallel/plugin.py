@@ -138,26 +138,32 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def tp_size(self) -> int:
+        """Number of tensor-parallel ranks."""
         return self.config.tp_size
 
     @property
     def pp_size(self) -> int:
+        """Number of pipeline-parallel ranks."""
         return self.config.pp_size
 
     @property
     def dp_size(self) -> int:
+        """Number of data-parallel replicas."""
         return self.grid.size("dp")
 
     @property
     def dp_rank(self) -> int:
+        """This rank's position on the data-parallel axis."""
         return self.grid.rank("dp")
 
     @property
     def tp_rank(self) -> int:
+        """This rank's position on the tensor-parallel axis."""
         return self.grid.rank("tp")
 
     @property
     def stage_index(self) -> int:
+        """This rank's position on the pipeline axis."""
         return self.grid.rank("pp")
 
     # ----- the interface of Plugin -----
@@ -288,6 +294,7 @@ class HybridParallelPlugin(Plugin):
 
     @cached_property
     def checkpoint_io(self) -> CheckpointIO:
+        """Saves and loads models, optimizers and checkpoints under any layout."""
         # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
         from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
 

@@ -25,6 +25,7 @@ class LossScale:
         """Choose the next scale, after all optimizers with gradients have stepped; do nothing if none has stepped."""
 
     def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint saves of the scale; nothing for a constant one."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -52,9 +53,11 @@ class DynamicLossScale(LossScale):
         return self.value > _FLOOR
 
     def record(self, overflowed: bool) -> None:
+        """Record whether one optimizer's step overflowed."""
         self._overflowed = overflowed or bool(self._overflowed)
 
     def update(self) -> None:
+        """Choose the next scale, after all optimizers with gradients have stepped; do nothing if none has stepped."""
         overflowed, self._overflowed = self._overflowed, None
         if overflowed is None:
             return
@@ -67,8 +70,10 @@ class DynamicLossScale(LossScale):
             self.value, self.good_steps = (doubled if math.isfinite(doubled) else self.value), 0
 
     def state_dict(self) -> dict[str, float]:
+        """Return the scale and the number of good steps, for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Load a saved scale; keep the present one if the checkpoint has none."""
         if state:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -58,6 +58,7 @@ class WarmupLR(_Warmup):
     warmup_max_lr: _Lr = described(0.001, _LR, 0.001)
 
     def factor(self, step: int, base_lr: float) -> float:
+        """Return the factor on the optimizer's learning rate at a step."""
         share = self.risen(step) if step < self.warmup else self.share_behind(step)
         return (self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share) / base_lr
 
@@ -72,6 +73,7 @@ class WarmupDecayLR(WarmupLR):
     total_num_steps: _Steps = described(..., _STEPS, 10000)
 
     def share_behind(self, step: int) -> float:
+        """Return the position between the lowest (0) and the highest (1) learning rate after the warm-up."""
         return max(0.0, (self.total_num_steps - step) / max(1.0, self.total_num_steps - self.warmup))
 
 
@@ -83,6 +85,7 @@ class WarmupCosineLR(_Warmup):
     cos_min_ratio: _Ratio = described(0.0001, _RATIO, 0.0001)
 
     def factor(self, step: int, base_lr: float) -> float:
+        """Return the factor on the optimizer's learning rate at a step."""
         if step < self.warmup:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.risen(step)
         done = (step - self.warmup + 1) / max(1, self.total_num_steps - self.warmup)
@@ -113,6 +116,11 @@ class SchedulerBlock(BaseModel):
 
     @property
     def kind(self) -> _Warmup:
+        """The schedule that the block describes.
+
+        Raises:
+            ValidationError: if the parameters do not fit the schedule.
+        """
         return _KINDS[self.type](**self.params)
 
     def build(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
