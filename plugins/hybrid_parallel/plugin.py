@@ -23,6 +23,7 @@ from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.config.json_layout import is_description, options_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_loss
 from plugins.hybrid_parallel.data.loading import Loading
@@ -51,18 +52,18 @@ class HybridParallelPlugin(Plugin):
         plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, precision="bf16")
 
     Args:
-        options: fields of `HybridParallelConfig`, as keyword arguments.
+        options: fields of the groups of `HybridParallelConfig`, as keyword arguments.
 
     Raises:
         ConfigurationError: if options do not exist, do not fit each other or do not fit the world size; the message
             has one sentence for each problem.
     """
 
-    def __init__(self, **options: Any) -> None:
-        config = HybridParallelConfig.from_options(options)
-        self.config = replace(config, debug=True) if debug_is_asked() else config
+    def __init__(self, /, **options: Any) -> None:
+        config = HybridParallelConfig.from_options(**options)
+        self.config = replace(config, debugging=replace(config.debugging, debug=True)) if debug_is_asked() else config
         if dist.is_initialized():
-            self.config.data_parallel_size(dist.get_world_size())
+            self.config.parallel.data_parallel_size(dist.get_world_size())
         self._synchronises = True
         self._models: list[weakref.ref[HybridParallelModel]] = []
 
@@ -77,9 +78,6 @@ class HybridParallelPlugin(Plugin):
         Raises:
             ConfigurationError: if the file does not exist or is not a JSON object, or if its contents are refused.
         """
-        # Imported here, because pydantic takes as long to import as this plugin.
-        from plugins.hybrid_parallel.config.json_layout import is_description, options_of
-
         options = path_or_dict
         if not isinstance(options, dict):
             path = Path(options)
@@ -120,15 +118,14 @@ class HybridParallelPlugin(Plugin):
         """The grid of ranks, with its process groups."""
         if not dist.is_initialized():
             raise ConfigurationError("no process group is initialised; call launch_from_torch() first")
-        config = self.config
-        dp_size = config.data_parallel_size(dist.get_world_size())
-        check_options(config)
-        sizes = config.pp_size, dp_size, config.cp_size, config.tp_size
-        return build_mesh(*sizes, config.debug, self._placement(), config.ep_size)
+        parallel = self.config.parallel
+        shape = parallel.mesh_shape(dist.get_world_size())
+        check_options(self.config.options())
+        return build_mesh(*shape, self.config.debugging.debug, self._placement(), parallel.ep_size)
 
     def _placement(self) -> list[list[list[int]]] | None:
         """Return the ranks as [dp][pp][tp]; None if they are in default order."""
-        mapping = self.config.device_mapping
+        mapping = self.config.parallel.device_mapping
         return None if mapping is None else in_blocks(ranks_of(mapping), dist.get_world_size())
 
     @property
@@ -139,12 +136,12 @@ class HybridParallelPlugin(Plugin):
     @property
     def tp_size(self) -> int:
         """Number of tensor-parallel ranks."""
-        return self.config.tp_size
+        return self.config.parallel.tp_size
 
     @property
     def pp_size(self) -> int:
         """Number of pipeline-parallel ranks."""
-        return self.config.pp_size
+        return self.config.parallel.pp_size
 
     @property
     def dp_size(self) -> int:
@@ -250,7 +247,9 @@ class HybridParallelPlugin(Plugin):
         batch, criterion = self._adapt(next_batch(data_iter), model, criterion, return_loss or optimizer is not None)
         if optimizer is not None:
             self._loading.first_batches.compare(as_batch(batch))
-        step = PipelineStep(model, self.grid, self.config, criterion, trains=optimizer is not None)
+        step = PipelineStep(
+            model, self.grid, self.config.pipeline, self.config.debugging, criterion, trains=optimizer is not None
+        )
         with naming_ranks():
             return step.run(batch, return_loss, return_outputs)
 
@@ -305,7 +304,8 @@ class HybridParallelPlugin(Plugin):
     @property
     def seed(self) -> int:
         """Seed of all random streams: the option, or the seed that `launch` gave torch."""
-        return self.config.seed if self.config.seed is not None else torch.initial_seed() % 2**31
+        seed = self.config.debugging.seed
+        return seed if seed is not None else torch.initial_seed() % 2**31
 
     def _configure_model(
         self, objects: TrainingObjects
@@ -320,11 +320,11 @@ class HybridParallelPlugin(Plugin):
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
         names = names_of_parameters(model)
-        num_shards = self.grid.size(DP_CP) if self.config.zero_stage else 1
+        num_shards = self.grid.size(DP_CP) if self.config.zero.zero_stage else 1
         check_options_against_model(self.config, model, objects.optimizers, names, num_shards)
         original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
         grid = self.grid
-        with checked_collectives(self.config.debug):
+        with checked_collectives(self.config.debugging.debug):
             built = build_model(model, self.config, grid, self.seed)
         stands_alone = len(original) == 1
         for optim, groups in zip(objects.optimizers, original, strict=True):
@@ -336,10 +336,10 @@ class HybridParallelPlugin(Plugin):
 
     @cached_property
     def _loading(self) -> Loading:
-        return Loading(self.grid, self.config.seed)
+        return Loading(self.grid, self.config.debugging.seed)
 
     def _check_batch_size(self, dataloader: DataLoader) -> None:
-        least = self.config.least_batch_size
+        least = self.config.pipeline.least_batch_size
         if dataloader.batch_size is not None and dataloader.batch_size < least:
             raise ConfigurationError(
                 f"batch_size={dataloader.batch_size} has fewer samples than num_microbatches={least}; "

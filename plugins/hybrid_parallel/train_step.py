@@ -13,11 +13,12 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.debugging import DebugOptions
+from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
@@ -35,7 +36,8 @@ class PipelineStep:
     Args:
         model: the boosted model.
         mesh: the grid of ranks.
-        config: the plugin's options.
+        pipeline: how a batch is split.
+        debugging: whether and when ranks compare their state.
         criterion: the user's loss, or None for the model's own.
         trains: whether to run the backward pass.
     """
@@ -44,11 +46,13 @@ class PipelineStep:
         self,
         model: HybridParallelModel,
         mesh: HybridMesh,
-        config: HybridParallelConfig,
+        pipeline: PipelineOptions,
+        debugging: DebugOptions,
         criterion: Callable[[Any, Any], Any] | None,
         trains: bool,
     ) -> None:
-        self.model, self.mesh, self.config, self.criterion, self.trains = model, mesh, config, criterion, trains
+        self.model, self.mesh, self.criterion, self.trains = model, mesh, criterion, trains
+        self.pipeline, self.debugging = pipeline, debugging
         self._unfinished = set(model.runtime.stages)  # stages whose gradients are not complete yet
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
@@ -57,9 +61,9 @@ class PipelineStep:
         batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype, uncast)
         if self.trains and self.model.checks_this_batch():
             check_batch(batch, self.mesh)
-        if self.trains and self.config.debug:
+        if self.trains and self.debugging.debug:
             # Before the pass: it would spread a divergence that arose between two steps.
-            self.model.synchrony.run_at(self.config.synchrony_interval, self.model.optimizers)
+            self.model.synchrony.run_at(self.debugging.synchrony_interval, self.model.optimizers)
         if self.trains:
             check_tied(self.model.tied, self.model.unwrap())
         count = self._num_microbatches(batch)
@@ -92,9 +96,9 @@ class PipelineStep:
         if self.trains and not self.model.checked_full_batch:
             self._refuse_short_start(rows)
             self.model.checked_full_batch = True
-        if self.config.ep_size > 1:
+        if self.mesh.size(EP) > 1:
             return self._agreed_microbatches(rows)
-        return self.config.microbatches_of(rows) if rows else 0
+        return self.pipeline.microbatches_of(rows, self.mesh.size("pp")) if rows else 0
 
     def _agreed_microbatches(self, rows: int) -> int:
         """Agree on one number of micro-batches, since ranks wait for one another at the experts of every layer.
@@ -104,14 +108,14 @@ class PipelineStep:
         extremes = torch.tensor([rows or _MANY, -rows], device=self.mesh.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(DP_CP))
         fewest, most = int(extremes[0]), -int(extremes[1])
-        return min(self.config.microbatches_of(most), fewest) if most else 0
+        return min(self.pipeline.microbatches_of(most, self.mesh.size("pp")), fewest) if most else 0
 
     def _refuse_short_start(self, rows: int) -> None:
         """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
 
         The replicas agree, because a rank that raised alone would leave the others waiting.
         """
-        least = self.config.least_batch_size
+        least = self.pipeline.least_batch_size
         fewest = torch.tensor(rows, device=self.mesh.device)
         if self.mesh.size("dp") > 1:
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))

@@ -9,13 +9,12 @@ import ast
 import re
 import runpy
 import sys
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from plugins.hybrid_parallel import HybridParallelConfig
+from plugins.hybrid_parallel.config.options import OPTIONS
 from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import supported_classes
 from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_of
@@ -23,7 +22,7 @@ from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_o
 
 def test_every_option_is_in_the_table_with_its_default() -> None:
     documented = [(name.strip("`"), default.strip("`")) for name, default, _ in _option_rows()]
-    assert documented == [(field.name, repr(field.default)) for field in fields(HybridParallelConfig)]
+    assert documented == [(name, repr(option.default)) for name, option in OPTIONS.items()]
 
 
 def test_every_option_is_explained() -> None:

@@ -14,7 +14,7 @@ from booster.launch import launch_from_torch, place_from_environment
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
 from plugins.hybrid_parallel.cli.arguments import add_sizes, count
 from plugins.hybrid_parallel.cli.optimizations import optimisations
-from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.parallel import ParallelOptions
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, devices_for, run_on_local_ranks
 
 if TYPE_CHECKING:
@@ -47,21 +47,21 @@ def sections(options: argparse.Namespace) -> Sections:
         if asked:
             raise ConfigurationError(f"--{asked[0]} is about links between ranks; add --nproc-per-node 4, say")
         return {**own, "Links": {"not measured": "use --nproc-per-node 4 --tp 2, or `booster run -m booster doctor`"}}
-    config = HybridParallelConfig(tp_size=options.tp, pp_size=options.pp, dp_size=options.dp)
-    config.data_parallel_size(world_size)
+    parallel = ParallelOptions(tp_size=options.tp, pp_size=options.pp, dp_size=options.dp)
+    parallel.data_parallel_size(world_size)
     refuse_bad_places(options.output)
     if in_a_job:
         launch_from_torch(timeout_s=_TIMEOUT_S)
-        axes = measure_mesh(config)
+        axes = measure_mesh(parallel)
     else:
-        axes = _on_local_ranks(config, world_size)
+        axes = _on_local_ranks(parallel, world_size)
     if options.output is not None and place.rank == 0:
         found = {axis: asdict(measured) for axis, measured in axes.items()}
         options.output.write_text(json.dumps({"ranks": world_size, "axes": found}, indent=2) + "\n", encoding="utf-8")
     return {**own, f"Links between {world_size} ranks": _table(axes)}
 
 
-def measure_mesh(config: HybridParallelConfig) -> dict[str, LinkMeasurement]:
+def measure_mesh(parallel: ParallelOptions) -> dict[str, LinkMeasurement]:
     """Measure each axis that has more than one rank; all ranks of a job must call this.
 
     Returns:
@@ -72,8 +72,7 @@ def measure_mesh(config: HybridParallelConfig) -> dict[str, LinkMeasurement]:
     from plugins.hybrid_parallel.distributed.mesh import AXES, build_mesh
     from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
 
-    dp_size = config.data_parallel_size(dist.get_world_size())
-    mesh = build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size)
+    mesh = build_mesh(*parallel.mesh_shape(dist.get_world_size()))
     return {
         axis: measure_axis(mesh.group(axis), mesh.device, point_to_point=axis == "pp")
         for axis in AXES
@@ -81,10 +80,10 @@ def measure_mesh(config: HybridParallelConfig) -> dict[str, LinkMeasurement]:
     }
 
 
-def _on_local_ranks(config: HybridParallelConfig, world_size: int) -> dict[str, LinkMeasurement]:
+def _on_local_ranks(parallel: ParallelOptions, world_size: int) -> dict[str, LinkMeasurement]:
     device = devices_for(world_size)
     try:
-        return run_on_local_ranks(measure_mesh, world_size, config, timeout_s=_TIMEOUT_S, device=device)[0]
+        return run_on_local_ranks(measure_mesh, world_size, parallel, timeout_s=_TIMEOUT_S, device=device)[0]
     except RankFailure as error:
         raise ConfigurationError(f"links could not be measured, {error}; use fewer ranks than {world_size}") from None
 

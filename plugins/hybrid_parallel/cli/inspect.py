@@ -10,8 +10,10 @@ from pathlib import Path
 from booster.cli.main import CommandParser
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.argument_checks import given, refuse_unused, refuse_without_pipeline
+from plugins.hybrid_parallel.cli.arguments import count
 from plugins.hybrid_parallel.cli.models import model_builder
-from plugins.hybrid_parallel.config.options import PRECISIONS, HybridParallelConfig
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.precision import PRECISIONS
 from plugins.hybrid_parallel.inspect.gantt import draw, to_text, write_trace
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
@@ -70,10 +72,12 @@ def _show_model(options: argparse.Namespace) -> int:
 
     refuse_without_pipeline(options.pp or 1, options.schedule, options.chunks)
     chosen = {"tp_size": options.tp, "pp_size": options.pp or 1, "num_model_chunks": options.chunks}
-    config = HybridParallelConfig(**chosen, pp_style=options.schedule or "1f1b", precision=options.precision)
-    ranks = holdings(model_builder(options.model, options.head), config, config.tp_size * config.pp_size)
-    layout = f"tp {config.tp_size} x pp {config.pp_size}"
-    title = f"{options.model}, {layout}, {config.precision}"
+    config = HybridParallelConfig.from_options(
+        **chosen, pp_style=options.schedule or "1f1b", precision=options.precision
+    )
+    tp_size, pp_size = config.parallel.tp_size, config.parallel.pp_size
+    ranks = holdings(model_builder(options.model, options.head), config, tp_size * pp_size)
+    title = f"{options.model}, tp {tp_size} x pp {pp_size}, {options.precision}"
     sys.stdout.write(f"{title}\n\n{in_words(ranks)}\n")
     if options.html is not None:
         write_page(ranks, title, options.html)
@@ -82,7 +86,7 @@ def _show_model(options: argparse.Namespace) -> int:
 
 def _predicted(options: argparse.Namespace) -> Timeline:
     """Simulate the schedule; the given times are those of a rank, and its stages take equal shares of them."""
-    config = HybridParallelConfig(
+    config = HybridParallelConfig.from_options(
         pp_size=options.pp,
         pp_style=options.schedule,
         num_model_chunks=options.chunks,
@@ -121,12 +125,12 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("model", nargs="?", help="a model's directory, its config.json, or a name that is in the cache")
     parser.add_argument("--head", help="the model's class, such as BertForMaskedLM")
-    parser.add_argument("--tp", type=_count, default=1, help="tensor-parallel ranks of a model (1)")
+    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of a model (1)")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="that a model is trained in (fp32)")
     parser.add_argument("--schedule", choices=list(SCHEDULES), help="predict a step of this schedule")
-    parser.add_argument("--pp", type=_count, help="ranks of the pipeline (1 for a model, 4 for a schedule)")
-    parser.add_argument("--microbatches", type=_count, default=8, help="micro-batches of a step (8)")
-    parser.add_argument("--chunks", type=_count, help="stages a rank holds, where the schedule lets one choose (2)")
+    parser.add_argument("--pp", type=count, help="ranks of the pipeline (1 for a model, 4 for a schedule)")
+    parser.add_argument("--microbatches", type=count, default=8, help="micro-batches of a step (8)")
+    parser.add_argument("--chunks", type=count, help="stages a rank holds, where the schedule lets one choose (2)")
     parser.add_argument("--forward", type=_time, default=1.0, help="time of a rank's forward pass (1)")
     parser.add_argument("--backward", type=_time, default=1.0, help="time of its gradients of activations (1)")
     parser.add_argument("--weights", type=_time, default=1.0, help="time of its gradients of weights (1)")
@@ -137,12 +141,6 @@ def _parser() -> CommandParser:
     parser.add_argument("--png", type=Path, help="draw a picture")
     parser.add_argument("--trace", type=Path, help="write a trace for chrome://tracing or ui.perfetto.dev")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer, such as 4")
-    return int(text)
 
 
 def _time(text: str) -> float:

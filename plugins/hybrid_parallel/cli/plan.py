@@ -15,7 +15,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
 from plugins.hybrid_parallel.cli.arguments import count
 from plugins.hybrid_parallel.cli.models import model_builder
-from plugins.hybrid_parallel.config.options import PRECISIONS
+from plugins.hybrid_parallel.config.precision import PRECISIONS
 from plugins.hybrid_parallel.planner.device import GIB, PRESETS, Device, Link, preset
 from plugins.hybrid_parallel.planner.plan import Job, plan_for
 from plugins.hybrid_parallel.planner.report import draw, to_json, to_text

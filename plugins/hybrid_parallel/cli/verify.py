@@ -91,11 +91,12 @@ def _finite(value: float) -> float | None:
 
 
 def _layout(options: dict[str, Any]) -> str:
-    config = HybridParallelConfig(**options)
-    words = [f"tp {config.tp_size} x pp {config.pp_size} x dp {config.dp_size or 1}"]
-    words += [f"ep {config.ep_size}"] if config.ep_size > 1 else []
-    words += [config.sequence_parallelism_mode] if config.enable_sequence_parallelism else []
-    words += [config.pp_style] if config.pp_size > 1 else []
+    config = HybridParallelConfig.from_options(**options)
+    parallel = config.parallel
+    words = [f"tp {parallel.tp_size} x pp {parallel.pp_size} x dp {parallel.dp_size or 1}"]
+    words += [f"ep {parallel.ep_size}"] if parallel.ep_size > 1 else []
+    words += [parallel.sequence_parallelism_mode] if parallel.enable_sequence_parallelism else []
+    words += [config.pipeline.pp_style] if parallel.pp_size > 1 else []
     return ", ".join(words)
 
 

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from dataclasses import dataclass, fields
+from typing import Any
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.config.pydantic_errors import described, sentences, unknown_key
-from plugins.hybrid_parallel.distributed.device_mapping import check_mapping
+from plugins.hybrid_parallel.config.option_group import COUNT, OptionGroup, one_of, option, unknown_key
+from plugins.hybrid_parallel.config.options import OPTIONS
+from plugins.hybrid_parallel.config.parallel import DEVICE_MAPPING
 
 # Options that the description sets, so they must not be given in addition to it.
 _DECIDED = {"tp_size": "sharding_size", "pp_size": "stage_cnt", "num_microbatches": "accum_degree"}
+_MODES = one_of("sharding", "pipeline", "hybrid", text="is not available; use 'sharding', 'pipeline' or 'hybrid'")
+_DIMS = one_of(0, -1, text="is no dim; use 0 (reduction), -1 (output) or leave it out")
 
-_COUNT = "is not a positive integer; use 1 or more"
-_Count = Annotated[StrictInt, Field(ge=1)]
 
-
-class ParallelDescription(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class ParallelDescription(OptionGroup):
     """JSON object that describes the model parallelism.
 
     Attributes:
         mode: "sharding" shards layers over devices and runs stages one after the other; "pipeline" assigns stages to
-            devices and micro-batches to stages; "hybrid" does both.
+            devices and micro-batches to stages; "hybrid" does both. It has to be given.
         sharding_size: number of devices that share each layer.
         sharding_dim: 0 shards the reduction dim of every layer and adds partial sums; -1 shards the output dim and
             gathers; None pairs the two, as in Megatron-LM.
@@ -34,23 +32,15 @@ class ParallelDescription(BaseModel):
         device_mapping: {"stage_0": {"shard_0": device, ...}, ...}; None for ranks in order.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    mode: str = option("hybrid", _MODES)
+    sharding_size: int = option(1, COUNT)
+    sharding_dim: int | None = option(None, _DIMS)
+    stage_cnt: int = option(1, COUNT)
+    accum_degree: int = option(1, COUNT)
+    device_mapping: Mapping[str, Mapping[str, Any]] | None = option(None, DEVICE_MAPPING)
 
-    mode: Literal["sharding", "pipeline", "hybrid"] = described(
-        ..., "is not available; use 'sharding', 'pipeline' or 'hybrid'", "hybrid"
-    )
-    sharding_size: _Count = described(1, _COUNT, 2)
-    sharding_dim: Literal[0, -1] | None = described(
-        None, "is no dim; use 0 (reduction), -1 (output) or leave it out", -1
-    )
-    stage_cnt: _Count = described(1, _COUNT, 2)
-    accum_degree: _Count = described(1, _COUNT, 4)
-    device_mapping: dict[str, dict[str, Any]] | None = described(
-        None, "is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}", {"stage_0": {"shard_0": "cuda:0"}}
-    )
-
-    def problems(self) -> list[str]:
-        """Return conflicts between the fields, one sentence each."""
+    def conflicts(self) -> list[str]:
+        """Return one sentence for each broken rule between the keys."""
         found = []
         if self.mode == "pipeline" and self.sharding_size > 1:
             found.append(
@@ -62,12 +52,10 @@ class ParallelDescription(BaseModel):
                 f"mode='sharding' runs its stages one after the other, and accum_degree={self.accum_degree} pipelines "
                 "micro-batches through them; use mode='hybrid' or accum_degree=1"
             )
-        if self.device_mapping is not None:
-            found += check_mapping(self.device_mapping, self.stage_cnt, self.sharding_size)
         return found
 
     def options(self) -> dict[str, Any]:
-        """Return the description as options of `HybridParallelPlugin`."""
+        """Return the description as options of `HybridParallelPlugin`, which checks the device mapping further."""
         return {
             "tp_size": self.sharding_size,
             "pp_size": self.stage_cnt,
@@ -77,10 +65,12 @@ class ParallelDescription(BaseModel):
         }
 
 
+_KEYS = [each.name for each in fields(ParallelDescription)]
+
+
 def is_description(values: Mapping[str, Any]) -> bool:
     """Return whether a JSON object has any key that belongs to a description and is not an option of the plugin."""
-    own = set(ParallelDescription.model_fields) - {field.name for field in fields(HybridParallelConfig)}
-    return not own.isdisjoint(values)
+    return not (set(_KEYS) - set(OPTIONS)).isdisjoint(values)
 
 
 def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,25 +79,21 @@ def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: a key is unknown or a value is invalid; one sentence for each problem.
     """
-    described = {name: value for name, value in values.items() if name in ParallelDescription.model_fields}
-    beside = {name: value for name, value in values.items() if name not in described}
-    problems = _unknown(beside)
-    try:
-        description = ParallelDescription(**described)
-    except ValidationError as error:
-        problems += sentences(error, ParallelDescription)
-    else:
-        problems += description.problems()
+    further = {name: value for name, value in values.items() if name not in _KEYS}
+    problems = _unknown(further)
+    if "mode" not in values:
+        problems.append("the key 'mode' is missing; use 'mode': 'hybrid'")
+    description = ParallelDescription(**{name: value for name, value in values.items() if name in _KEYS})
+    problems += description.problems()
     if problems:
         raise ConfigurationError("; ".join(problems))
-    return {**beside, **description.options()}
+    return {**further, **description.options()}
 
 
-def _unknown(beside: Mapping[str, Any]) -> list[str]:
-    options = [field.name for field in fields(HybridParallelConfig)]
-    known = [*ParallelDescription.model_fields, *options]
+def _unknown(further: Mapping[str, Any]) -> list[str]:
+    known = [*_KEYS, *OPTIONS]
     problems = []
-    for name in beside:
+    for name in further:
         if name in _DECIDED:
             problems.append(f"{name} cannot be combined with mode=...; use {_DECIDED[name]} there")
         elif name not in known:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum_of
 from shardformer import TPInfo
 
 
-def check_options(config: HybridParallelConfig) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Compare the options of all ranks.
+
+    Args:
+        options: the keywords of `HybridParallelPlugin` on this rank, all of them.
 
     Raises:
         ConfigurationError: if they differ; raised on all ranks, with the first difference.
     """
     if dist.get_world_size() == 1:
         return
-    options = {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+    options = {name: _plain(value) for name, value in options.items()}
     number = checksum_of(options)
     extremes = torch.tensor([number, -number])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)

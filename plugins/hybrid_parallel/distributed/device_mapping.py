@@ -49,10 +49,8 @@ class Device:
         return None if found is None else Device(int(found["index"]), found["kind"].lower(), found["host"])
 
 
-def check_mapping(mapping: Any, num_stages: int, num_shards: int) -> list[str]:
+def check_mapping(mapping: Mapping[Any, Any], num_stages: int, num_shards: int) -> list[str]:
     """Return the problems of a `device_mapping` as sentences; an empty list if there are none."""
-    if not isinstance(mapping, Mapping):
-        return [f"device_mapping={mapping!r} is no mapping; use {{'stage_0': {{'shard_0': 'cuda:0'}}}}"]
     problems = _compare_keys("device_mapping", mapping, "stage", num_stages, "stage_cnt (pp_size)")
     devices: list[Device] = []
     for stage, shards in mapping.items():

@@ -89,17 +89,20 @@ def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world
     """
     if dist.is_initialized():
         raise ConfigurationError("process groups already exist; inspect a layout in a separate process")
-    dp_size = config.data_parallel_size(world_size)
-    grid = torch.arange(world_size).view(config.pp_size, dp_size, config.cp_size, config.tp_size)
+    parallel = config.parallel
+    shape = parallel.mesh_shape(world_size)
+    grid = torch.arange(world_size).view(shape)
     found = []
-    for stage, ep_rank, tp_rank in product(range(config.pp_size), range(config.ep_size), range(config.tp_size)):
+    for stage, ep_rank, tp_rank in product(range(parallel.pp_size), range(parallel.ep_size), range(parallel.tp_size)):
         rank = int(grid.flatten(1, 2)[stage, ep_rank, tp_rank])
         with playing(rank, world_size):
-            mesh = build_mesh(config.pp_size, dp_size, config.cp_size, config.tp_size, ep_size=config.ep_size)
+            mesh = build_mesh(*shape, ep_size=parallel.ep_size)
             with torch.device("meta"):
                 model = build()
             shard_model(model, config, mesh)
-            found.append(RankShards(rank, stage, tp_rank, tuple(_pieces(model, config)), ep_rank))
+            found.append(
+                RankShards(rank, stage, tp_rank, tuple(_pieces(model, config.mixed_precision.precision)), ep_rank)
+            )
     return found
 
 
@@ -149,10 +152,10 @@ def rows_of(ranks: list[RankShards]) -> list[tuple[str, tuple[int, ...], list[Pa
     ]
 
 
-def _pieces(model: nn.Module, config: HybridParallelConfig) -> Iterator[ParamShard]:
+def _pieces(model: nn.Module, precision: str) -> Iterator[ParamShard]:
     for name, param in model.named_parameters():
         spec = spec_of(param)
-        dtype = DTYPES.get(config.precision, param.dtype) if param.is_floating_point() else param.dtype
+        dtype = DTYPES.get(precision, param.dtype) if param.is_floating_point() else param.dtype
         yield ParamShard(name, tuple(param.shape), spec.full_shape, spec.dim, dtype, param.requires_grad)
 
 

@@ -86,7 +86,7 @@ def _measure(
     for case in cases:
         options = {"tp_size": case.tp_size, "enable_sequence_parallelism": case.sequence}
         try:
-            config = HybridParallelConfig(**options, precision=precision)
+            config = HybridParallelConfig.from_options(**options, precision=precision)
             found[case] = measure_parts(build, config, case.rows, length)
         except ConfigurationError:  # the search runs into the same error and reports it
             continue

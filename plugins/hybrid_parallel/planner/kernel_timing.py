@@ -101,10 +101,12 @@ def measure_parts(
         repeats: number of timed steps, after one warm-up step; the median is taken.
         pause: called before every step, so that several processes can synchronize.
     """
-    alone = {"tp_size": config.tp_size, "enable_sequence_parallelism": config.enable_sequence_parallelism}
-    config = HybridParallelConfig(**alone, precision=config.precision)
+    tp_size, sequence = config.parallel.tp_size, config.parallel.enable_sequence_parallelism
+    config = HybridParallelConfig.from_options(
+        tp_size=tp_size, enable_sequence_parallelism=sequence, precision=config.mixed_precision.precision
+    )
     device = current_device()
-    with playing(0, config.tp_size):
+    with playing(0, tp_size):
         model, lists, wrapped = skeleton(build, config, optimizer=torch.optim.AdamW, device=device)
         (optimizer,) = wrapped.optimizers
         batch = batch_of(model, rows, length, str(device))

@@ -79,7 +79,7 @@ class Layout:
         Raises:
             ConfigurationError: this version does not support the layout.
         """
-        return HybridParallelConfig(**self.options())
+        return HybridParallelConfig.from_options(**self.options())
 
     def description(self) -> dict[str, Any]:
         """Return the JSON form that `HybridParallelPlugin.from_config` reads."""

@@ -65,8 +65,8 @@ def static_memory(
         ConfigurationError: the model cannot be sharded like this.
     """
     with playing(rank, world_size):
-        sizes = config.pp_size, config.data_parallel_size(world_size), config.cp_size, config.tp_size
-        mesh = build_mesh(*sizes, config.debug, ep_size=config.ep_size)
+        shape = config.parallel.mesh_shape(world_size)
+        mesh = build_mesh(*shape, config.debugging.debug, ep_size=config.parallel.ep_size)
         with torch.device("meta"):
             model = build()
         optim = optimizer(model.parameters())

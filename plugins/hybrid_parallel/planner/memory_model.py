@@ -28,16 +28,16 @@ def count_static(
         dp_rank: data-parallel rank whose optimizer shard is counted.
     """
     groups, frozen = _bucketed(stages, profile, config)
-    num_shards = dp_size if config.zero_stage else 1
-    index = dp_rank if config.zero_stage else 0
+    num_shards = dp_size if config.zero.zero_stage else 1
+    index = dp_rank if config.zero.zero_stage else 0
     parameters = masters = gradients = states = 0
     for members in groups:
-        for chunk in chunks_of(members, int(config.zero_bucket_size_in_mb * 2**20)):
+        for chunk in chunks_of(members, int(config.zero.zero_bucket_size_in_mb * 2**20)):
             sizes = [param.size for param in chunk]
             starts, total = places_in_bucket(sizes, num_shards, whole_parameters=False)
             shard = total // num_shards
             itemsize, grad_itemsize = chunk[0].itemsize, max(chunk[0].itemsize, 4)
-            has_masters = config.master_weights and grad_itemsize != itemsize
+            has_masters = config.mixed_precision.master_weights and grad_itemsize != itemsize
             ranges = [
                 min(start + size, (index + 1) * shard) - max(start, index * shard)
                 for start, size in zip(starts, sizes, strict=True)
@@ -66,7 +66,7 @@ def _bucketed(
     for number, stage in sorted(stages.items()):
         for position, name in enumerate(stage.names):
             order, holders = stage.tied.get(position, (None, ()))
-            ranks = {config.schedule.rank_of(each, config.pp_size) for each in holders}
+            ranks = {config.schedule.rank_of(each, config.parallel.pp_size) for each in holders}
             param = profile.parameters[name]
             # A tied parameter that several stages of this rank hold exists once; one that several ranks hold has a
             # bucket of its own.

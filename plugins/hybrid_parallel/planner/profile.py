@@ -151,7 +151,7 @@ class Profiler:
         Raises:
             ConfigurationError: the model cannot be sharded like this.
         """
-        config = HybridParallelConfig(
+        config = HybridParallelConfig.from_options(
             tp_size=tp_size, enable_sequence_parallelism=sequence, precision=self.precision, nonfinite="ignore"
         )
         with playing(0, tp_size):

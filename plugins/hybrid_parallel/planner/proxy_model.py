@@ -52,7 +52,7 @@ def skeleton(
     Raises:
         ConfigurationError: the model cannot be sharded like this.
     """
-    mesh = build_mesh(1, 1, 1, config.tp_size)
+    mesh = build_mesh(1, 1, 1, config.parallel.tp_size)
     with quiet(), torch.device("meta"):
         model = build()
     try:
@@ -61,7 +61,7 @@ def skeleton(
         lists = layer_lists(model, policy.base_path, policy.stages)
         prune_layers(model, lists)
     except ValueError as error:
-        if config.tp_size > 1:
+        if config.parallel.tp_size > 1:
             raise ConfigurationError(str(error)) from error
         lists = []  # without a policy, any model runs on a single rank
     optim = optimizer(model.parameters()) if optimizer is not None else None

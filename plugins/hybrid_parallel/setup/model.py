@@ -83,17 +83,18 @@ def check_options_against_model(
     Raises:
         ConfigurationError: if one does not fit; the message says why.
     """
+    parallel = config.parallel
     check_hooks(model)
     _check_embeddings(config, model)
     check_gradients(model)
     with _mistakes():
-        check_contents(model, config)
+        check_contents(model, parallel)
     for optim in optimizers:
         check_optimizer(optim, names)
-        check_granularity(optim, config.tp_size, config.ep_size, config.pp_size, num_shards)
+        check_granularity(optim, parallel.tp_size, parallel.ep_size, parallel.pp_size, num_shards)
     check_shared_parameters(optimizers, names)
     warn_of_untrained(optimizers, model.named_parameters())
-    check_recomputation(config.gradient_checkpointing, model)
+    check_recomputation(config.kernels.gradient_checkpointing, model)
     if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):
         raise ConfigurationError(
             f"{names[0]} of the {type(model).__name__} is on the meta device, without values; build the model on a "
@@ -103,9 +104,10 @@ def check_options_against_model(
 
 def _check_embeddings(config: HybridParallelConfig, model: nn.Module) -> None:
     """Refuse options of embeddings that depend on all ids of a batch, or change weights in the forward pass."""
-    replicas = config.data_parallel_size(dist.get_world_size()) * config.cp_size
-    parts = config.num_microbatches or config.pp_size
-    cuts_batch = replicas > 1 or parts > 1 or config.microbatch_size is not None
+    parallel, pipeline = config.parallel, config.pipeline
+    replicas = parallel.data_parallel_size(dist.get_world_size()) * parallel.cp_size
+    parts = pipeline.num_microbatches or parallel.pp_size
+    cuts_batch = replicas > 1 or parts > 1 or pipeline.microbatch_size is not None
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
@@ -116,7 +118,7 @@ def _check_embeddings(config: HybridParallelConfig, model: nn.Module) -> None:
                 f"{path} has scale_grad_by_freq=True, which counts the ids of a whole batch; use one replica and "
                 "num_microbatches=1 (tp_size takes the ranks), or scale_grad_by_freq=False"
             )
-        if module.max_norm is not None and (replicas > 1 or config.precision != "fp32"):
+        if module.max_norm is not None and (replicas > 1 or config.mixed_precision.precision != "fp32"):
             raise ConfigurationError(
                 f"{path} has max_norm={module.max_norm}, which changes weights where a replica looks them up; use one "
                 "replica in fp32 (tp_size or pp_size takes the ranks), or max_norm=None"
@@ -130,8 +132,10 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         ConfigurationError: if the model's family cannot be sharded as asked, with all reasons, or if ranks built
             different models.
     """
-    recompute(config.gradient_checkpointing, model)
-    cuts_batch = config.microbatch_size is not None or (config.num_microbatches or config.pp_size) * mesh.size("dp") > 1
+    recompute(config.kernels.gradient_checkpointing, model)
+    pipeline = config.pipeline
+    parts = (pipeline.num_microbatches or mesh.size("pp")) * mesh.size("dp")
+    cuts_batch = pipeline.microbatch_size is not None or parts > 1
     if cuts_batch and any(isinstance(each, _BatchNorm) for each in model.modules()):
         _logger.warning(
             "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
@@ -145,8 +149,8 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     if waits_for_values(model):
         with _mistakes():
             materialize(model, reader)
-    if isinstance(config.gradient_checkpointing, float):
-        recompute_share(model, config.gradient_checkpointing)
+    if isinstance(config.kernels.gradient_checkpointing, float):
+        recompute_share(model, config.kernels.gradient_checkpointing)
     model.to(mesh.device)
     return wrap_model(model, config, mesh, seed, origin, shared)
 
@@ -165,24 +169,25 @@ def wrap_model(
         origin: description of the whole model.
         shared: the parameters that several stages hold, see `shard_model`.
     """
-    if config.precision == "fp8":
+    if config.mixed_precision.precision == "fp8":
         with _mistakes():
             check_fp8(mesh.device)
     leave_sums(model)  # the buckets sum gradients
-    masters = _cast(model, DTYPES.get(config.precision), config.master_weights)
+    masters = _cast(model, DTYPES.get(config.mixed_precision.precision), config.mixed_precision.master_weights)
     context = ShardContext(origin, _tied(shared, config, mesh), _stream(mesh, seed))
-    if config.precision == "fp8":
+    if config.mixed_precision.precision == "fp8":
         multiply_in_fp8(model)
     recorder = None
-    if config.record_schedule is not None:
+    if config.debugging.record_schedule is not None:
         # A directory that cannot be written raises an error on all ranks.
-        recorder = raise_on_all_ranks(lambda: ScheduleRecorder(Path(config.record_schedule), mesh))
+        directory = Path(config.debugging.record_schedule)
+        recorder = raise_on_all_ranks(lambda: ScheduleRecorder(directory, mesh))
     runtime = PipelineRuntime(model, mesh, config.schedule, config.chunks_per_rank, recorder)
     # Watched before any optimizer, because its hooks take the gradients away.
-    wrapped = HybridParallelModel(runtime, context, ModuleWatch(model) if config.debug else None)
+    wrapped = HybridParallelModel(runtime, context, ModuleWatch(model) if config.debugging.debug else None)
     loss_scale = LossScale()
-    if config.precision == "fp16":
-        loss_scale = DynamicLossScale(config.initial_scale, config.growth_interval)
+    if config.mixed_precision.precision == "fp16":
+        loss_scale = DynamicLossScale(config.mixed_precision.initial_scale, config.mixed_precision.growth_interval)
     return BuiltModel(wrapped, masters, loss_scale)
 
 
@@ -193,12 +198,12 @@ def _tied(
     tied = {}
     for order, stages in enumerate(shared):
         # In the order of stages; a rank that holds several is listed once.
-        holders = list(dict.fromkeys(config.schedule.rank_of(stage, config.pp_size) for stage in sorted(stages)))
+        holders = list(dict.fromkeys(config.schedule.rank_of(stage, mesh.size("pp")) for stage in sorted(stages)))
         if len(holders) == 1:
             continue
         group = tied_group(mesh, tuple(sorted(holders)))  # on all ranks, including those without the parameter
         if group is not None:
-            here = next(stage for stage in stages if config.schedule.rank_of(stage, config.pp_size) == mesh.rank("pp"))
+            here = next(stage for stage in stages if config.schedule.rank_of(stage, mesh.size("pp")) == mesh.rank("pp"))
             tied[stages[here]] = TiedParameter(order, group, counted=mesh.rank("pp") == holders[0])
     return tied
 
@@ -230,39 +235,41 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     Raises:
         ConfigurationError: if the model cannot be sharded as asked, with all reasons.
     """
+    parallel, kernels, sharding = config.parallel, config.kernels, config.policy
     changes_layers = (
-        config.enable_fused_normalization,
-        config.enable_flash_attention,
-        config.enable_jit_fused,
-        config.enable_all_optimization,
+        kernels.enable_fused_normalization,
+        kernels.enable_flash_attention,
+        kernels.enable_jit_fused,
+        kernels.enable_all_optimization,
     )
-    deals_out = config.ep_size > 1 or config.expert_capacity_factor is not None
-    is_whole = config.tp_size == config.pp_size == config.cp_size == 1 and not deals_out
-    if is_whole and config.custom_policy is None and not any(changes_layers):
+    deals_out = parallel.ep_size > 1 or sharding.expert_capacity_factor is not None
+    is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and not deals_out
+    if is_whole and sharding.custom_policy is None and not any(changes_layers):
         return []  # nothing to shard: any kind of model works
-    stage, *further = config.schedule.stages_of(mesh.rank("pp"), config.pp_size, config.chunks_per_rank)
-    num_stages = config.pp_size * config.chunks_per_rank
-    split = None if config.layers_per_stage is None else tuple(config.layers_per_stage)
+    stage, *further = config.schedule.stages_of(mesh.rank("pp"), parallel.pp_size, config.chunks_per_rank)
+    num_stages = parallel.pp_size * config.chunks_per_rank
+    split = config.pipeline.layers_per_stage
+    split = None if split is None else tuple(split)
     with _mistakes():
         shard_config = ShardConfig(
             tensor_parallel_process_group=mesh.group("tp"),
             pipeline_stage_manager=PipelineStageManager(stage, num_stages, split, tuple(further)),
-            enable_fused_normalization=config.enable_fused_normalization,
-            enable_flash_attention=config.enable_flash_attention,
-            enable_jit_fused=config.enable_jit_fused,
-            enable_sequence_parallelism=config.cuts_over_tp,
-            sequence_parallelism_mode=config.sequence_parallelism_mode if config.cuts_over_tp else "split_gather",
+            enable_fused_normalization=kernels.enable_fused_normalization,
+            enable_flash_attention=kernels.enable_flash_attention,
+            enable_jit_fused=kernels.enable_jit_fused,
+            enable_sequence_parallelism=parallel.cuts_over_tp,
+            sequence_parallelism_mode=parallel.sequence_parallelism_mode if parallel.cuts_over_tp else "split_gather",
             context_parallel_process_group=mesh.group("cp"),
-            context_parallel_mode=config.context_mode,
-            enable_sequence_overlap=config.enable_sequence_overlap,
-            enable_all_optimization=config.enable_all_optimization,
-            make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
-            compute_dtype=DTYPES.get(config.precision),
-            sharding_dim=config.sharding_dim,
+            context_parallel_mode=parallel.context_mode,
+            enable_sequence_overlap=kernels.enable_sequence_overlap,
+            enable_all_optimization=kernels.enable_all_optimization,
+            make_vocab_size_divisible_by=sharding.make_vocab_size_divisible_by,
+            compute_dtype=DTYPES.get(config.mixed_precision.precision),
+            sharding_dim=sharding.sharding_dim,
             expert_parallel_process_group=mesh.group(EP),
-            expert_capacity_factor=config.expert_capacity_factor,
+            expert_capacity_factor=sharding.expert_capacity_factor,
         )
-        policy = as_policy(config.custom_policy) if config.tp_info is None else TPInfoPolicy(config.tp_info)
+        policy = as_policy(sharding.custom_policy) if sharding.tp_info is None else TPInfoPolicy(sharding.tp_info)
         return ShardFormer(shard_config).optimize(model, policy)[1]
 
 

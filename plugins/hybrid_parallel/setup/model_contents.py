@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.parallel import ParallelOptions
 from shardformer.peft import check_adapters, model_inside
 
 
-def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
+def check_contents(model: nn.Module, parallel: ParallelOptions) -> None:
     """Check that the layout supports what the model contains, before anything is changed.
 
     Raises:
         ValueError: if it does not.
     """
-    sizes = {name: getattr(config, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
+    sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     check_adapters(model, next((f"{name}={size}" for name, size in sizes.items() if size > 1), None))
-    if config.tp_size > 1:
-        _check_quantised(model_inside(model), config.tp_size)
+    if parallel.tp_size > 1:
+        _check_quantised(model_inside(model), parallel.tp_size)
 
 
 def _check_quantised(model: nn.Module, tp_size: int) -> None:

@@ -64,24 +64,25 @@ def build_optimizer(
     build_more = partial(build_buckets, options=options, tied=model.tied, masters={})
     frozen = FrozenParameters(_which(order, trains=False), build_more, states)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
-    waits = config.pp_size == config.cp_size == config.ep_size == 1
+    waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
     # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
-    overlaps = config.overlap_communication and stands_alone
+    overlaps = config.zero.overlap_communication and stands_alone
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
     reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits, gradient_hooks)
     if reducer.attaches_grad_buffers:
         replace_native_layers(model.unwrap())
+    debugging = config.debugging
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
         reducer,
         LocalParameters(first_names, model.origin.aliases, order, frozen),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers),
-        StepOptions(config.max_norm, config.nonfinite, config.overlap_allgather),
+        StepOptions(config.zero.max_norm, debugging.nonfinite, config.zero.overlap_allgather),
         StepHooks(
             partial(refuse_or_skip, trace=model.trace, mesh=mesh),
-            (lambda step: model.synchrony.run_at(config.synchrony_interval, [step])) if config.debug else None,
+            (lambda step: model.synchrony.run_at(debugging.synchrony_interval, [step])) if debugging.debug else None,
         ),
     )
     model.attach_optimizer(wrapped)
@@ -111,15 +112,15 @@ def _bucket_options(
     """Return the options of buckets by axis, over which the parameters in a bucket are sharded."""
     groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
     # Without experts, both axes have the same replicas.
-    make_exchange = partial(exchange_of, device=mesh.device) if config.zero_stage else ZeroCollectives
+    make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
-    bucket_bytes = int(config.zero_bucket_size_in_mb * 2**20)
+    bucket_bytes = int(config.zero.zero_bucket_size_in_mb * 2**20)
     pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
     return {
         axis: BucketOptions(
             dp_group=group,
-            zero_stage=config.zero_stage,
-            master_weights=config.master_weights,
+            zero_stage=config.zero.zero_stage,
+            master_weights=config.mixed_precision.master_weights,
             whole_parameters=granularity is not Granularity.ELEMENT,
             bucket_bytes=bucket_bytes,
             exchange=exchanges[group],
@@ -132,11 +133,11 @@ def _bucket_options(
 
 def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str | None:
     """Return the options under which ranks share or scale gradients; None if each has them as in plain torch."""
-    sizes = {"tp_size": config.tp_size, "pp_size": config.pp_size, "ep_size": config.ep_size}
+    sizes = {name: getattr(config.parallel, name) for name in ("tp_size", "pp_size", "ep_size")}
     reasons = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    if config.zero_stage and mesh.size(DP_CP) > 1:
-        reasons.append(f"zero_stage={config.zero_stage} with {mesh.size(DP_CP)} replicas")
-    if config.precision == "fp16":
+    if config.zero.zero_stage and mesh.size(DP_CP) > 1:
+        reasons.append(f"zero_stage={config.zero.zero_stage} with {mesh.size(DP_CP)} replicas")
+    if config.mixed_precision.precision == "fp16":
         reasons.append("precision='fp16'")
     return " and ".join(reasons) or None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,13 +100,13 @@ def verify_own_model(
     rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
     if rows == 0:
         raise ConfigurationError("the batch holds no samples; give a mapping with tensors [samples, ...]")
-    options = {each.name: getattr(config, each.name) for each in fields(config)} | {"precision": "fp32"}
+    options, parallel = config.options() | {"precision": "fp32"}, config.parallel
     subject = OwnModel(model_fn, batch, torch.float64 if precision == "fp64" else torch.float32)
     in_a_job = dist.is_initialized() and dist.get_world_size() > 1
-    world_size = dist.get_world_size() if in_a_job else config.tp_size * config.pp_size * config.cp_size
+    world_size = dist.get_world_size() if in_a_job else parallel.tp_size * parallel.pp_size * parallel.cp_size
     if not in_a_job:
-        world_size *= config.dp_size or config.ep_size
-        options["dp_size"] = config.dp_size or config.ep_size
+        world_size *= parallel.dp_size or parallel.ep_size
+        options["dp_size"] = parallel.dp_size or parallel.ep_size
     trial = VerifyCase(subject, rows, steps, options, criterion)
     plain = train_reference(trial)
     if in_a_job:
@@ -114,7 +114,9 @@ def verify_own_model(
         ranks = [trace_from_json(each) for each in found]
     else:
         ranks = run_on_local_ranks(train_on_rank, world_size, trial, timeout_s=timeout_s)
-    sizes = " x ".join(f"{axis} {size}" for axis in ("tp", "pp", "cp") if (size := getattr(config, f"{axis}_size")) > 1)
+    sizes = " x ".join(
+        f"{axis} {size}" for axis in ("tp", "pp", "cp") if (size := getattr(parallel, f"{axis}_size")) > 1
+    )
     title = (
         f"{subject.name}, {sizes or 'data parallel'}, {world_size} ranks, {precision}, {steps} steps of {rows} samples"
     )

@@ -65,19 +65,20 @@ def verify(
     Raises:
         ConfigurationError: the model cannot be sharded like this, or has no twin that trains.
     """
-    layout = HybridParallelConfig.from_options(options)
-    world_size = layout.tp_size * layout.pp_size * (layout.dp_size or 1)
+    layout = HybridParallelConfig.from_options(**options)
+    parallel, pipeline = layout.parallel, layout.pipeline
+    world_size = parallel.tp_size * parallel.pp_size * (parallel.dp_size or 1)
     if not takes_labels(model_class):
         raise ConfigurationError(f"{model_class.__name__} has no loss; name a head with --head, as CausalLM")
     refuse_what_cannot_be_cut(config, model_class, layout, world_size)
-    num_stages = layout.pp_size * (layout.chunks_per_rank if layout.pp_size > 1 else 1)
+    num_stages = parallel.pp_size * layout.chunks_per_rank
     tiny_model = TinyModel(
         model_class.__module__,
         model_class.__name__,
-        small_config(config, TwinSizes.of(config, layout.tp_size, num_stages)),
+        small_config(config, TwinSizes.of(config, parallel.tp_size, num_stages)),
     )
-    microbatches = layout.num_microbatches or layout.pp_size
-    rows = 2 * (layout.dp_size or 1) * microbatches * (layout.microbatch_size or 1) + 1
+    microbatches = pipeline.num_microbatches or parallel.pp_size
+    rows = 2 * (parallel.dp_size or 1) * microbatches * (pipeline.microbatch_size or 1) + 1
     trial = VerifyCase(tiny_model, max(rows, 7), steps, options)
     trial, precision, plain = _plain(trial, precision)
     _refuse_batch_norm(trial.tiny_model, layout)
@@ -104,8 +105,7 @@ def refuse_what_cannot_be_cut(
     from plugins.hybrid_parallel.setup.model import shard_model
 
     with playing(0, world_size):
-        sizes = layout.pp_size, layout.data_parallel_size(world_size), layout.cp_size, layout.tp_size
-        mesh = build_mesh(*sizes, ep_size=layout.ep_size)
+        mesh = build_mesh(*layout.parallel.mesh_shape(world_size), ep_size=layout.parallel.ep_size)
         try:
             with torch.device("meta"):
                 model = model_class(config)
@@ -131,8 +131,9 @@ def _plain(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase, str, T
 
 
 def _refuse_batch_norm(tiny_model: TinyModel, layout: HybridParallelConfig) -> None:
-    cuts = layout.microbatch_size is not None or (layout.num_microbatches or layout.pp_size) > 1
-    if not cuts and (layout.dp_size or 1) == 1:
+    parallel, pipeline = layout.parallel, layout.pipeline
+    cuts = pipeline.microbatch_size is not None or (pipeline.num_microbatches or parallel.pp_size) > 1
+    if not cuts and (parallel.dp_size or 1) == 1:
         return
     if any(isinstance(module, _BatchNorm) for module in tiny_model.build().modules()):
         raise ConfigurationError(

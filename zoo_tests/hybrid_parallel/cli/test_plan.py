@@ -37,9 +37,9 @@ def test_the_chosen_row_is_what_booster_runs(model: str, tmp_path: Path, capsys:
     assert (code, err) == (0, "")
     assert "on 4 x H200, 8 samples of 32 tokens, bf16" in out and "layouts fit" in out
     rows = json.loads(table.read_text())["layouts"]
-    config = HybridParallelPlugin.from_config(chosen).config
+    sizes = HybridParallelPlugin.from_config(chosen).config.parallel
     assert json.loads(chosen.read_text()) == rows[1]["options"]
-    assert config.tp_size * config.pp_size * config.dp_size == 4
+    assert sizes.tp_size * sizes.pp_size * sizes.dp_size == 4
     seconds = [row["seconds"]["total"] for row in rows[:10]]
     assert seconds == sorted(seconds)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.device_mapping import Device, in_blocks
 
 # The example of the description that this form follows: eight stages on cards of five numbers each.
@@ -25,21 +25,24 @@ EXAMPLE = {
 
 
 def test_the_example() -> None:
-    config = HybridParallelPlugin.from_config(EXAMPLE).config
-    assert (config.tp_size, config.pp_size, config.num_microbatches, config.sharding_dim) == (4, 8, 1, -1)
-    assert config.device_mapping["stage_7"]["shard_3"] == "/device:XLA_DTU:38"
+    options = HybridParallelPlugin.from_config(EXAMPLE).config.options()
+    assert (options["tp_size"], options["pp_size"], options["num_microbatches"], options["sharding_dim"]) == (
+        4,
+        8,
+        1,
+        -1,
+    )
+    assert options["device_mapping"]["stage_7"]["shard_3"] == "/device:XLA_DTU:38"
 
 
 def test_defaults_overrides_and_options_beside() -> None:
-    config = HybridParallelPlugin.from_config(
+    options = HybridParallelPlugin.from_config(
         {"mode": "pipeline", "stage_cnt": 2, "precision": "bf16"}, max_norm=1.0
-    ).config
-    assert (config.tp_size, config.pp_size, config.num_microbatches) == (1, 2, 1)
-    assert (config.precision, config.max_norm, config.sharding_dim, config.device_mapping) == ("bf16", 1.0, None, None)
-    assert (
-        HybridParallelPlugin.from_config({"mode": "hybrid", "accum_degree": 4, "stage_cnt": 2}).config.num_microbatches
-        == 4
-    )
+    ).config.options()
+    expected = {"tp_size": 1, "pp_size": 2, "num_microbatches": 1, "precision": "bf16", "max_norm": 1.0}
+    assert options == HybridParallelConfig.from_options(**expected).options()
+    plugin = HybridParallelPlugin.from_config({"mode": "hybrid", "accum_degree": 4, "stage_cnt": 2})
+    assert plugin.config.pipeline.num_microbatches == 4
 
 
 ONE = {"stage_0": {"shard_0": 0}}
@@ -103,7 +106,7 @@ ONE = {"stage_0": {"shard_0": 0}}
         ),
         (
             {"mode": "hybrid", "device_mapping": {"stage_0": [0]}},
-            "device_mapping['stage_0']=[0] is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}",
+            "device_mapping['stage_0']=[0] is no mapping; use {'shard_0': 'cuda:0'}",
         ),
     ],
 )

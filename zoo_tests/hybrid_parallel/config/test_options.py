@@ -1,11 +1,12 @@
 """The options of HybridParallelPlugin: every rule, all problems at once, and a value that would do in each.
 
-What breaks here first: a rule that is dropped with a refactoring. Look in `plugins/hybrid_parallel/config/options.py`.
+What breaks here first: a rule that is dropped with a refactoring. Look in `plugins/hybrid_parallel/config`.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
+from plugins.hybrid_parallel.config.options import OPTIONS
 from shardformer import TPInfo
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -82,6 +84,75 @@ def test_each_rule(options: dict[str, Any], message: str) -> None:
         HybridParallelPlugin(**options)
 
 
+COUNT = ("2", True, 2.5, float("nan"), -1, 0, [2])
+NUMBER = ("1.0", True, float("nan"), -1, 0, [1.0])
+SWITCH = ("true", 1, 0.0, float("nan"), None, [])
+NAME = ("nonsense", 1.5, True, float("nan"), -2, ["fp32"], None)
+# Option -> values of wrong types and out of range.
+WRONG_VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tp_size", "pp_size", "cp_size", "ep_size"), (*COUNT, None)),
+    **dict.fromkeys(("sp_size", "dp_size", "num_microbatches", "microbatch_size", "num_model_chunks"), COUNT),
+    **dict.fromkeys(("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval"), (*COUNT, None)),
+    **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
+    **dict.fromkeys(("initial_scale", "zero_bucket_size_in_mb"), (*NUMBER, float("inf"), None)),
+    **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
+    **dict.fromkeys(("precision", "nonfinite", "pp_style", "sequence_parallelism_mode"), NAME),
+    "zero_stage": (2, -1, "1", True, 0.0, float("nan"), None),
+    "sharding_dim": (1, "0", False, 0.0, float("nan")),
+    "enable_flash_attention": ("flash", 1, 0.5, float("nan"), None),
+    "gradient_checkpointing": ("half", True, 0, -0.5, 1.5, float("nan"), [0.5]),
+    "layers_per_stage": ("35", 4, True, (1, 0), (2, 1.5), (-1, 3), [True], {"stage_0": 1}),
+    "device_mapping": ("cuda:0", 1, [0], True, float("nan")),
+    "custom_policy": ("llama", 1, True, object, float("nan")),
+    "tp_info": ("llama", 1, True, {}, float("nan")),
+    "seed": ("42", True, 1.5, float("nan"), 2**63, [42]),
+    "record_schedule": (1, True, float("nan"), ["."]),
+}
+
+
+def test_wrong_values_of_all_options_are_known() -> None:
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 39
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_wrong_value_is_one_sentence_in_keywords_and_json(name: str) -> None:
+    """The sentence names the value (or the type of an object), the rule, and a value that would do."""
+    for value in WRONG_VALUES[name]:
+        with pytest.raises(ConfigurationError) as keyword:
+            HybridParallelPlugin(**{name: value})
+        with pytest.raises(ConfigurationError) as in_json:
+            HybridParallelPlugin.from_config({name: value})
+        said = str(keyword.value)
+        assert said == str(in_json.value)
+        shown = f"{name} is a {type(value).__name__}; " if name == "tp_info" else f"{name}={value!r} is "
+        assert said.startswith(shown) and said.count("; ") == 1 and "; use " in said
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_value_that_would_do_does(name: str) -> None:
+    rule = OPTIONS[name].metadata["rule"]
+    assert rule.problem(name, rule.example) is None
+    assert OPTIONS[name].default is None or rule.problem(name, OPTIONS[name].default) is None
+
+
+def test_a_mistyped_value_does_not_hide_others() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        HybridParallelPlugin(tp_size="2", cp_size=0, max_norm="1", debug=1)
+    assert str(caught.value) == (
+        "tp_size='2' is not a positive integer; use 1 or more; cp_size=0 is not a positive integer; use 1 or more; "
+        "max_norm='1' is not a number; use one such as 1.0; debug=1 is neither True nor False; use one of them"
+    )
+
+
+def test_options_come_back_as_they_were_given() -> None:
+    given = {"tp_size": 2, "pp_style": "zbv", "max_norm": 1.0, "precision": "bf16", "debug": True, "seed": 3}
+    config = HybridParallelConfig.from_options(**given)
+    assert config.options() == {name: each.default for name, each in OPTIONS.items()} | given
+    assert HybridParallelConfig.from_options(**config.options()) == config
+    with pytest.raises(FrozenInstanceError):
+        config.parallel.tp_size = 4
+
+
 def test_several_problems_are_told_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
         HybridParallelPlugin(tp_size=0, precision="int8", max_norm=-1, enable_sequence_overlap=True)
@@ -91,7 +162,13 @@ def test_several_problems_are_told_together() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("tp", "tp_size"), ("num_micro_batches", "num_microbatches"), ("zero", "zero_stage"), ("maxnorm", "max_norm")],
+    [
+        ("tp", "tp_size"),
+        ("num_micro_batches", "num_microbatches"),
+        ("zero", "zero_stage"),
+        ("maxnorm", "max_norm"),
+        ("self", "seed"),
+    ],
 )
 def test_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigurationError, match=f"has no option '{name}'; use {nearest}"):
@@ -102,15 +179,17 @@ def test_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
     ("options", "world_size", "dp_size"), [({}, 4, 4), ({"tp_size": 2}, 8, 4), ({"tp_size": 2, "pp_size": 2}, 4, 1)]
 )
 def test_data_parallel_size_is_what_is_left(options: dict[str, Any], world_size: int, dp_size: int) -> None:
-    assert HybridParallelConfig(**options).data_parallel_size(world_size) == dp_size
-    assert HybridParallelConfig(**options, dp_size=dp_size).data_parallel_size(world_size) == dp_size
+    assert HybridParallelConfig.from_options(**options).parallel.data_parallel_size(world_size) == dp_size
+    assert (
+        HybridParallelConfig.from_options(**options, dp_size=dp_size).parallel.data_parallel_size(world_size) == dp_size
+    )
 
 
 def test_sizes_that_do_not_fit_the_world() -> None:
     with pytest.raises(ConfigurationError, match=r"world size 6 is not a multiple of .*2\*2=4; start 8 ranks"):
-        HybridParallelConfig(tp_size=2, pp_size=2).data_parallel_size(6)
+        HybridParallelConfig.from_options(tp_size=2, pp_size=2).parallel.data_parallel_size(6)
     with pytest.raises(ConfigurationError, match=r"dp_size=3 does not fit world size 4 .*; use dp_size=2"):
-        HybridParallelConfig(tp_size=2, dp_size=3).data_parallel_size(4)
+        HybridParallelConfig.from_options(tp_size=2, dp_size=3).parallel.data_parallel_size(4)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +204,15 @@ def test_sizes_that_do_not_fit_the_world() -> None:
     ],
 )
 def test_how_a_batch_is_cut(options: dict[str, Any], rows: int, expected: int) -> None:
-    assert HybridParallelConfig(**options).microbatches_of(rows) == expected
+    config = HybridParallelConfig.from_options(**options)
+    assert config.pipeline.microbatches_of(rows, config.parallel.pp_size) == expected
 
 
 def test_from_config_reads_files_and_dicts(tmp_path: Path) -> None:
     path = tmp_path / "options.json"
     path.write_text(json.dumps({"tp_size": 2, "precision": "bf16"}))
     plugin = HybridParallelPlugin.from_config(path, precision="fp16")
-    assert (plugin.tp_size, plugin.config.precision) == (2, "fp16")
+    assert (plugin.tp_size, plugin.config.mixed_precision.precision) == (2, "fp16")
     assert HybridParallelPlugin.from_config({"pp_size": 2}).pp_size == 2
 
 

@@ -38,15 +38,14 @@ def _case(family: str, layout: str, **options: Any) -> Case:
 
 def _check_states(case: Case) -> None:
     """Of the first tensor-parallel rank of each place: the others have no more."""
-    config = HybridParallelConfig(**{**case.plugin_options, "dp_size": None})
-    world_size = case.sizes.world_size
-    dp_size = config.data_parallel_size(world_size)
-    profile = Profiler(case.recipe.model, _LENGTH, _HERE, config.precision).profile(config.tp_size, False)
-    chunks = config.chunks_per_rank if config.pp_size > 1 else 1
-    stages = ModelMap(case.recipe.model).stages(config.pp_size * chunks)
-    for rank in range(0, world_size, config.tp_size):
-        place, replica = divmod(rank // config.tp_size, dp_size)
-        own = config.schedule.stages_of(place, config.pp_size, chunks)
+    config = HybridParallelConfig.from_options(**{**case.plugin_options, "dp_size": None})
+    world_size, precision = case.sizes.world_size, config.mixed_precision.precision
+    pp_size, dp_size, _, tp_size = config.parallel.mesh_shape(world_size)
+    profile = Profiler(case.recipe.model, _LENGTH, _HERE, precision).profile(tp_size, False)
+    stages = ModelMap(case.recipe.model).stages(pp_size * config.chunks_per_rank)
+    for rank in range(0, world_size, tp_size):
+        place, replica = divmod(rank // tp_size, dp_size)
+        own = config.schedule.stages_of(place, pp_size, config.chunks_per_rank)
         counted = count_static({stage: stages[stage] for stage in own}, profile, config, dp_size, replica)
         built = static_memory(case.recipe.model, config, world_size, rank)
         names = ("parameters", "masters", "gradients", "states")

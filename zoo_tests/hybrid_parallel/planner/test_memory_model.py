@@ -35,7 +35,7 @@ def _check(family: str, layout: str, zero_stage: int = 1, optimizer: str = "adam
     case = Case(recipe=recipe, layout=layout, zero_stage=zero_stage, options=tuple(options.items()))
     world_size = case.sizes.world_size
     measured = run_on_ranks(world_size, _measured, case)
-    config = HybridParallelConfig(**{**case.plugin_options, "dp_size": None})
+    config = HybridParallelConfig.from_options(**{**case.plugin_options, "dp_size": None})
 
     def groups(params: Any) -> torch.optim.Optimizer:
         params = list(params)

@@ -132,7 +132,8 @@ def test_a_layout_is_what_the_plugin_reads(tmp_path: Path) -> None:
     path.write_text(json.dumps(layout.description()))
     config = HybridParallelPlugin.from_config(path).config
     assert config == layout.config
-    assert (config.tp_size, config.pp_size, config.num_microbatches, config.precision) == (2, 2, 4, "bf16")
+    expected = {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "precision": "bf16"}
+    assert config.options().items() >= expected.items()
 
 
 def test_a_step_adds_up() -> None:

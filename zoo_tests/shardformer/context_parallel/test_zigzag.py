@@ -208,7 +208,7 @@ def _sp_size() -> list[int]:
         HybridParallelPlugin(sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode=mode)
         for mode in _MODES
     ]
-    return [plugin.config.cp_size for plugin in plugins]
+    return [plugin.config.parallel.cp_size for plugin in plugins]
 
 
 def test_sp_size_names_the_same_ranks() -> None:

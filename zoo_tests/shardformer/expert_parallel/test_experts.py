@@ -159,7 +159,7 @@ def _held(case: Case) -> dict[str, tuple[int, ...]]:
 def test_played_ranks_hold_what_real_ones_do(layout: str) -> None:
     case = _case(layout)
     real = run_on_ranks(case.sizes.world_size, _held, case)
-    config = HybridParallelConfig(**{**case.plugin_options, "dp_size": None})
+    config = HybridParallelConfig.from_options(**{**case.plugin_options, "dp_size": None})
     played = holdings(case.recipe.model, config, case.sizes.world_size)
     assert sorted(each.rank for each in played) == list(range(len(real)))
     for each in played:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.compat.deepspeed_3d.optimizers import OptimizerBlock
+from plugins.hybrid_parallel.compat.deepspeed_3d.pydantic_errors import described, sentences
 from plugins.hybrid_parallel.compat.deepspeed_3d.schedules import SchedulerBlock
-from plugins.hybrid_parallel.config.pydantic_errors import described, sentences
 from shardformer.utils.json import read_json_object
 
 _logger = get_logger(__name__)

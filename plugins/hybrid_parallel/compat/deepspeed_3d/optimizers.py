@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, StrictStr
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.pydantic_errors import AUTO, auto_value, described, unknown_key
+from plugins.hybrid_parallel.compat.deepspeed_3d.pydantic_errors import AUTO, auto_value, described
+from plugins.hybrid_parallel.config.option_group import unknown_key
 
 # By lower-case name, as DeepSpeed compares them. As in DeepSpeed, "Adam" means AdamW unless `adam_w_mode` is false.
 _CLASSES = {

@@ -142,11 +142,12 @@ class ThreeDPlugin(HybridParallelPlugin):
 
     def _check_options(self) -> None:
         problems = []
-        if self.config.device_mapping is not None:
+        if self.config.parallel.device_mapping is not None:
             problems.append("device_mapping conflicts with parallel_config; use the order of ranks there")
-        if self.three_d.custom_patcher and (self.config.enable_jit_fused or self.config.enable_all_optimization):
+        kernels = self.config.kernels
+        if self.three_d.custom_patcher and (kernels.enable_jit_fused or kernels.enable_all_optimization):
             problems.append("custom_patcher patches layers that fused operators take apart; use enable_jit_fused=False")
-        if self.three_d.logit_helper is not None and self.config.enable_sequence_parallelism:
+        if self.three_d.logit_helper is not None and self.config.parallel.enable_sequence_parallelism:
             problems.append("logit_helper needs whole sequences; use enable_sequence_parallelism=False")
         if problems:
             raise ConfigurationError("; ".join(problems))

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, Stric
 from torch.optim.lr_scheduler import LambdaLR
 
 from plugins.hybrid_parallel.compat.deepspeed_3d.optimizers import check_lr
-from plugins.hybrid_parallel.config.pydantic_errors import described, sentences
+from plugins.hybrid_parallel.compat.deepspeed_3d.pydantic_errors import described, sentences
 
 _LR = "is not a number of 0 or more; use one such as 0.001"
 _STEPS = "is not an integer of 0 or more; use one such as 1000"

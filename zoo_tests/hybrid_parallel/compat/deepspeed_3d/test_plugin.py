@@ -31,7 +31,12 @@ from transformers import (
 )
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel import DeepSpeed3DParallelConfig, HybridParallelPlugin, vocab_parallel_cross_entropy
+from plugins.hybrid_parallel import (
+    DeepSpeed3DParallelConfig,
+    HybridParallelConfig,
+    HybridParallelPlugin,
+    vocab_parallel_cross_entropy,
+)
 from plugins.hybrid_parallel.compat.deepspeed_3d.batches import adapted, names_of_inputs
 from plugins.hybrid_parallel.compat.deepspeed_3d.patches import ForwardPatches, find_patched
 from plugins.hybrid_parallel.compat.deepspeed_3d.tied import with_tied_head
@@ -51,16 +56,16 @@ def _plugin(groups: Any = GROUPS, overrides: Any = None, **options: Any) -> Hybr
 
 def test_it_becomes_options_of_the_plugin() -> None:
     rules = TPInfo().shard_vocab("wte")
-    config = _plugin(tpinfo=rules, base_seed=5).config
-    assert (config.tp_size, config.dp_size, config.pp_size, config.seed, config.tp_info) == (2, 3, 4, 5, rules)
-    assert _plugin(tpinfo=TPInfo()).config.tp_info is None and _plugin().config.seed == 1234
+    expected: dict[str, Any] = {"tp_size": 2, "dp_size": 3, "pp_size": 4, "seed": 5, "tp_info": rules}
+    assert _plugin(tpinfo=rules, base_seed=5).config == HybridParallelConfig.from_options(**expected)
+    assert _plugin(tpinfo=TPInfo()).config.policy.tp_info is None and _plugin().config.debugging.seed == 1234
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}}
-    config = _plugin(ds_config=sizes, overrides={"pp_style": "zero_bubble", "max_norm": 2.0}).config
-    assert (config.num_microbatches, config.precision, config.zero_stage) == (2, "fp16", 0)
-    assert (config.pp_style, config.max_norm) == ("zero_bubble", 2.0)
-    assert _plugin(ds_config=sizes, overrides={"microbatch_size": 1}).config.num_microbatches is None
-    config = _plugin(([("pipe", 2), ("expert", 1)], [1, 0])).config
-    assert (config.tp_size, config.dp_size, config.pp_size) == (1, 1, 2)
+    options = _plugin(ds_config=sizes, overrides={"pp_style": "zero_bubble", "max_norm": 2.0}).config.options()
+    expected = {"num_microbatches": 2, "precision": "fp16", "zero_stage": 0}
+    assert options.items() >= (expected | {"pp_style": "zero_bubble", "max_norm": 2.0}).items()
+    assert _plugin(ds_config=sizes, overrides={"microbatch_size": 1}).config.pipeline.num_microbatches is None
+    sizes = _plugin(([("pipe", 2), ("expert", 1)], [1, 0])).config.parallel
+    assert (sizes.tp_size, sizes.dp_size, sizes.pp_size) == (1, 1, 2)
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [

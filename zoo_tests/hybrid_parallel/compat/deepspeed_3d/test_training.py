@@ -179,7 +179,7 @@ def test_what_boost_is_given_counts_more_thands_config() -> None:
     given = torch.optim.AdamW(model.parameters(), lr=LR)
     _, optimizer = Booster(plugin=plugin).boost(model, given)
     assert optimizer.unwrap() is given and plugin.optimizer is None
-    assert plugin.lr_scheduler.get_last_lr() == [pytest.approx(0.1)] and plugin.config.max_norm == CLIP
+    assert plugin.lr_scheduler.get_last_lr() == [pytest.approx(0.1)] and plugin.config.zero.max_norm == CLIP
 
 
 @distributed(1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
+
+from plugins.hybrid_parallel.config.option_group import unknown_key
 
 AUTO = "auto"
 
@@ -21,12 +22,6 @@ def described(default: Any, rule: str, example: Any) -> Any:
         example: a valid value.
     """
     return Field(default=default, description=rule, examples=[example])
-
-
-def unknown_key(name: str, known: Iterable[str], where: str = "") -> str:
-    """Return the sentence about an unknown key, with the closest known one."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
-    return f"the key '{where}{name}' is not known; use {where}{near}"
 
 
 def auto_value(where: str, example: Any) -> str:

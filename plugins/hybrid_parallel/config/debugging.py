@@ -1,0 +1,42 @@
+"""Options for reproducing, recording and checking a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from plugins.hybrid_parallel.config.option_group import SWITCH, OptionGroup, Rule, is_integer, one_of, option, positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugOptions(OptionGroup):
+    """What is seeded, recorded and checked.
+
+    Attributes:
+        nonfinite: handling of a step whose gradients are nan or inf on any rank: "raise" reports where it began, "skip"
+            skips the step on all ranks, "ignore" does not check. fp16 skips such steps as long as its loss scale can
+            shrink.
+        seed: seed of the random streams; None for the seed that `launch` set.
+        record_schedule: directory to which the times of pipeline actions are written, for `booster inspect --recorded`.
+        debug: check every module for nan and inf and every collective for mismatched calls, and compare what ranks must
+            share; `BOOSTER_DEBUG=1` in the environment has the same effect.
+        synchrony_interval: in debug mode, number of steps between two comparisons of parameters over ranks.
+    """
+
+    nonfinite: str = option("raise", one_of("raise", "skip", "ignore"))
+    seed: int | None = option(
+        None,
+        Rule(
+            (
+                (is_integer, "is not an integer; use one such as 42"),
+                (lambda value: abs(value) < 2**62, "is beyond 62 bits; use a seed such as 42"),
+            ),
+            42,
+        ),
+    )
+    record_schedule: str | Path | None = option(
+        None,
+        Rule(((lambda value: isinstance(value, str | Path), "is no path; use a directory such as 'recorded'"),), "."),
+    )
+    debug: bool = option(False, SWITCH)
+    synchrony_interval: int = option(1, positive(10))

@@ -1,0 +1,48 @@
+"""Options of kernels: which of them run, and which activations are recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plugins.hybrid_parallel.config.option_group import SWITCH, OptionGroup, Rule, is_number, option
+from shardformer.attention.backends import NAMES
+
+_RECOMPUTED = "is not available; use None, 'full', 'selective' or a share of layers such as 0.5"
+_BACKENDS = f"is not an attention backend; use True, False or one of {', '.join(NAMES)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions(OptionGroup):
+    """Optimisations of the sharded model that leave its results as they are.
+
+    Attributes:
+        enable_*: see `ShardConfig`.
+        gradient_checkpointing: "full" recomputes every layer in the backward pass; a fraction in (0, 1] recomputes this
+            share of each stage's layers, counted from its first; "selective" recomputes the attention kernels that
+            store their scores; None keeps all activations.
+    """
+
+    enable_fused_normalization: bool = option(False, SWITCH)
+    enable_flash_attention: bool | str = option(
+        False,
+        Rule(
+            (
+                (lambda value: isinstance(value, bool | str), _BACKENDS),
+                (lambda value: isinstance(value, bool) or value in NAMES, _BACKENDS),
+            ),
+            "sdpa",
+        ),
+    )
+    enable_jit_fused: bool = option(False, SWITCH)
+    enable_sequence_overlap: bool = option(False, SWITCH)
+    enable_all_optimization: bool = option(False, SWITCH)
+    gradient_checkpointing: str | float | None = option(
+        None,
+        Rule(
+            (
+                (lambda value: isinstance(value, str) or is_number(value), _RECOMPUTED),
+                (lambda value: value in ("full", "selective") or (is_number(value) and 0 < value <= 1), _RECOMPUTED),
+            ),
+            0.5,
+        ),
+    )

@@ -1,0 +1,118 @@
+"""Options of the mesh: ranks on each axis, their placement, and who shares a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.option_group import COUNT, SWITCH, OptionGroup, Rule, one_of, option
+from plugins.hybrid_parallel.distributed.device_mapping import check_mapping
+
+DEVICE_MAPPING = Rule(
+    ((lambda value: isinstance(value, Mapping), "is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}"),),
+    {"stage_0": {"shard_0": "cuda:0"}},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions(OptionGroup):
+    """Sizes of the mesh.
+
+    Attributes:
+        tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is derived from the world
+            size. `sp_size` equals `tp_size`, or `cp_size`, whichever axis shares the sequence.
+        enable_sequence_parallelism: split activations along the sequence, over the axis that the mode implies.
+        sequence_parallelism_mode: "split_gather" or "all_to_all" over `tp_size`; "ring_attn" or "all_to_all" over
+            `cp_size`.
+        device_mapping: device of each shard, {"stage_0": {"shard_0": "cuda:3", ...}, ...}; None for ranks in order.
+    """
+
+    tp_size: int = option(1, COUNT)
+    pp_size: int = option(1, COUNT)
+    sp_size: int | None = option(None, COUNT)
+    cp_size: int = option(1, COUNT)
+    ep_size: int = option(1, COUNT)
+    dp_size: int | None = option(None, COUNT)
+    enable_sequence_parallelism: bool = option(False, SWITCH)
+    sequence_parallelism_mode: str = option("split_gather", one_of("split_gather", "all_to_all", "ring_attn"))
+    device_mapping: Mapping[str, Mapping[str, Any]] | None = option(None, DEVICE_MAPPING)
+
+    def __post_init__(self) -> None:
+        if self.sp_size is not None and self.cp_size == 1 and self._shares_over_context():
+            object.__setattr__(self, "cp_size", self.sp_size)
+
+    def _shares_over_context(self) -> bool:
+        """Return whether `sp_size` is an alias of `cp_size`, as in ColossalAI's modes that do not shard weights."""
+        mode = self.sequence_parallelism_mode
+        return mode == "ring_attn" or (mode == "all_to_all" and self.sp_size not in (1, self.tp_size))
+
+    @property
+    def context_mode(self) -> str:
+        """How attention accesses the tokens of the other context-parallel ranks: "all_to_all" or "ring_attn"."""
+        return "all_to_all" if self.sequence_parallelism_mode == "all_to_all" else "ring_attn"
+
+    @property
+    def cuts_over_tp(self) -> bool:
+        """Whether the sequence is split over the tensor-parallel ranks."""
+        is_tp_mode = self.sequence_parallelism_mode == "split_gather" or self.cp_size == 1
+        return self.enable_sequence_parallelism and is_tp_mode and self.tp_size > 1
+
+    def mesh_shape(self, world_size: int) -> tuple[int, int, int, int]:
+        """Return the sizes of the axes (pp, dp, cp, tp) in a world.
+
+        Raises:
+            ConfigurationError: the sizes do not fit the world size.
+        """
+        return self.pp_size, self.data_parallel_size(world_size), self.cp_size, self.tp_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the number of data-parallel ranks in a world.
+
+        Raises:
+            ConfigurationError: the sizes do not fit the world size.
+        """
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        sizes |= {"cp_size": self.cp_size} if self.cp_size > 1 else {}
+        block = math.prod(sizes.values())
+        if world_size % block:
+            raise ConfigurationError(
+                f"world size {world_size} is not a multiple of {'*'.join(sizes)}="
+                f"{'*'.join(map(str, sizes.values()))}={block}; "
+                f"start {-(-world_size // block) * block} ranks or choose sizes whose product divides {world_size}"
+            )
+        dp_size = world_size // block
+        if self.dp_size is not None and self.dp_size != dp_size:
+            given = " and ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ConfigurationError(
+                f"dp_size={self.dp_size} does not fit world size {world_size} with {given}; use dp_size={dp_size}"
+            )
+        replicas = dp_size * self.cp_size
+        if replicas % self.ep_size:
+            raise ConfigurationError(
+                f"ep_size={self.ep_size} does not divide the dp_size*cp_size={dp_size}*{self.cp_size}={replicas} ranks "
+                f"that see other tokens; use ep_size={math.gcd(replicas, self.ep_size)}"
+            )
+        return dp_size
+
+    def conflicts(self) -> list[str]:
+        """Return one sentence for each broken rule between these options."""
+        problems = []
+        if self.sp_size is not None and self.sp_size > 1 and self.sp_size not in (self.tp_size, self.cp_size):
+            problems.append(f"sp_size={self.sp_size} differs from tp_size={self.tp_size}; use sp_size={self.tp_size}")
+        if self.device_mapping is not None and self.cp_size != 1:
+            problems.append(
+                "device_mapping places stages and shards, not parts of sequences; use cp_size=1 or no mapping"
+            )
+        elif self.device_mapping is not None and min(self.pp_size, self.tp_size) > 0:
+            problems += check_mapping(self.device_mapping, self.pp_size, self.tp_size)
+        if self.enable_sequence_parallelism and self.cp_size == 1:
+            if self.sequence_parallelism_mode == "ring_attn":
+                problems.append(
+                    "sequence_parallelism_mode='ring_attn' needs cp_size > 1; use cp_size=2 or another mode"
+                )
+            elif self.tp_size == 1:
+                problems.append("enable_sequence_parallelism=True needs tp_size > 1; use tp_size=2 or switch it off")
+        return problems
