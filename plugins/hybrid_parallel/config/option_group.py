@@ -43,7 +43,9 @@ class OptionGroup:
 
     def problems(self) -> list[str]:
         """Return one sentence for each refused value, and for each broken rule between options of the group."""
-        return [*self._refused_values(), *(self.conflicts() if self.is_typed() else ())]
+        found = (rule.problem(name, value) for name, value, rule in self._to_check())
+        refused = [problem for problem in found if problem is not None]
+        return [*refused, *(self.conflicts() if not refused or self.is_typed() else ())]
 
     def conflicts(self) -> list[str]:
         """Return one sentence for each broken rule between options of the group; all values have their types."""
@@ -52,10 +54,6 @@ class OptionGroup:
     def is_typed(self) -> bool:
         """Return whether all values have the types of their options."""
         return all(rule.has_type(value) for _, value, rule in self._to_check())
-
-    def _refused_values(self) -> list[str]:
-        found = (rule.problem(name, value) for name, value, rule in self._to_check())
-        return [problem for problem in found if problem is not None]
 
     def _to_check(self) -> Iterable[tuple[str, Any, Rule]]:
         """Iterate over (name, value, rule) of all options whose value is not the default."""

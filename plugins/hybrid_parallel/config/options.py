@@ -45,7 +45,7 @@ class HybridParallelConfig:
     def __post_init__(self) -> None:
         groups: list[OptionGroup] = [getattr(self, name) for name in _GROUPS]
         problems = [problem for group in groups for problem in group.problems()]
-        if all(group.is_typed() for group in groups):
+        if not problems or all(group.is_typed() for group in groups):
             problems += self._conflicts()
         if problems:
             raise ConfigurationError("; ".join(problems))
@@ -58,18 +58,14 @@ class HybridParallelConfig:
             ConfigurationError: an option does not exist (the message names the closest one), or a value is invalid.
         """
         check_names(options, OPTIONS, "HybridParallelPlugin")
-        return cls(
-            **{
-                name: kind(**{each.name: options[each.name] for each in fields(kind) if each.name in options})
-                for name, kind in _GROUPS.items()
-            }
-        )
+        given: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            given.setdefault(_GROUP_OF[name], {})[name] = value
+        return cls(**{group: _GROUPS[group](**values) for group, values in given.items()})
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of `HybridParallelPlugin`, all of them."""
-        return {
-            each.name: getattr(getattr(self, name), each.name) for name in _GROUPS for each in fields(_GROUPS[name])
-        }
+        return {name: getattr(getattr(self, group), name) for name, group in _GROUP_OF.items()}
 
     @property
     def schedule(self) -> Schedule:
@@ -103,5 +99,6 @@ class HybridParallelConfig:
 
 _GROUPS: dict[str, type[OptionGroup]] = {each.name: type(each.default) for each in fields(HybridParallelConfig)}
 
+_GROUP_OF = {each.name: name for name, group in _GROUPS.items() for each in fields(group)}
 # Name of each keyword of `HybridParallelPlugin` -> its field, with its default and its rule.
 OPTIONS: dict[str, Field] = {each.name: each for group in _GROUPS.values() for each in fields(group)}
