@@ -1,11 +1,11 @@
-"""Compute the persistent memory of a rank from sizes alone; `static_memory` finds the same by building the model."""
+"""Compute the persistent memory of a rank (parameters, gradients and optimizer states) from sizes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.planner.memory import StaticMemory
 from plugins.hybrid_parallel.planner.profile import LocalParameter, Profile
 from plugins.hybrid_parallel.planner.stage_map import StageParts
 from plugins.hybrid_parallel.zero.bucket_layout import places_in_bucket
@@ -13,6 +13,30 @@ from plugins.hybrid_parallel.zero.grouping import chunks_of
 
 # AdamW has two moments per element, and a step counter per parameter.
 _STATES, _STEP_BYTES = 2, 4
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """Bytes that one rank holds between two training steps.
+
+    Attributes:
+        parameters: parameters in the training dtype: flat buffers of the trained ones, plus the frozen ones.
+        masters: fp32 master weights of 16-bit parameters.
+        gradients: accumulated and reduced gradients.
+        states: optimizer states.
+        buffers: buffers of the model.
+    """
+
+    parameters: int
+    masters: int
+    gradients: int
+    states: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts, in bytes."""
+        return self.parameters + self.masters + self.gradients + self.states + self.buffers
 
 
 def count_static(

@@ -24,8 +24,7 @@ from plugins.hybrid_parallel.planner.costs import (
 )
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.memory import StaticMemory
-from plugins.hybrid_parallel.planner.memory_model import count_static, updated_elements
+from plugins.hybrid_parallel.planner.memory_model import StaticMemory, count_static, updated_elements
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
 from plugins.hybrid_parallel.planner.stage_map import ModelMap, StageParts

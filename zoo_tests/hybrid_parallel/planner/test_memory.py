@@ -15,12 +15,12 @@ from torch import Tensor
 from plugins.hybrid_parallel import HybridParallelConfig
 from plugins.hybrid_parallel.planner.device import PRESETS
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.memory import static_memory
 from plugins.hybrid_parallel.planner.memory_model import count_static
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.measured_memory import static_memory
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import boost
 from zoo_tests.hybrid_parallel.planner.test_memory_model import HEADS, LAYOUTS

@@ -1,7 +1,7 @@
 """The bytes that the planner says a rank keeps are those that it keeps, in every layout, to the last one.
 
 What breaks here first: something in the buckets or the optimizers that asks for values. Look in
-`plugins/hybrid_parallel/planner/memory.py`.
+`zoo_tests/harness/measured_memory.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from plugins.hybrid_parallel import HybridParallelConfig
-from plugins.hybrid_parallel.planner.memory import StaticMemory, memory_of, static_memory
+from plugins.hybrid_parallel.planner.memory_model import StaticMemory
 from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.measured_memory import memory_of, static_memory
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import boost
 

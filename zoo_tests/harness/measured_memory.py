@@ -1,13 +1,13 @@
-"""Persistent memory of a rank: parameters, gradients and optimizer states.
+"""The persistent memory of a rank, measured: parameters, gradients and optimizer states.
 
-No formulas are used. A rank is simulated on the meta device with the code that runs in training: the model is sharded,
-its parameters are placed into buckets, gradients are accumulated, and the optimizer takes a step.
+It has no formulas, unlike the planner's `memory_model.py`. A rank is simulated on the meta device with the code that
+runs in training: the model is sharded, its parameters are placed into buckets, gradients are accumulated, and the
+optimizer takes a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,33 +16,10 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeMode
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.planner.memory_model import StaticMemory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
 from shardformer.utils.parameter_names import names_of_parameters
-
-
-@dataclass(frozen=True)
-class StaticMemory:
-    """Bytes that one rank holds between two training steps.
-
-    Attributes:
-        parameters: parameters in the training dtype: flat buffers of the trained ones, plus the frozen ones.
-        masters: fp32 master weights of 16-bit parameters.
-        gradients: accumulated and reduced gradients.
-        states: optimizer states.
-        buffers: buffers of the model.
-    """
-
-    parameters: int
-    masters: int
-    gradients: int
-    states: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts, in bytes."""
-        return self.parameters + self.masters + self.gradients + self.states + self.buffers
 
 
 def static_memory(
