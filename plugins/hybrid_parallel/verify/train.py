@@ -125,18 +125,11 @@ def train_reference(trial: VerifyCase) -> Trace:
     return trace
 
 
-def train_on_rank(trial: VerifyCase, prepare: Callable[[], None] | None = None) -> Trace:
-    """Train this rank's shard of the model.
-
-    Args:
-        trial: the setup.
-        prepare: called before anything else; tests use it to break something.
-    """
+def train_on_rank(trial: VerifyCase) -> Trace:
+    """Train this rank's shard of the model."""
     from booster import Booster
     from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
-    if prepare is not None:
-        prepare()
     plugin = HybridParallelPlugin(**trial.options)
     booster, whole = Booster(plugin=plugin), trial.tiny_model.build()
     batches = [trial.tiny_model.batch(whole, step, trial.rows) for step in range(trial.steps)]

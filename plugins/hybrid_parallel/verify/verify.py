@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,7 +48,6 @@ def verify(
     precision: str | None = None,
     steps: int = 3,
     timeout_s: float = 300.0,
-    prepare: Callable[[], None] | None = None,
 ) -> Verification:
     """Train a small twin of a model sharded and unsharded, and compare.
 
@@ -60,7 +58,6 @@ def verify(
         precision: precision of both trainings; None for fp64 if the model can be trained in it, else fp32.
         steps: number of optimizer steps.
         timeout_s: time limit for the ranks, in seconds.
-        prepare: called on every rank before its training; tests use it to break something.
 
     Raises:
         ConfigurationError: the model cannot be sharded like this, or has no twin that trains.
@@ -83,7 +80,7 @@ def verify(
     trial, precision, plain = _plain(trial, precision)
     _refuse_batch_norm(trial.tiny_model, layout)
     try:
-        ranks = run_on_local_ranks(train_on_rank, world_size, trial, prepare, timeout_s=timeout_s)
+        ranks = run_on_local_ranks(train_on_rank, world_size, trial, timeout_s=timeout_s)
         verdict = compare(plain, ranks, TOLERANCES[precision])
     except RankFailure as error:
         verdict = Verdict([], Difference(1, "failure", "", float("inf"), f"the sharded training does not end: {error}"))

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -24,6 +26,7 @@ import transformers
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.verify import in_words
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
+from plugins.hybrid_parallel.verify import verify as verify_module
 from plugins.hybrid_parallel.verify.module_outputs import Output, difference
 from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, head_counts, small_config
 from plugins.hybrid_parallel.verify.verify import Verification, verify
@@ -78,7 +81,8 @@ def test_equal(
 
 def _with_fault(fault: Callable[[], None], config: Any, model_class: str, **layout: Any) -> Verification:
     options = {"tp_size": 1, "pp_size": 1, "dp_size": 1, **layout}
-    return verify(config, getattr(transformers, model_class), options, timeout_s=60.0, prepare=fault)
+    with mock.patch.object(verify_module, "train_on_rank", partial(verify_faults.train_with, fault)):
+        return verify(config, getattr(transformers, model_class), options, timeout_s=60.0)
 
 
 @pytest.mark.slow

@@ -13,7 +13,14 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank
 from zoo_tests.campaigns.mutations import mutants
+
+
+def train_with(fault: Callable[[], None], trial: VerifyCase) -> Trace:
+    """Train on a rank whose library has a fault."""
+    fault()
+    return train_on_rank(trial)
 
 
 def rows_are_not_summed() -> None:
