@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class ModelWrapper(nn.Module):
@@ -62,10 +62,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the user's optimizer."""
         return self.optim
-
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `loss`."""
-        loss.backward()
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters; return the loss that `closure` returns, if it is given."""

@@ -16,8 +16,6 @@ LAYER_KINDS = frozenset(
         *("LN_TUNING", "TRAINABLE_TOKENS"),
     )
 )
-# Kinds whose layers can be sharded over tensor-parallel ranks.
-CUT_KINDS = frozenset(("LORA", "IA3"))
 # Kinds that put virtual tokens in front of each sequence.
 PROMPT_KINDS = frozenset(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"))
 
