@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
+
+_TIMEOUT_S = 3600.0
 
 
 def medians(ways: Mapping[str, Callable[[], None]], repeats: int, warm_up: int = 1) -> dict[str, float]:
@@ -55,13 +56,7 @@ def ratio(times: Mapping[str, Sequence[float]], way: str, other: str) -> float:
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
     """Run `function(*arguments)` on every rank of a new gloo group; return rank 0's result."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    mp.spawn(_rank, args=(world_size, port, function, arguments, results), nprocs=world_size)
-    return results.get()
+    return run_on_local_ranks(_as_job, world_size, function, arguments, timeout_s=_TIMEOUT_S)[0]
 
 
 def table(title: str, columns: list[str], rows: list[list[Any]], note: str = "") -> str:
@@ -72,17 +67,13 @@ def table(title: str, columns: list[str], rows: list[list[Any]], note: str = "")
     return f"## {title}\n\n{body}\n" + (f"\n{note}\n" if note else "")
 
 
-def _rank(rank: int, world_size: int, port: int, function: Callable[..., Any], arguments: tuple, results: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def _as_job(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Run a function with the environment of a job, which DeepSpeed reads; the port is not used."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     result = function(*arguments)
-    if rank == 0:
-        results.put(result)
     dist.barrier()
-    dist.destroy_process_group()
+    return result if rank == "0" else None
 
 
 def _barrier() -> None:

@@ -1,8 +1,8 @@
 """Persistent pools of ranks, which all tests share.
 
 Importing torch and transformers costs seconds a process, so that starting processes for every test would eat the
-whole budget. A fork server imports them once; a pool of ranks forks from it in a fraction of a second, runs test after
-test, and is thrown away (and started again when needed) as soon as one rank fails: a pool whose ranks disagree about
+whole budget. `LocalRanks` forks ranks from a server that has imported them once; a pool runs test after test on its
+ranks, and is thrown away (and started again when needed) as soon as one rank fails: a pool whose ranks disagree about
 what comes next is of no use to anybody.
 
 A test runs on ranks by `@distributed(world_size)`; code that chooses the number by itself calls `run_on_ranks`. The
@@ -16,37 +16,30 @@ import faulthandler
 import functools
 import gc
 import importlib
-import itertools
-import multiprocessing
 import os
-import queue
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from plugins.hybrid_parallel.distributed.local_ranks import PRELOAD, LocalRanks, RankResult, fork_server
+
 _PRELOAD = (
-    "torch",
-    "torch.distributed",
+    *PRELOAD,
     "torch._dynamo",
-    "transformers",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 )
-_GROUP_TIMEOUT = timedelta(seconds=60)
+_GROUP_TIMEOUT_S = 60.0
 _LOOK_AGAIN = 50  # tasks
 # Layouts leave process groups behind. Each of gloo's has a thread that wakes up a hundred times a second and more: with
 # a hundred of them a rank, they took three quarters of both cores. Those of a new layout take 60 ms.
 _MOST_GROUPS = 24
 _TASKS_OF_A_PROCESS = 400
-_REST = -1  # in the place of the number of a task
-_GRACE_S = 1.0  # for the other ranks to fail too, once one has
 _STACK_DUMP_S = 0.3
 
 
@@ -87,13 +80,11 @@ def run_on_ranks(world_size: int, function: Callable, *args: Any, timeout_s: flo
 
 def rank_context() -> Any:
     """The context of `multiprocessing` whose processes start with all libraries imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
-    return context
+    return fork_server(_PRELOAD)
 
 
 class RankPool:
-    """Processes that run one function after the other, all the same.
+    """Ranks that run one function after the other, all the same.
 
     Args:
         world_size: number of ranks.
@@ -102,91 +93,53 @@ class RankPool:
 
     def __init__(self, world_size: int, mutant: str | None = None) -> None:
         self.world_size, self.mutant = world_size, mutant
-        self._context = rank_context()
-        self._processes: list[Any] = []
-        self._num_groups = 0
-        self._task_numbers = itertools.count()
+        self._ranks: LocalRanks | None = None
+        self._num_groups = self._num_tasks = 0
 
     def run(self, function: Callable, args: tuple, kwargs: dict[str, Any], timeout_s: float) -> list[Any]:
         """Run `function` on all ranks; see `run_on_ranks`."""
-        number = next(self._task_numbers)
-        if number % _TASKS_OF_A_PROCESS == 0:
+        if self._num_tasks == _TASKS_OF_A_PROCESS:
             self.stop()
-        if not self._processes:
+        if self._ranks is None:
             self._start()
         if self._num_groups > _MOST_GROUPS:
             self.rest()
-        for tasks in self._tasks:
-            tasks.put((number, function.__module__, function.__qualname__, args, kwargs))
-        answers = self._collect(number, timeout_s)
-        errors = {rank: error for rank, (error, _) in answers.items() if error is not None}
-        if errors or len(answers) < self.world_size:
-            raise RankError(self._give_up(errors, answers))
-        return [answers[rank][1] for rank in range(self.world_size)]
+        looks_again = self._num_tasks % _LOOK_AGAIN == 0
+        self._num_tasks += 1
+        try:
+            self._ranks.submit(_run_task, function.__module__, function.__qualname__, args, kwargs, looks_again)
+            results = self._ranks.collect(timeout_s)
+        except BaseException:  # nobody knows what the ranks do now
+            self.stop()
+            raise
+        if len(results) < self.world_size or any(result.error is not None for result in results.values()):
+            raise RankError(self._give_up(results))
+        self._num_groups = max(self._num_groups, *(result.value[1] for result in results.values()))
+        return [results[rank].value[0] for rank in range(self.world_size)]
 
     def rest(self) -> None:
         """Let go of all process groups, whose threads would take time from other pools."""
-        if self._processes and self._num_groups > 1:
-            for tasks in self._tasks:
-                tasks.put((_REST,))
+        if self._ranks is not None and self._num_groups > 1:
+            self._ranks.submit(_destroy_groups)
         self._num_groups = 0
 
     def stop(self) -> None:
         """Kill all ranks; the next `run` starts new ones."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        if self._processes:
+        if self._ranks is not None:
+            self._ranks.stop()
             self._directory.cleanup()
-        self._processes = []
+        self._ranks = None
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._results = self._context.Queue()
-        self._tasks = [self._context.Queue() for _ in range(self.world_size)]
-        self._store = _new_store()
-        self._processes = [
-            self._context.Process(
-                target=_serve,
-                args=(
-                    rank,
-                    self.world_size,
-                    self._directory.name,
-                    self._store.port,
-                    self._tasks[rank],
-                    self._results,
-                    self.mutant,
-                ),
-                daemon=True,
-            )
-            for rank in range(self.world_size)
-        ]
-        for process in self._processes:
-            process.start()
+        self._ranks = LocalRanks(self.world_size, timeout_s=_GROUP_TIMEOUT_S, preload=_PRELOAD)
+        self._ranks.submit(_prepare, self._directory.name, self.mutant)
+        self._num_tasks = 0
 
-    def _collect(self, number: int, timeout_s: float) -> dict[int, tuple[str | None, Any]]:
-        """Rank -> (error, result) of those that answered before the deadline, which the first error brings near."""
-        answers: dict[int, tuple[str | None, Any]] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(answers) < self.world_size and time.monotonic() < deadline:
-            try:
-                answered, rank, error, result, num_groups = self._results.get(timeout=0.2)
-            except queue.Empty:
-                if any(not process.is_alive() for process in self._processes):
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-                continue
-            if answered != number:
-                continue
-            answers[rank] = (error, result)
-            self._num_groups = max(self._num_groups, num_groups)
-            if error is not None:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-        return answers
-
-    def _give_up(self, errors: dict[int, str], answers: dict[int, Any]) -> str:
+    def _give_up(self, results: dict[int, RankResult]) -> str:
         """Kill the pool; what there is to say about each rank that is not well."""
-        silent = [rank for rank in range(self.world_size) if rank not in answers]
+        errors = {rank: each.traceback or each.error for rank, each in results.items() if each.error is not None}
+        silent = [rank for rank in range(self.world_size) if rank not in results]
         stacks = self._stacks(silent)
         self.stop()
         lines = [f"failed ranks {sorted(errors)}, unresponsive ranks {silent}, of {self.world_size}"]
@@ -196,16 +149,12 @@ class RankPool:
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Where each of `ranks` is right now."""
-        alive = [rank for rank in ranks if self._processes[rank].is_alive()]
-        for rank in alive:
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(_STACK_DUMP_S if alive else 0)
-        stacks = {}
         for rank in ranks:
-            dump = _stack_file(self._directory.name, rank)
-            died = f"the process died, exit code {self._processes[rank].exitcode}"
-            stacks[rank] = died if rank not in alive else dump.read_text() if dump.exists() else "no stack"
-        return stacks
+            with suppress(ProcessLookupError):
+                os.kill(self._ranks.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(_STACK_DUMP_S if ranks else 0)
+        files = {rank: _stack_file(self._directory.name, rank) for rank in ranks}
+        return {rank: file.read_text() if file.exists() else "no stack" for rank, file in files.items()}
 
 
 _POOLS: dict[int, RankPool] = {}
@@ -240,40 +189,20 @@ def _pool(world_size: int) -> RankPool:
 # ----- what runs in a rank -----
 
 
-def _new_store() -> Any:
-    """Where ranks meet. Not a file: ranks that wait on one look again and again, and take the cores from the others."""
-    import torch.distributed as dist
-
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def _serve(rank: int, world_size: int, directory: str, port: int, tasks: Any, results: Any, mutant: str | None) -> None:
-    """Run tasks until killed."""
-    import torch
+def _prepare(directory: str, mutant: str | None) -> None:
+    """Make a new rank one of a pool."""
     import torch._dynamo
     import torch.distributed as dist
 
     from zoo_tests.harness.poison import poison_fresh_memory
 
     # Dumped by the C library's signal handler: it works while Python is blocked in a collective.
-    with _stack_file(directory, rank).open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_GROUP_TIMEOUT)
-        poison_fresh_memory()
-        torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_GROUP_TIMEOUT)
-        if mutant is not None:
-            importlib.import_module("zoo_tests.campaigns.mutations.mutants").apply(mutant)
-        while True:
-            number, *task = tasks.get()
-            if number == _REST:
-                _destroy_groups()
-                continue
-            if number % _LOOK_AGAIN == 0:
-                gc.unfreeze()  # what was in use when it was frozen, and is no more
-            error, result = _run_task(*task)
-            results.put((number, rank, error, result, len(dist.distributed_c10d._world.pg_map)))
+    stacks = os.open(_stack_file(directory, dist.get_rank()), os.O_WRONLY | os.O_CREAT)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    poison_fresh_memory()
+    torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
+    if mutant is not None:
+        importlib.import_module("zoo_tests.campaigns.mutations.mutants").apply(mutant)
 
 
 def _destroy_groups() -> None:
@@ -290,22 +219,20 @@ def _destroy_groups() -> None:
     gc.collect()  # their threads end with them
 
 
-def _run_task(module: str, qualname: str, args: tuple, kwargs: dict[str, Any]) -> tuple[str | None, Any]:
-    """Run one function from a clean state; (traceback, None) or (None, what it returned)."""
+def _run_task(module: str, qualname: str, args: tuple, kwargs: dict[str, Any], looks_again: bool) -> tuple[Any, int]:
+    """Run one function from a clean state; what it returned, and the number of process groups that there are now."""
     import torch
+    import torch.distributed as dist
 
+    if looks_again:
+        gc.unfreeze()  # what was in use when it was frozen, and is no more
     gc.collect()
     gc.freeze()  # what outlives a task are imported libraries, of which a look at every object takes 0.4 s
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    try:
-        return None, _resolve(module, qualname)(*args, **kwargs)
-    except BaseException as error:
-        # The first entry is this function: of no interest.
-        lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-        sys.stdout.flush()
-        return "".join(lines), None
+    value = _resolve(module, qualname)(*args, **kwargs)
+    return value, len(dist.distributed_c10d._world.pg_map)
 
 
 def _resolve(module: str, qualname: str) -> Callable:
