@@ -1,26 +1,27 @@
-"""One head class, trained plainly and sharded."""
+"""One head class, trained plainly and sharded, by the code of `booster verify`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from plugins.hybrid_parallel.verify.random_batch import batch_for
+from plugins.hybrid_parallel.verify.compare import Tolerance, compare
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank, train_reference
 from zoo_tests.campaigns.census.classes import HeadClass
-from zoo_tests.campaigns.census.tiny import build
 from zoo_tests.harness.case import LAYOUTS
 from zoo_tests.harness.ranks import RankError, run_on_ranks
 
-_STEPS = 2
+_ROWS, _STEPS = 6, 2
 _TIMEOUT_S = 90.0  # on a machine that does something else, too
 _LENGTH = 160  # of a reason
-_TOLERANCE, _FLOOR = 1e-3, 1e-4
-# Losses, gradients by every name, the first names of parameters with a gradient.
-Run = tuple[list[float], dict[str, Tensor], set[str]]
+_TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
+# Windows also where a family's own configuration has none.
+_SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
 
 @dataclass
@@ -53,7 +54,7 @@ def refusal(head: HeadClass) -> str | None:
     from shardformer.policies.registry import policy_for
 
     try:
-        model = build(head)
+        model = _twin(head).build()
     except Exception:  # told by plain_run
         return None
     try:
@@ -63,97 +64,40 @@ def refusal(head: HeadClass) -> str | None:
     return None
 
 
-def plain_run(head: HeadClass) -> Run | str:
-    """Losses and first gradients of plain training, or why there are none."""
+def plain_run(head: HeadClass) -> Trace | str:
+    """Plain training, or why there is none."""
     try:
-        model = build(head)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        losses, gradients, required = [], {}, set()
-        state = torch.get_rng_state()
-        for step in range(_STEPS):
-            loss = model(**batch_for(model, step)).loss
-            if loss is None:
-                return "returns no loss for these labels"
-            loss.backward()
-            if step == 0:
-                named = model.named_parameters(remove_duplicate=False)
-                gradients = {name: param.grad.clone() for name, param in named if param.grad is not None}
-                required = {name for name, param in model.named_parameters() if param.grad is not None}
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+        return train_reference(VerifyCase(_twin(head), _ROWS, _STEPS, {}))
     except Exception as error:  # any of a thousand classes may fail in its own way
         return _short(error)
-    if not all(abs(loss) < 1e4 for loss in losses):
-        return f"losses {losses} are not finite"
-    if not torch.equal(torch.get_rng_state(), state) and _depends_on_random_numbers(head, gradients):
-        return "draws random numbers in training: no two runs agree"
-    return losses, gradients, required
 
 
-def _depends_on_random_numbers(head: HeadClass, gradients: dict[str, Tensor]) -> bool:
-    """Whether another seed in training gives other first gradients (a router that samples; dropout is off here)."""
-    model = build(head)
-    batch = batch_for(model, 0)
-    for seed in (1, 2, 3):
-        torch.manual_seed(seed)
-        model(**batch).loss.backward()
-        named = model.named_parameters(remove_duplicate=False)
-        found = {name: param.grad for name, param in named if param.grad is not None}
-        if found.keys() != gradients.keys() or any(_difference(found[n], gradients[n]) > _TOLERANCE for n in found):
-            return True
-        model.zero_grad()
-    return False
-
-
-def sharded_verdict(head: HeadClass, layout: str, plain: Run, **options: Any) -> str:
-    """ "exact", or the reason; `options` are further ones of the plugin."""
+def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) -> str:
+    """ "exact" if all losses and the first gradients agree, or the reason; `options` are further ones of the plugin."""
+    sizes = LAYOUTS[layout]
+    options |= {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
+    case = VerifyCase(_twin(head), _ROWS, _STEPS, options)
     try:
-        runs = run_on_ranks(LAYOUTS[layout].world_size, train_on_rank, head, layout, options, timeout_s=_TIMEOUT_S)
+        ranks = run_on_ranks(sizes.world_size, train_on_rank, case, timeout_s=_TIMEOUT_S)
     except RankError as error:
         lines = [line for line in str(error).splitlines() if "Error: " in line]
         return _short(lines[-1] if lines else "a rank did not answer")
-    losses, gradients = runs[0][0], {name: value for _, found, _ in runs for name, value in found.items()}
-    worst = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(losses, plain[0], strict=True))
-    if not worst < _TOLERANCE:
-        return f"losses differ by {worst:.1e}"
-    lost = sorted(plain[2] - set(gradients))
-    if lost:
-        return f"no gradient of {lost[0]}"
-    differences = {name: _difference(value, plain[1][name]) for name, value in gradients.items() if name in plain[1]}
-    name, worst = max(differences.items(), key=lambda item: item[1])
-    return "exact" if worst < _TOLERANCE else f"gradient of {name} differs by {worst:.1e}"
+    verdict = compare(plain, ranks, _TOLERANCE)
+    losses, gradients, _ = verdict.worst
+    is_exact = losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
+    return "exact" if is_exact else _short(verdict.first.text)
 
 
-def train_on_rank(head: HeadClass, layout: str, options: Mapping[str, Any]) -> Run:
-    """Losses, and the full first gradients of this stage's parameters."""
-    from booster import Booster
-    from plugins.hybrid_parallel import HybridParallelPlugin
+class _Twin(TinyModel):
+    """A twin that may be large: some families have layers of a fixed size."""
 
-    sizes = LAYOUTS[layout]
-    plugin = HybridParallelPlugin(
-        tp_size=sizes.tp_size, pp_size=sizes.pp_size, num_microbatches=sizes.pp_size, **options
-    )
-    model = build(head)
-    booster, whole = Booster(plugin=plugin), model
-    batches = [batch_for(whole, step) for step in range(_STEPS)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model, optimizer = booster.boost(model, optimizer)
-    losses, gradients = [], {}
-    for step, batch in enumerate(batches):
-        losses.append(booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss.item())
-        if step == 0:
-            gradients = {name: value.clone() for name, value in optimizer.full_gradients().items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, set(gradients)
+    def build(self) -> nn.Module:
+        return build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
-        return float("inf")
-    scale = max(expected.abs().max().item(), _FLOOR) if expected.numel() else 1.0
-    return (found - expected).abs().max().item() / scale if expected.numel() else 0.0
+def _twin(head: HeadClass) -> _Twin:
+    config_class = getattr(importlib.import_module(head.module), head.name).config_class
+    return _Twin(head.module, head.name, small_config(config_class(), _SIZES), torch.float32)
 
 
 def _short(error: object) -> str:
