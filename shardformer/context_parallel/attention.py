@@ -19,8 +19,9 @@ from shardformer.attention.registry import kernel_named, masks_of, routed_module
 from shardformer.context_parallel.blockwise import Block, Softmax
 from shardformer.context_parallel.ring import ring_attention
 from shardformer.context_parallel.zigzag import ContextParallelPass, current_pass
+from shardformer.distributed.collectives import all_to_all
 from shardformer.matmul.autocast import autocast
-from shardformer.sequence_parallel.ulysses import exchange_dims, repeated_for
+from shardformer.sequence_parallel.ulysses import repeated_for
 
 PREFIX = "context_"
 RING, ALL_TO_ALL = "ring_attn", "all_to_all"
@@ -180,7 +181,7 @@ def _exchanged(
 
     def to_heads(x: Tensor) -> Tensor:
         """[batch, heads, part, head_dim] -> [batch, heads/cp, seq, head_dim], in sequence order."""
-        return exchange_dims(repeated_for(x, axis.size), 1, 2, axis.group).index_select(2, order)
+        return all_to_all(repeated_for(x, axis.size), 1, 2, axis.group).index_select(2, order)
 
     query, key, value = to_heads(query), to_heads(key), to_heads(value)
     if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
@@ -188,7 +189,7 @@ def _exchanged(
     kernel = kernel_named(implementation, module)
     found, weights = kernel(module, query, key, value, attention_mask.whole, **kwargs)  # [batch, seq, heads/cp, ...]
     held = found.new_zeros(found.shape[0], 2 * axis.chunk(length) * axis.size, *found.shape[2:])
-    return exchange_dims(held.index_copy(1, order, found), 1, 2, axis.group), weights
+    return all_to_all(held.index_copy(1, order, found), 1, 2, axis.group), weights
 
 
 def _check_mask(module: nn.Module, mask: Any) -> None:

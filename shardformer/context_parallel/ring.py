@@ -39,6 +39,7 @@ def ring_attention(
     return _RingAttention.apply(*dense, blocks, softmax, group)
 
 
+# Not in `distributed/collectives.py`: it sends keys and values while it attends to those that arrived before.
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(

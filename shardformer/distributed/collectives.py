@@ -1,8 +1,14 @@
-"""Collectives of tensor and sequence parallelism as autograd functions.
+"""Differentiable collectives, the autograd functions that communicate; and the collectives that they are made of.
 
 Names follow Megatron-LM (arXiv 1909.08053, section 3) and its sequence-parallel sequel (arXiv 2205.05198, section 4):
 `f` copies forward and all-reduces backward, `g` all-reduces forward and copies backward; `g-bar` all-gathers the
 sequence forward and reduce-scatters it backward, `g-bar*` does the reverse. Groups are passed, never global.
+
+A region is what its ranks compute differently. `*_region` functions stand at its border: outside of it, the ranks have
+the same values and the same gradients. A dim that the ranks do not divide is padded, and `length` trims it again.
+
+Nodes that fuse communication with computation are elsewhere: `layers/linear_autograd.py`, `context_parallel/ring.py`
+and `cross_entropy/`.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -31,32 +38,74 @@ def world_timeout() -> timedelta | None:
     return next((each._timeout for each in options if each is not None), None)
 
 
-def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Concatenate the equal shards of all ranks along `dim`."""
-    world_size = dist.get_world_size(group)
+# ----- collectives without gradients -----
+
+
+def pad_dim(x: Tensor, dim: int, multiple: int, fill: float = 0) -> Tensor:
+    """Pad `dim`, counted from 0, at its end with `fill` to a multiple of `multiple`."""
+    missing = -x.shape[dim] % multiple
+    return F.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, missing), value=fill) if missing else x
+
+
+def local_slice(x: Tensor, dim: int, group: ProcessGroup, fill: float = 0) -> Tensor:
+    """Return this rank's equal slice of `dim`, padded with `fill`, without communication."""
+    size = dist.get_world_size(group)
+    return pad_dim(x, dim, size, fill).chunk(size, dim)[dist.get_rank(group)].contiguous()
+
+
+def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
+    """Concatenate the equal slices of all ranks along `dim`; `length` is the size of `dim` without padding."""
     shard = x.movedim(dim, 0).contiguous()
-    out = shard.new_empty((world_size * shard.shape[0], *shard.shape[1:]))
+    out = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
     all_gather_flat(out, shard, group=group)
-    return out.movedim(0, dim)
+    out = out.movedim(0, dim)
+    return out if length is None else out.narrow(dim, 0, length).contiguous()
 
 
 def reduce_scatter_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Sum over ranks and keep this rank's equal slice of `dim`."""
-    world_size = dist.get_world_size(group)
-    full = x.movedim(dim, 0).contiguous()
-    out = full.new_empty((full.shape[0] // world_size, *full.shape[1:]))
+    """Sum over ranks and keep this rank's equal slice of `dim`, padded with zeros."""
+    out, full = _scatter_buffers(x, dim, group)
     reduce_scatter_flat(out, full, group=group)
-    return out.movedim(0, dim)
+    return out.movedim(0, dim).contiguous()
 
 
-def local_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's equal slice of `dim`, without communication."""
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+def start_reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start `reduce_scatter_dim`; return the result, with `dim` moved to the front, and the work to wait for."""
+    out, full = _scatter_buffers(x, dim, group)
+    return out, reduce_scatter_flat(out, full, group=group, async_op=True)
+
+
+def _scatter_buffers(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    size = dist.get_world_size(group)
+    full = pad_dim(x, dim, size).movedim(dim, 0).contiguous()
+    return full.new_empty((len(full) // size, *full.shape[1:])), full
+
+
+def _exchange_rows(
+    x: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None, group: ProcessGroup
+) -> Tensor:
+    out = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
+    # Send bytes: gloo supports fewer dtypes than models use.
+    given, taken = x.contiguous().view(torch.uint8), out.view(torch.uint8)
+    dist.all_to_all_single(taken, given, received, sent, group=group)
+    return out
+
+
+def _sum_shards(shard: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+    whole = shard.new_zeros(spec.full_shape)
+    spec.fill(whole, shard)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _of_last_dim(spec: ShardSpec, shape: Sequence[int]) -> ShardSpec:
+    return replace(spec, full_shape=tuple(shape), dim=len(shape) - 1)
+
+
+# ----- between a region and replicated computation -----
 
 
 class _Copy(torch.autograd.Function):
-    """`f`: every rank reads the same input, so the input's gradient is the sum over ranks."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -69,39 +118,52 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather shards of `dim` to the whole tensor on every rank; later computation is replicated."""
-
+class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather_dim(x, dim, group)
+        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
+        return local_slice(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return local_slice(grad, ctx.dim, ctx.group).contiguous(), None, None
+        return all_gather_dim(grad, ctx.dim, ctx.group, ctx.length), None, None
 
 
-class _Split(torch.autograd.Function):
-    """Read this rank's features of a replicated input; the backward pass assembles the gradient of the whole input."""
-
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: int, stop: int, group: ProcessGroup) -> Tensor:
-        ctx.shape, ctx.start, ctx.stop, ctx.group = x.shape, start, stop, group
-        return x[..., start:stop].contiguous()
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather_dim(x, dim, group, length)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # All-reduce instead of all-gather: shards may differ in size.
-        whole = grad.new_zeros(ctx.shape)
-        whole[..., ctx.start : ctx.stop] = grad
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None, None, None
+        return local_slice(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _SplitFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+        ctx.spec, ctx.group = _of_last_dim(spec, x.shape), group
+        return ctx.spec.shard(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Summed: shards may differ in size, and several ranks may have read the same one.
+        return _sum_shards(grad, ctx.spec, ctx.group), None, None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+        ctx.spec = _of_last_dim(spec, (*x.shape[:-1], *spec.full_shape))
+        return _sum_shards(x, ctx.spec, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.spec.shard(grad), None, None
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gather rows of all ranks, whose numbers may differ; each rank keeps the gradient of its own rows."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -119,46 +181,8 @@ class _GatherRows(torch.autograd.Function):
         return grad[ctx.start : ctx.stop] * ctx.size, None
 
 
-class _CutFeatures(torch.autograd.Function):
-    """Read this rank's features of a replicated input, as defined by a `ShardSpec` of the last dim."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-        ctx.spec, ctx.group = _of_last_dim(spec, x.shape), group
-        return ctx.spec.shard(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Summed: shards may differ in size, and several ranks may have read the same one.
-        return _put_together(grad, ctx.spec, ctx.group), None, None
-
-
-class _JoinFeatures(torch.autograd.Function):
-    """Assemble the shards of `_CutFeatures` to the whole tensor on every rank; later computation is replicated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-        ctx.spec = _of_last_dim(spec, (*x.shape[:-1], *spec.full_shape))
-        return _put_together(x, ctx.spec, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.spec.shard(grad), None, None
-
-
-def _of_last_dim(spec: ShardSpec, shape: Sequence[int]) -> ShardSpec:
-    return replace(spec, full_shape=tuple(shape), dim=len(shape) - 1)
-
-
-def _put_together(piece: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-    whole = piece.new_zeros(spec.full_shape)
-    spec.fill(whole, piece)
-    dist.all_reduce(whole, group=group)
-    return whole
-
-
 def copy_to_axis(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Apply `f`: identity forward, all-reduce backward."""
+    """Apply `f`: identity forward, all-reduce backward, because every rank reads the same input."""
     return _Copy.apply(x, group)
 
 
@@ -172,26 +196,107 @@ def reduce_from_axis(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """All-gather along `dim` forward, take this rank's slice backward."""
-    return _Gather.apply(x, dim, group)
+def split_to_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Take this rank's equal slice of `dim`, padded with zeros, forward; all-gather backward."""
+    return _Split.apply(x, dim, group)
 
 
-def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather the rows of all ranks, [sum of rows, ...]; each rank must weight what it computes by 1 / ranks."""
-    return _GatherRows.apply(x, group)
-
-
-def split_to_axis(x: Tensor, start: int, stop: int, group: ProcessGroup) -> Tensor:
-    """Take features `start:stop` of the last dim forward; all-reduce the assembled gradient backward."""
-    return _Split.apply(x, start, stop, group)
+def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
+    """All-gather along `dim` forward, to its size `length` without padding; take this rank's slice backward."""
+    return _Gather.apply(x, dim, group, length)
 
 
 def cut_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-    """Return this rank's shard of the last dim of [..., features]; `spec`, of one dim, defines the sharding."""
-    return _CutFeatures.apply(x, spec, group)
+    """Take this rank's shard of the last dim of [..., features] forward; sum the assembled gradient backward.
+
+    Args:
+        spec: sharding of the features along its own dim.
+    """
+    return _SplitFeatures.apply(x, spec, group)
 
 
 def join_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-    """Assemble distinct shards of the last dim to [..., features] on every rank."""
-    return _JoinFeatures.apply(x, spec, group)
+    """Assemble distinct shards of the last dim to [..., features] forward; take this rank's shard backward.
+
+    Args:
+        spec: sharding of the features, of one dim.
+    """
+    return _GatherFeatures.apply(x, spec, group)
+
+
+def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather the rows of all ranks, whose numbers may differ: [sum of rows, ...].
+
+    Each rank keeps the gradient of its own rows, and must weight what it computes by 1 / ranks.
+    """
+    return _GatherRows.apply(x, group)
+
+
+# ----- inside a region: every rank computes something different on both sides -----
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None, gathered: Tensor | None
+    ) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        if gathered is None:
+            return all_gather_dim(x, dim, group, length)
+        return gathered.movedim(0, dim).narrow(dim, 0, length).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return reduce_scatter_dim(grad, ctx.dim, ctx.group), None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
+        return reduce_scatter_dim(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_dim(grad, ctx.dim, ctx.group, ctx.length), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None, group: ProcessGroup
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (received, sent), group
+        return _exchange_rows(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange_rows(grad, *ctx.sizes, ctx.group), None, None, None
+
+
+def all_gather(
+    x: Tensor, dim: int, group: ProcessGroup, length: int | None = None, gathered: Tensor | None = None
+) -> Tensor:
+    """Apply `g-bar`: all-gather along `dim` forward, reduce-scatter backward.
+
+    Args:
+        length: size of `dim` without padding.
+        gathered: the slices of all ranks with `dim` in front, if they have been gathered already.
+    """
+    return _AllGather.apply(x, dim, group, length, gathered)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Apply `g-bar*`: reduce-scatter along `dim`, padded with zeros, forward; all-gather backward."""
+    return _ReduceScatter.apply(x, dim, group)
+
+
+def all_to_all(x: Tensor, split_dim: int, join_dim: int, group: ProcessGroup) -> Tensor:
+    """Split `split_dim` over the ranks and concatenate along `join_dim`; backward is the reverse exchange."""
+    sent = torch.stack(x.chunk(dist.get_world_size(group), split_dim))  # [ranks, ...]
+    return torch.cat(_AllToAll.apply(sent, None, None, group).unbind(), join_dim)
+
+
+def all_to_all_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Exchange rows, [sum of `sent`, features] -> [sum of `received`, features]; backward is the reverse exchange."""
+    return _AllToAll.apply(x, sent, received, group)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
-from shardformer.sequence_parallel.split_gather import SequenceParallel
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.derived_modules import derive, replace_modules
@@ -107,8 +106,7 @@ def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> nn.Module:
             annotate(parameter, ShardSpec(tuple(parameter.shape), rank=tp_rank, world_size=tp_size), partial)
     experts.num_experts = count // dist.get_world_size(group)
     sees_same = tp_size > 1 and not config.uses_ulysses
-    region = SequenceParallel(config.group) if sees_same else None
     new = derive(experts, _ShardedExperts)
     new.forward_of_experts = vars(experts).pop("forward", None)
-    new.dispatcher = TokenDispatcher(count, group, region)
+    new.dispatcher = TokenDispatcher(count, group, config.group if sees_same else None)
     return new

@@ -7,7 +7,7 @@ fixed sizes: as in Megatron-Core, ranks first exchange row counts, so that no pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import local_slice
-from shardformer.sequence_parallel.split_gather import SequenceParallel
+from shardformer.distributed.collectives import all_to_all_uneven, gather_from_axis, local_slice, split_to_axis
 
 # (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]) -> [tokens, hidden]
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -31,12 +30,12 @@ class TokenDispatcher:
     Args:
         num_experts: total over all ranks; the ranks hold equal shares, in order.
         group: the ranks that share the experts.
-        region: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
+        tp_group: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
             sees different tokens.
     """
 
-    def __init__(self, num_experts: int, group: ProcessGroup, region: SequenceParallel | None) -> None:
-        self.num_experts, self.group, self.region = num_experts, group, region
+    def __init__(self, num_experts: int, group: ProcessGroup, tp_group: ProcessGroup | None) -> None:
+        self.num_experts, self.group, self.tp_group = num_experts, group, tp_group
         self.num_ranks = dist.get_world_size(group)
 
     def __call__(
@@ -49,14 +48,12 @@ class TokenDispatcher:
             hidden_states: [tokens, hidden].
             top_k_index, top_k_weights: experts of each token, and their weights, [tokens, k].
         """
-        region = self.region
-        if region is None:
+        tp_group = self.tp_group
+        if tp_group is None:
             return self._dispatch(experts, hidden_states, top_k_index, top_k_weights)
-        missing = -len(top_k_index) % region.world_size
-        padded = F.pad(top_k_index, (0, 0, 0, missing), value=self.num_experts)
-        hidden, weights = (region.enter(each.unsqueeze(0)).squeeze(0) for each in (hidden_states, top_k_weights))
-        found = self._dispatch(experts, hidden, local_slice(padded, 0, region.group), weights)
-        return region.leave(found.unsqueeze(0)).squeeze(0)
+        index = local_slice(top_k_index, 0, tp_group, fill=self.num_experts)
+        hidden, weights = (split_to_axis(each, 0, tp_group) for each in (hidden_states, top_k_weights))
+        return gather_from_axis(self._dispatch(experts, hidden, index, weights), 0, tp_group, len(hidden_states))
 
     def _dispatch(self, experts: ExpertsForward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         num_choices, chosen = index.shape[1], index.reshape(-1)  # (token, choice) pairs, flattened
@@ -135,28 +132,3 @@ def _run_experts(experts: ExpertsForward, rows: Tensor, chosen: Tensor) -> Tenso
         # wait for, and get zero gradients like any expert without tokens.
         rows, chosen = F.pad(rows, (0, 0, 0, 1)), chosen.new_zeros(1)
     return experts(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
-
-
-def all_to_all_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Exchange rows, [sum of `sent`, features] -> [sum of `received`, features]; backward is the reverse exchange."""
-    return _ExchangeRows.apply(x, sent, received, group)
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchange(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.sizes
-        return _exchange(grad, received, sent, ctx.group), None, None, None
-
-
-def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    out = x.new_empty((sum(received), x.shape[1]))
-    # Send bytes: gloo supports fewer dtypes than models use.
-    given, taken = x.contiguous().view(torch.uint8), out.view(torch.uint8)
-    dist.all_to_all_single(taken, given, list(received), list(sent), group=group)
-    return out

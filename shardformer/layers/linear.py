@@ -22,7 +22,6 @@ from shardformer.distributed.collectives import (
     gather_from_axis,
     join_features,
     reduce_from_axis,
-    split_to_axis,
     world_timeout,
 )
 from shardformer.distributed.process_groups import ProcessGroups
@@ -219,8 +218,7 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.splits_input:
-            start, stop, _ = self.weight.shard_spec.pieces()[0]
-            x = split_to_axis(x, start, stop, self.group)
+            x = cut_features(x, self.weight.shard_spec, self.group)
         out = self.linear(x, self.weight.t() if self.transposed else self.weight)
         out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)

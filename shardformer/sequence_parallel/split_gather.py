@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
 from shardformer.distributed.collectives import (
-    all_gather_dim,
+    all_gather,
     all_gather_flat,
-    local_slice,
-    reduce_scatter_dim,
-    reduce_scatter_flat,
+    gather_from_axis,
+    reduce_scatter,
+    split_to_axis,
+    start_reduce_scatter,
 )
 from shardformer.shard_spec import pad_to_multiple
 
@@ -31,11 +32,11 @@ _OF_SHAPE = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name i
 
 
 class SequenceParallel:
-    """Sequence-parallel region of one model on one mesh axis.
+    """Sequence-parallel region of one model on one mesh axis. Copies of the model share it.
 
     Attributes:
         group: process group of the axis.
-        length: sequence length of the current pass, before padding.
+        length: sequence length, before padding, of the pass that is inside the region.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -43,86 +44,39 @@ class SequenceParallel:
         self.world_size = dist.get_world_size(group)
         self.length = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
+        return self
+
     def enter(self, x: Tensor) -> Tensor:
         """Split [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
         self.length = x.shape[_SEQ_DIM]
-        return _Enter.apply(x, self)
+        return split_to_axis(x, _SEQ_DIM, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Gather [batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
-        return _Leave.apply(x, self, self.length)
+        length = self.length
+        out = gather_from_axis(x, _SEQ_DIM, self.group, length)
+
+        def enter_backward(_: Any) -> None:
+            self.length = length
+
+        # The backward pass enters the region here. By then another micro-batch may have entered it; layers that are
+        # recomputed must see the length of their own pass.
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(enter_backward)
+        return out
 
     def gather(self, x: Tensor) -> Tensor:
         """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], the input of sharded weights."""
-        return _GatherSequence.apply(x, self, self.length)
+        return all_gather(x, _SEQ_DIM, self.group, self.length)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Apply `g-bar*`: reduce-scatter partial sums [batch, seq, hidden] -> [batch, seq/tp, hidden]."""
-        return _ReduceScatterSequence.apply(x, self)
+        return reduce_scatter(x, _SEQ_DIM, self.group)
 
-    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Any]:
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, dist.Work]:
         """Start a reduce-scatter of [batch, seq, hidden]; return this rank's [seq/tp, batch, hidden] and the work."""
-        full = self.pad(x).movedim(_SEQ_DIM, 0).contiguous()
-        out = full.new_empty((len(full) // self.world_size, *full.shape[1:]))
-        return out, reduce_scatter_flat(out, full, group=self.group, async_op=True)
-
-    def pad(self, x: Tensor) -> Tensor:
-        missing = pad_to_multiple(x.shape[_SEQ_DIM], self.world_size) - x.shape[_SEQ_DIM]
-        return F.pad(x, (0, 0, 0, missing)) if missing else x
-
-    def sum_slice(self, x: Tensor) -> Tensor:
-        """Reduce-scatter [batch, seq, hidden] without autograd: the slice [batch, seq/tp, hidden] of the sum."""
-        return reduce_scatter_dim(self.pad(x), _SEQ_DIM, self.group).contiguous()
-
-    def all_gather(self, x: Tensor, length: int) -> Tensor:
-        return all_gather_dim(x, _SEQ_DIM, self.group)[:, :length].contiguous()
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: SequenceParallel) -> Tensor:
-        ctx.region, ctx.length = region, x.shape[_SEQ_DIM]
-        return local_slice(region.pad(x), _SEQ_DIM, region.group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.region.all_gather(grad, ctx.length), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: SequenceParallel, length: int) -> Tensor:
-        ctx.region, ctx.length = region, length
-        return region.all_gather(x, length)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # The first node of this region's backward: layers recomputed after it must see the length of their own pass,
-        # which the pass of another micro-batch may have overwritten.
-        ctx.region.length = ctx.length
-        return (local_slice(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: SequenceParallel, length: int) -> Tensor:
-        ctx.region = region
-        return region.all_gather(x, length)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.region.sum_slice(grad), None, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: SequenceParallel) -> Tensor:
-        ctx.region, ctx.length = region, x.shape[_SEQ_DIM]
-        return region.sum_slice(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.region.all_gather(grad, ctx.length), None
+        return start_reduce_scatter(x, _SEQ_DIM, self.group)
 
 
 def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
@@ -135,17 +89,6 @@ def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
 def first_output(output: Any, change: Any) -> Any:
     """Apply `change` to the hidden states that a module returns, alone or first in a tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-
-class _AwaitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, pending: PendingGather) -> Tensor:
-        ctx.region = pending.region
-        return pending.wait().movedim(0, _SEQ_DIM)[:, : pending.length].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.region.sum_slice(grad), None
 
 
 class PendingTokens(Tensor):
@@ -200,7 +143,7 @@ class PendingGather:
     def tokens(self) -> Tensor:
         """Return the gathered tokens, [batch, seq, hidden], differentiable; not used by column-parallel layers."""
         if self._tokens is None:
-            self._tokens = _AwaitSequence.apply(self.local, self)
+            self._tokens = all_gather(self.local, _SEQ_DIM, self.region.group, self.length, gathered=self.wait())
         return self._tokens
 
     @staticmethod

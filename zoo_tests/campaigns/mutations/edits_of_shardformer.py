@@ -86,15 +86,15 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{_ROUTERS}[2-options3]",),
     ),
     "gradient of a gathered sequence not summed": Edit(
-        "shardformer.sequence_parallel.split_gather",
-        "(reduce_scatter_dim(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)",
-        "(local_slice(ctx.region.pad(grad), _SEQ_DIM, ctx.region.group).contiguous(), None, None)",
+        "shardformer.distributed.collectives",
+        "return reduce_scatter_dim(grad, ctx.dim, ctx.group), None, None, None, None",
+        "return local_slice(grad, ctx.dim, ctx.group), None, None, None, None",
         (f"{PARITY}[bert-masked_lm-tp2-zero1-sp]",),
     ),
     "sequence padded in front": Edit(
-        "shardformer.sequence_parallel.split_gather",
-        "F.pad(x, (0, 0, 0, missing)) if missing else x",
-        "F.pad(x, (0, 0, missing, 0)) if missing else x",
+        "shardformer.distributed.collectives",
+        "(0, 0) * (x.dim() - dim - 1) + (0, missing), value=fill",
+        "(0, 0) * (x.dim() - dim - 1) + (missing, 0), value=fill",
         (f"{_SHARDFORMER}/sequence_parallel/test_split_gather.py::test_enter_and_leave[5]",),
     ),
     "positions of the first slice on every rank": Edit(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
-from shardformer.sequence_parallel.split_gather import SequenceParallel
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed
 
@@ -105,7 +104,7 @@ def test_tensor_parallel_ranks_send_a_slice_each(tokens: int) -> None:
 
     own = whole.detach()[pair * share : (pair + 1) * share].clone().requires_grad_()
     inputs = _inputs("spread", tokens, pair)
-    dispatch = partial(TokenDispatcher(NUM_EXPERTS, between, SequenceParallel(across)), _experts(own))
+    dispatch = partial(TokenDispatcher(NUM_EXPERTS, between, across), _experts(own))
     outcome = _run(dispatch, inputs)
     _check(outcome, inputs, expected[pair], plain[pair])
     dist.all_reduce(own.grad, group=across)
