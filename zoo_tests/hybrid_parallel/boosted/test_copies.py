@@ -29,6 +29,9 @@ _OPTIONS = {
     "pp2": {"pp_size": 2, "num_microbatches": 2},
     "dp2": {"dp_size": 2, "overlap_allgather": True},
     "cp2": {"cp_size": 2},
+    "cp2-all_to_all": {"cp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+    "sp2": {"tp_size": 2, "enable_sequence_parallelism": True},
+    "sp2-all_to_all": {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
 }
 
 
