@@ -161,7 +161,7 @@ class ModelSharder:
                 self.model, self.config.enable_flash_attention, device, self.config.compute_dtype or first.dtype
             )
         if self.config.context is not None:
-            use_context_attention(self.model, self.config.context_parallel_mode)
+            use_context_attention(self.model, self.config.context_parallel_mode, self.config.context)
         if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
             exchange = UlyssesAllToAll(self.config.sequence) if self.config.uses_ulysses else None
             use_sharded_attention(self.model, dist.get_rank(self.config.group), exchange)

@@ -1,8 +1,9 @@
 """Attention over sequences that are sharded over the context-parallel axis.
 
 Like `shardformer.attention.registry`, this module adds entries to transformers' attention and mask registries. The
-mask that the model builds once per pass is not a tensor [batch, 1, seq, seq] but a `ContextMask`. It knows the pass
-and computes masks block by block; it is passed to the layers instead of the tensor.
+mask that the model builds once per pass is not a tensor [batch, 1, seq, seq] but a `PendingMask`. It knows the pass
+and computes masks block by block; it is passed to the layers instead of the tensor. A layer that is recomputed receives
+it again, and so sees its own pass.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from shardformer.attention.registry import kernel_named, masks_of, routed_modules
 from shardformer.context_parallel.blockwise import Block, Softmax
 from shardformer.context_parallel.ring import ring_attention
-from shardformer.context_parallel.zigzag import ContextParallelPass, current_pass
+from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding
 from shardformer.distributed.collectives import all_to_all
 from shardformer.matmul.autocast import autocast
+from shardformer.sequence_parallel.split_gather import first_output
 from shardformer.sequence_parallel.ulysses import repeated_for
 
 PREFIX = "context_"
@@ -37,7 +39,7 @@ class ContextMask:
         device: device of the masks.
 
     Attributes:
-        whole: for `all_to_all`, the mask of whole sequences in the form that the kernel takes.
+        whole: for `all_to_all`, the mask of whole sequences in the form that the kernel takes; see `_with_whole`.
     """
 
     def __init__(
@@ -104,14 +106,42 @@ class ContextMask:
         return lambda places: padded[rows, places]
 
 
-def use_context_attention(model: nn.Module, mode: str) -> None:
+class PendingMask:
+    """Mask as a mask function returns it: without the pass, because it does not receive the model.
+
+    Args:
+        make: returns the mask of a pass.
+    """
+
+    def __init__(self, make: Callable[[ContextParallelPass], ContextMask]) -> None:
+        self._make, self._mask = make, None
+
+    def of(self, axis: ZigzagSharding) -> ContextMask:
+        """Return the mask of its pass: the latest over `axis` when the first layer asks."""
+        if self._mask is None:
+            self._mask = self._make(axis.latest)
+        return self._mask
+
+
+def use_context_attention(model: nn.Module, mode: str, axis: ZigzagSharding) -> None:
     """Route the attention of `model` that goes through the registry to the kernels of this module.
 
     Args:
         mode: "ring_attn" or "all_to_all".
+        axis: the sharding of the sequences.
     """
-    for _ in routed_modules(model, f"{PREFIX}{mode}_", partial(_register, mode=mode)):
-        pass
+    for module in routed_modules(model, f"{PREFIX}{mode}_", partial(_register, mode=mode)):
+        module.context_axis = axis
+
+
+def gather_behind(layer: nn.Module, axis: ZigzagSharding) -> None:
+    """Gather whole sequences, [batch, part, hidden] -> [batch, seq, hidden], after `layer`, the last layer."""
+
+    def gather(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        mask = next(value for value in (*args, *kwargs.values()) if isinstance(value, PendingMask))
+        return first_output(output, lambda x: axis.gather(x, mask.of(axis).of.length))
+
+    layer.register_forward_hook(gather, with_kwargs=True)
 
 
 def _register(name: str, implementation: str, mode: str) -> None:
@@ -125,22 +155,31 @@ def _register(name: str, implementation: str, mode: str) -> None:
         AttentionMaskInterface.register(name, partial(_whole_mask, masks_of(implementation)))
 
 
-def _mask(batch_size: int, mask_function: Callable[..., Tensor], device: Any = "cpu", **_: Any) -> ContextMask:
+def _mask(batch_size: int, mask_function: Callable[..., Tensor], device: Any = "cpu", **_: Any) -> PendingMask:
     """Build the mask of the current pass, as an entry of transformers' mask registry."""
-    return ContextMask(current_pass(), mask_function, batch_size, torch.device(device))
+    return PendingMask(partial(ContextMask, function=mask_function, rows=batch_size, device=torch.device(device)))
 
 
-def _whole_mask(
-    masks: Callable[..., Any], batch_size: int, mask_function: Callable[..., Tensor], **kwargs: Any
-) -> ContextMask:
+def _whole_mask(masks: Callable[..., Any], **kwargs: Any) -> PendingMask:
     """Build the same mask, plus the whole-sequence mask that the kernel's function `masks` makes."""
-    of, mask = current_pass(), _mask(batch_size, mask_function, **kwargs)
+    return PendingMask(partial(_with_whole, masks, **kwargs))
+
+
+def _with_whole(
+    masks: Callable[..., Any],
+    of: ContextParallelPass,
+    batch_size: int,
+    mask_function: Callable[..., Tensor],
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> ContextMask:
+    mask = ContextMask(of, mask_function, batch_size, torch.device(device))
     options = {**kwargs, "q_length": of.length, "kv_length": of.length, "attention_mask": of.real}
     if of.positions is not None:
         places = torch.arange(of.length, device=mask.device)
         allowed = mask.allowed(places, places).expand(batch_size, -1, -1, -1)
         mask_function, options["allow_is_causal_skip"] = (lambda row, _, q, k: allowed[row, 0, q, k]), False
-    mask.whole = masks(batch_size=batch_size, mask_function=mask_function, **options)
+    mask.whole = masks(batch_size=batch_size, mask_function=mask_function, device=device, **options)
     return mask
 
 
@@ -149,19 +188,18 @@ def _ring(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: ContextMask,
+    attention_mask: PendingMask,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Run ring attention; query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim]."""
-    _check_mask(module, attention_mask)
+    mask = _mask_of_pass(module, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
-    group = attention_mask.axis.group
     query, key, value = autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
-        found = ring_attention(query, key, value, attention_mask.blocks, Softmax(scale, dropout, seed), group)
+        found = ring_attention(query, key, value, mask.blocks, Softmax(scale, dropout, seed), mask.axis.group)
     return found.transpose(1, 2).contiguous(), None
 
 
@@ -171,12 +209,12 @@ def _exchanged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: ContextMask,
+    attention_mask: PendingMask,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Exchange to whole sequences of a subset of heads (DeepSpeed-Ulysses, arXiv 2309.14509), attend, and back."""
-    _check_mask(module, attention_mask)
-    axis, length = attention_mask.axis, attention_mask.of.length
+    mask = _mask_of_pass(module, attention_mask)
+    axis, length = mask.axis, mask.of.length
     order = axis.order(length, query.device)
 
     def to_heads(x: Tensor) -> Tensor:
@@ -187,14 +225,15 @@ def _exchanged(
     if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
         module.num_key_value_groups = query.shape[1] // key.shape[1]
     kernel = kernel_named(implementation, module)
-    found, weights = kernel(module, query, key, value, attention_mask.whole, **kwargs)  # [batch, seq, heads/cp, ...]
+    found, weights = kernel(module, query, key, value, mask.whole, **kwargs)  # [batch, seq, heads/cp, ...]
     held = found.new_zeros(found.shape[0], 2 * axis.chunk(length) * axis.size, *found.shape[2:])
     return all_to_all(held.index_copy(1, order, found), 1, 2, axis.group), weights
 
 
-def _check_mask(module: nn.Module, mask: Any) -> None:
-    if not isinstance(mask, ContextMask):
+def _mask_of_pass(module: nn.Module, mask: Any) -> ContextMask:
+    if not isinstance(mask, PendingMask):
         raise TypeError(
             f"{type(module).__name__} got a {type(mask).__name__} for its mask, which says nothing of the tokens of "
             "other ranks; use cp_size=1"
         )
+    return mask.of(module.context_axis)

@@ -15,18 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.attention.packed_documents import may_be_packed, start_again
-from shardformer.distributed.collectives import all_gather_dim, reduce_scatter_dim
-from shardformer.sequence_parallel.split_gather import first_output
+from shardformer.distributed.collectives import all_gather, pad_dim
 
 # Inputs that are not sharded: masks cover the tokens of all ranks.
 _WHOLE = ("attention_mask",)
 Positions = Callable[[Mapping[str, Any]], Tensor | None]
-_current: list[ContextParallelPass] = []  # global, because mask functions do not receive the model
 
 
 @dataclass
@@ -52,21 +49,24 @@ class ContextParallelPass:
         return starts.cumsum(-1)
 
 
-def current_pass() -> ContextParallelPass:
-    """Return the pass in progress."""
-    return _current[0]
-
-
 class ZigzagSharding:
-    """Zigzag sharding of sequences over the ranks of a group.
+    """Zigzag sharding of sequences over the ranks of a group. Copies of a model share it.
 
     Args:
         group: process group of the ranks that share sequences.
+
+    Attributes:
+        latest: the pass whose inputs were sharded last. Layers must not read it: they may be recomputed after another
+            pass has begun. They find their own pass in their attention mask.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.latest: ContextParallelPass | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZigzagSharding:
+        return self
 
     def chunk(self, length: int) -> int:
         """Return the number of tokens in one of the 2 * cp chunks of a sequence."""
@@ -86,10 +86,7 @@ class ZigzagSharding:
     def take(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
         """Return this rank's shard of `dim`; padding past the end of the sequence is `fill`."""
         dim = dim % x.dim()
-        chunk = self.chunk(x.shape[dim])
-        missing = 2 * self.size * chunk - x.shape[dim]
-        if missing:
-            x = F.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, missing), value=fill)
+        x, chunk = pad_dim(x, dim, 2 * self.size, fill), self.chunk(x.shape[dim])
         starts = (self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk)
         return torch.cat([x.narrow(dim, start, chunk) for start in starts], dim)
 
@@ -98,28 +95,7 @@ class ZigzagSharding:
 
         Every rank computes on the whole sequence and has a partial gradient of it: the backward pass reduce-scatters.
         """
-        return _Gather.apply(x, self, length, dim)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Gather [batch, part, hidden] -> [batch, seq, hidden] after the last layer of the pass in progress."""
-        return self.gather(x, current_pass().length)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: ZigzagSharding, length: int, dim: int) -> Tensor:
-        ctx.axis, ctx.length, ctx.dim, ctx.current = axis, length, dim, list(_current)
-        return all_gather_dim(x, dim, axis.group).index_select(dim, axis.order(length, x.device))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        axis, dim = ctx.axis, ctx.dim
-        # Layers recomputed after this point must see their own pass, not that of another micro-batch.
-        _current[:] = ctx.current
-        held = 2 * axis.chunk(ctx.length) * axis.size
-        parts = grad.new_zeros(*grad.shape[:dim], held, *grad.shape[dim + 1 :])
-        parts.index_copy_(dim, axis.order(ctx.length, grad.device), grad)
-        return reduce_scatter_dim(parts, dim, axis.group).contiguous(), None, None, None
+        return all_gather(x, dim, self.group).index_select(dim, self.order(length, x.device))
 
 
 def cut_inputs(base: nn.Module, axis: ZigzagSharding, positions: Positions) -> None:
@@ -158,7 +134,7 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
     if whole is None:
         whole = torch.arange(length, device=tokens.device)[None]
     packed = whole if may_be_packed(inputs) and start_again(whole) else None
-    _current[:] = [ContextParallelPass(axis, length, _real(mask), packed)]
+    axis.latest = ContextParallelPass(axis, length, _real(mask), packed)
     parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
     # With a mask always present, transformers does not take a jump between two chunks for a new document.
     ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask
@@ -175,8 +151,3 @@ def _real(mask: Tensor | None) -> Tensor | None:
 def _part(value: Any, name: str, length: int, axis: ZigzagSharding) -> Any:
     is_cut = isinstance(value, Tensor) and name not in _WHOLE and value.dim() >= 2 and value.shape[1] == length
     return axis.take(value) if is_cut else value
-
-
-def gather_behind(layer: nn.Module, axis: ZigzagSharding) -> None:
-    """Gather whole sequences on every rank after `layer`, the last layer."""
-    layer.register_forward_hook(lambda _, __, output: first_output(output, axis.leave))

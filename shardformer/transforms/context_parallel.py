@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardformer.attention import uses_registry
-from shardformer.context_parallel.zigzag import Positions, cut_inputs, gather_behind
+from shardformer.context_parallel.attention import gather_behind
+from shardformer.context_parallel.zigzag import Positions, cut_inputs
 from shardformer.policies.base import Policy
 from shardformer.policies.head_losses import head_loss_of
 from shardformer.shard_config import ShardConfig

@@ -22,7 +22,6 @@ ALLOWED = {
     "booster/failure/stack_probe.py:_WAITING_CODE": "filled by a decorator, when modules are imported",
     "plugins/hybrid_parallel/compat/deepspeed_3d/logits.py:_reading": "a ContextVar: set by a context manager",
     "shardformer/compat/atorch/parallel_groups.py:PROCESS_STATE": "ATorch's own functions take no object",
-    "shardformer/context_parallel/zigzag.py:_current": "transformers calls mask functions without the model",
     "shardformer/cross_entropy/chunking.py:_State": "set by context managers",
     "shardformer/distributed/process_groups.py:_OF_WORLD": "released with torch's default process group",
     "shardformer/lazy/recording.py:_is_recording": "a ContextVar: set by a context manager",

@@ -28,7 +28,6 @@ from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
-from shardformer.context_parallel.zigzag import current_pass
 from shardformer.distributed.collectives import gather_from_axis
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
@@ -267,7 +266,7 @@ class HybridParallelModel(GuardedModel):
         axis = self.losses.axis
         if axis is None:
             return outputs
-        length = current_pass().length
+        length = axis.latest.length
         part = 2 * axis.chunk(length)
 
         def whole(value: Any) -> Any:
