@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import gather_from_axis
+from shardformer.distributed.collectives import gather_from_region
 
 _FIELDS = "attentions"  # attentions, cross_attentions, encoder_attentions, ...
 
@@ -78,7 +78,7 @@ class _Gather:
             most = max(parts)
             padded = F.pad(scores, (0, 0, 0, 0, 0, most - heads))
             held = [rank * most + head for rank, count in enumerate(parts) for head in range(count)]
-            whole = gather_from_axis(padded, 1, self.group)
+            whole = gather_from_region(padded, 1, self.group)
             return whole if len(held) == whole.shape[1] else whole[:, held]
         if set(parts) <= set(self.head_counts):  # all ranks run all heads
             return scores

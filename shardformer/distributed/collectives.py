@@ -181,12 +181,12 @@ class _GatherRows(torch.autograd.Function):
         return grad[ctx.start : ctx.stop] * ctx.size, None
 
 
-def copy_to_axis(x: Tensor, group: ProcessGroup) -> Tensor:
+def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Apply `f`: identity forward, all-reduce backward, because every rank reads the same input."""
     return _Copy.apply(x, group)
 
 
-def reduce_from_axis(x: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Apply `g`: all-reduce forward, identity backward, because every rank has the full gradient of the sum.
 
     In place: autograd must not need the value of `x` (true for a matmul's output).
@@ -196,17 +196,17 @@ def reduce_from_axis(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-def split_to_axis(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def split_to_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Take this rank's equal slice of `dim`, padded with zeros, forward; all-gather backward."""
     return _Split.apply(x, dim, group)
 
 
-def gather_from_axis(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
+def gather_from_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """All-gather along `dim` forward, to its size `length` without padding; take this rank's slice backward."""
     return _Gather.apply(x, dim, group, length)
 
 
-def cut_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+def split_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
     """Take this rank's shard of the last dim of [..., features] forward; sum the assembled gradient backward.
 
     Args:
@@ -215,7 +215,7 @@ def cut_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
     return _SplitFeatures.apply(x, spec, group)
 
 
-def join_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
+def gather_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
     """Assemble distinct shards of the last dim to [..., features] forward; take this rank's shard backward.
 
     Args:

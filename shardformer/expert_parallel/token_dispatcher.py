@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import all_to_all_uneven, gather_from_axis, local_slice, split_to_axis
+from shardformer.distributed.collectives import all_to_all_uneven, gather_from_region, local_slice, split_to_region
 
 # (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]) -> [tokens, hidden]
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,8 +52,8 @@ class TokenDispatcher:
         if tp_group is None:
             return self._dispatch(experts, hidden_states, top_k_index, top_k_weights)
         index = local_slice(top_k_index, 0, tp_group, fill=self.num_experts)
-        hidden, weights = (split_to_axis(each, 0, tp_group) for each in (hidden_states, top_k_weights))
-        return gather_from_axis(self._dispatch(experts, hidden, index, weights), 0, tp_group, len(hidden_states))
+        hidden, weights = (split_to_region(each, 0, tp_group) for each in (hidden_states, top_k_weights))
+        return gather_from_region(self._dispatch(experts, hidden, index, weights), 0, tp_group, len(hidden_states))
 
     def _dispatch(self, experts: ExpertsForward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         num_choices, chosen = index.shape[1], index.reshape(-1)  # (token, choice) pairs, flattened

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import reduce_from_axis
+from shardformer.distributed.collectives import reduce_from_region
 from shardformer.layers.index_range import check_indices
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.weight_grad import embedding
@@ -65,7 +65,7 @@ class VocabParallelEmbedding(ParallelModule):
         elsewhere = (ids < self.first_row) | (ids >= self.end_row)
         local_ids = (ids - self.first_row).masked_fill(elsewhere, 0)
         out = embedding(local_ids, self.weight, self._local_padding_idx())
-        return reduce_from_axis(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return reduce_from_region(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def _local_padding_idx(self) -> int | None:
         """Return the local index of the padding row if it is on this rank; its gradient is zero, as natively."""

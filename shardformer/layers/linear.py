@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import (
-    cut_features,
-    gather_from_axis,
-    join_features,
-    reduce_from_axis,
+    gather_features,
+    gather_from_region,
+    reduce_from_region,
+    split_features,
     world_timeout,
 )
 from shardformer.distributed.process_groups import ProcessGroups
@@ -113,7 +113,7 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
         if kwargs.pop("gather_output", False):
             return
         spec = column_spec(out_features(module), process_group, **kwargs)
-        call_through(module, lambda call, args, kwargs: cut_features(call(*args, **kwargs), spec, process_group))
+        call_through(module, lambda call, args, kwargs: split_features(call(*args, **kwargs), spec, process_group))
 
     @property
     def matrix(self) -> Tensor:
@@ -124,7 +124,7 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
         out = self._shared_input(self, x) if self._shared_input is not None else self.project(x)
         if not self.gather_output:
             return out
-        return gather_from_axis(out, out.dim() - 1, self.group)[..., : self.full_out_features]
+        return gather_from_region(out, out.dim() - 1, self.group)[..., : self.full_out_features]
 
     def project(self, x: Tensor) -> Tensor:
         """Compute [..., in] -> [..., local out]."""
@@ -211,16 +211,16 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         spec = row_spec(in_features(module), process_group, num_heads)
 
         def of_joined(call: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-            args, kwargs = first_input(args, kwargs, lambda x: join_features(x, spec, process_group))
+            args, kwargs = first_input(args, kwargs, lambda x: gather_features(x, spec, process_group))
             return call(*args, **kwargs)
 
         call_through(module, of_joined)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.splits_input:
-            x = cut_features(x, self.weight.shard_spec, self.group)
+            x = split_features(x, self.weight.shard_spec, self.group)
         out = self.linear(x, self.weight.t() if self.transposed else self.weight)
-        out = reduce_from_axis(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
+        out = reduce_from_region(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import copy_to_axis
+from shardformer.distributed.collectives import copy_to_region
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.weight_grad import MatmulLayer
 from shardformer.sequence_parallel.split_gather import PendingGather
@@ -66,4 +66,4 @@ class MultiQueryLinear(ParallelModule, MatmulLayer):
         pending = PendingGather.of(x)
         if pending is not None:  # no overlap for this rare layer
             x = pending.tokens()
-        return self.linear(x if self.input_is_gathered else copy_to_axis(x, self.group), weight, bias)
+        return self.linear(x if self.input_is_gathered else copy_to_region(x, self.group), weight, bias)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import copy_to_axis, reduce_from_axis
+from shardformer.distributed.collectives import copy_to_region, reduce_from_region
 from shardformer.layers import ParallelDropout
 from shardformer.layers.linear import column_spec, copies_group
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
@@ -90,7 +90,7 @@ def _share_inputs(module: nn.Module, group: ProcessGroup, first: int) -> None:
     """Sum the gradients of the inputs from index `first` on: ranks read the same values and find partial gradients."""
 
     def share(x: Any) -> Any:
-        return copy_to_axis(x, group) if _is_differentiable(x) else x
+        return copy_to_region(x, group) if _is_differentiable(x) else x
 
     def read(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         shared = tuple(share(x) for x in args[first:])
@@ -102,7 +102,7 @@ def _share_inputs(module: nn.Module, group: ProcessGroup, first: int) -> None:
 def reduce_output(module: nn.Module, group: ProcessGroup) -> None:
     """All-reduce the output of `module`, which is a partial sum on each rank."""
     # Clone: the reduction works in place, and the module may have returned a view.
-    module.register_forward_hook(lambda _, __, output: reduce_from_axis(output.clone(), group))
+    module.register_forward_hook(lambda _, __, output: reduce_from_region(output.clone(), group))
 
 
 def scale_input(module: nn.Module, group: ProcessGroup) -> None:
@@ -126,7 +126,7 @@ def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGrou
 
     def split(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         compressed, rotary_key = output.split([output.shape[-1] - size, size], dim=-1)
-        return torch.cat([compressed, copy_to_axis(rotary_key, group)], dim=-1)
+        return torch.cat([compressed, copy_to_region(rotary_key, group)], dim=-1)
 
     module.register_forward_hook(split)
 

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 from shardformer.distributed.collectives import (
     all_gather,
     all_gather_flat,
-    gather_from_axis,
+    gather_from_region,
     reduce_scatter,
-    split_to_axis,
+    split_to_region,
     start_reduce_scatter,
 )
 from shardformer.shard_spec import pad_to_multiple
@@ -50,12 +50,12 @@ class SequenceParallel:
     def enter(self, x: Tensor) -> Tensor:
         """Split [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
         self.length = x.shape[_SEQ_DIM]
-        return split_to_axis(x, _SEQ_DIM, self.group)
+        return split_to_region(x, _SEQ_DIM, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Gather [batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
         length = self.length
-        out = gather_from_axis(x, _SEQ_DIM, self.group, length)
+        out = gather_from_region(x, _SEQ_DIM, self.group, length)
 
         def enter_backward(_: Any) -> None:
             self.length = length

@@ -28,7 +28,7 @@ from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
-from shardformer.distributed.collectives import gather_from_axis
+from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
 from shardformer.loss.terms import LOSS_KEYWORDS
@@ -256,7 +256,7 @@ class HybridParallelModel(GuardedModel):
             local_rows = head.weight.shape[1 if head.transposed else 0]
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != local_rows:
                 return value
-            return gather_from_axis(value, value.dim() - 1, head.group)[..., : head.full_out_features]
+            return gather_from_region(value, value.dim() - 1, head.group)[..., : head.full_out_features]
 
         logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
         return type(outputs)(**{**outputs, **logits})

@@ -14,10 +14,10 @@ from shardformer.distributed.collectives import (
     all_gather,
     all_to_all,
     all_to_all_uneven,
-    gather_from_axis,
+    gather_from_region,
     local_slice,
     reduce_scatter,
-    split_to_axis,
+    split_to_region,
 )
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed
@@ -32,9 +32,9 @@ def test_split_and_gather_along_any_dim(size: int, dim: int) -> None:
     shape = [5, 6, 7]
     shape[dim] = size
     x, weights = known(*shape, grad=True), known(*shape, seed=1)
-    piece = split_to_axis(x, dim, dist.group.WORLD)
+    piece = split_to_region(x, dim, dist.group.WORLD)
     assert piece.shape[dim] == -(-size // _RANKS)
-    whole = gather_from_axis(piece, dim, dist.group.WORLD, size)
+    whole = gather_from_region(piece, dim, dist.group.WORLD, size)
     torch.testing.assert_close(whole, x, **EXACT)
     (whole * weights).sum().backward()
     torch.testing.assert_close(x.grad, weights, **EXACT)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.compat.deepspeed_3d.patches import Patch
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens
-from shardformer.distributed.collectives import copy_to_axis, gather_from_axis
+from shardformer.distributed.collectives import copy_to_region, gather_from_region
 from shardformer.layers.index_range import check_indices
 from shardformer.layers.lm_head import VocabParallelLMHead
 
@@ -42,10 +42,10 @@ def helper_as_patch(helper: LogitHelper) -> Patch:
             return lambda hidden: helper(hidden, head)
 
         def logits(hidden: Tensor) -> Tensor:
-            found = helper(copy_to_axis(hidden, head.group), head)
+            found = helper(copy_to_region(hidden, head.group), head)
             if not head.gather_output:
                 return found
-            return gather_from_axis(found, found.dim() - 1, head.group)[..., : head.full_out_features]
+            return gather_from_region(found, found.dim() - 1, head.group)[..., : head.full_out_features]
 
         return logits
 
