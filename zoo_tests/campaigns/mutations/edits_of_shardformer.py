@@ -32,8 +32,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "bias of a row layer added by every rank": Edit(
         "shardformer.layers.linear",
-        "out = linear(x, self.weight.t() if self.transposed else self.weight)\n",
-        "out = linear(x, self.weight.t() if self.transposed else self.weight, self.bias)\n",
+        "out = self.linear(x, self.weight.t() if self.transposed else self.weight)\n",
+        "out = self.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)\n",
         (f"{PARITY}[bert-masked_lm-tp2-zero1]",),
     ),
     "tokens of other ranks looked up as the first row": Edit(
@@ -280,7 +280,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "shardformer.stages.placeholders",
         "carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]",
         "carried = [None for _ in self.carried_inputs]",
-        (f"{PARITY}[t5-generation-tp2pp2-zero1-fp32-num_microbatches=2]",),
+        (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2]",),
     ),
     "a stage does not read what arrived": Edit(
         "shardformer.stages.placeholders",

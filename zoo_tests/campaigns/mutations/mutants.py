@@ -280,8 +280,10 @@ MUTANTS: dict[str, Mutant | Edit] = {
     ),
     "no unscaling": Mutant(_no_unscaling, (f"{PRECISION}[bert-masked_lm-tp2pp2-zero1-momentum-fp16]",)),
     "no gathering after the step": Mutant(_no_gathering_after_the_step, (f"{PARITY}[llama-causal_lm-dp2-zero1]",)),
-    "experts read alone": Mutant(_experts_read_alone, (f"{PARITY}[mixtral-causal_lm-tp2pp2-zero1-fp32-{_TWO}]",)),
-    "encoder learns nothing": Mutant(_encoder_learns_nothing, (f"{PARITY}[t5-generation-tp2pp2-zero1-fp32-{_TWO}]",)),
+    "experts read alone": Mutant(_experts_read_alone, (f"{PARITY}[mixtral-causal_lm-tp2pp2-zero1-sp-fp32-{_TWO}]",)),
+    "encoder learns nothing": Mutant(
+        _encoder_learns_nothing, (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-{_TWO}]",)
+    ),
     "bad copies do not count": Mutant(
         _bad_copies_do_not_count, (f"{NONFINITE}::test_a_bad_gradient_on_one_rank_is_named_on_all[tp2-1]",)
     ),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
+from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER
 from zoo_tests.campaigns.mutations.mutants import MUTANTS
 
 _REPOSITORY = Path(__file__).parents[3]
@@ -23,6 +25,11 @@ _SAMPLE = (
     "clipping counts one stage",
     "weights that wait are forgotten",
 )
+
+
+def test_every_change_of_a_line_finds_its_line() -> None:
+    for name, edit in (EDITS_OF_SHARDFORMER | EDITS_OF_PLUGIN).items():
+        assert edit.changed_source(), name
 
 
 @pytest.mark.slow
