@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,9 +12,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zoo_tests.harness.poison import poison_fresh_memory
 from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.support import SupportMatrix
-
-_SAMPLED = {"booster", "hybrid_parallel", "parity"}
-_HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,22 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_every_other_as_slow(items)
     if not config.getoption("--campaigns"):
         campaigns = [item for item in items if item.get_closest_marker("campaign") is not None]
         config.hook.pytest_deselected(items=campaigns)
         items[:] = [item for item in items if item not in campaigns]
-
-
-def _mark_every_other_as_slow(items: list[pytest.Item]) -> None:
-    """Of tests that start ranks the daily run is a sample."""
-    variants: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.path.relative_to(_HERE).parts[0] in _SAMPLED and item.get_closest_marker("slow") is None:
-            variants[item.nodeid.partition("[")[0]].append(item)
-    for those in variants.values():
-        for item in those[1::2] if len(those) > 2 else ():
-            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -241,6 +241,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
     return _all_rows(Plain, str(tmp_path_factory.mktemp("plain")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_rows_have_the_numbers_of_the_plain_script(layout: str, plain: Numbers, tmp_path: Path) -> None:
     for numbers in run_on_ranks(2, _boosted_rows, layout, str(tmp_path)):

@@ -17,7 +17,6 @@ from zoo_tests.harness.compare import check_case
 from zoo_tests.parity.test_parity import ENGINE_FAMILIES, TWO_MICROBATCHES
 from zoo_tests.zoo import FAMILIES, Head
 
-
 # Tensor parallelism cuts no classifier, and the layers below it are those of the main head: pipelines are left.
 _CLASSIFIERS = (
     "sequence",

@@ -73,6 +73,7 @@ def _boosted(layout: str) -> list[float]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", list(_OPTIONS))
 def test_averages_of_weights_are_those_of_plain_torch(layout: str) -> None:
     # The fused norm stays in fp64 where transformers' goes through fp32.

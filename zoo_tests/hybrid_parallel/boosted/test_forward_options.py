@@ -103,6 +103,7 @@ def test_scores_of_whole_sequences_by_parts_of_them(mode: str) -> None:
     _compare(found, expected)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_scores_of_heads_that_ranks_share_unevenly() -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}

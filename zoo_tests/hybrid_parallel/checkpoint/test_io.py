@@ -57,6 +57,7 @@ JOURNEYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "optimizer", "config", "layouts"), JOURNEYS)
 def test_training_goes_on_under_another_layout(
     family: str, optimizer: str, config: dict[str, Any], layouts: tuple[str, ...], tmp_path: Path

@@ -22,13 +22,13 @@ def _uninterrupted(case: Case) -> list[Trace]:
 
 
 _INTERRUPTED = [(layout, "fp32") for layout in TRIED] + [("dp2", "fp16"), ("tp2pp2", "fp16"), ("tp2", "bf16")]
-_FAST = (("dp2", "fp16"),)
+# Each axis and each precision once; the campaign has the other layouts.
+_SUITE = (("dp2", "fp16"), ("tp2pp2", "fp16"), ("tp2", "bf16"), ("pp2dp2", "fp32"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [pytest.param(*case, marks=() if case in _FAST else pytest.mark.slow) for case in _INTERRUPTED],
+    [pytest.param(*case, marks=pytest.mark.slow if case in _SUITE else pytest.mark.campaign) for case in _INTERRUPTED],
 )
 def test_goes_on_with_the_very_same_bits(layout: str, precision: str, tmp_path: Path) -> None:
     case = case_of(layout, precision)

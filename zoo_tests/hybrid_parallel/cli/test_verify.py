@@ -44,6 +44,7 @@ def _directory(path: Path, config_class: str, model_class: str | None, **fields:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_class", "model_class", "fields", "layout", "precision"),
     [

@@ -182,6 +182,7 @@ def _skip(layout: str, zero_stage: int, precision: str) -> None:
         assert same(job.state(), without.state()), f"step {step}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_skipped_step_is_as_if_its_batch_had_not_been_seen(layout: str) -> None:
     for zero_stage, precision in ((1, "bf16"), (0, "fp32")):

@@ -130,6 +130,7 @@ def _all_differences(layout: str) -> dict[str, dict[str, float]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["single", "tp2dp2", "tp2pp2", *(pytest.param("pp2dp2", marks=pytest.mark.slow),)])
 def test_what_is_said_of_a_loss_counts(layout: str) -> None:
     for report in run_on_ranks(LAYOUTS[layout].world_size, _all_differences, layout):

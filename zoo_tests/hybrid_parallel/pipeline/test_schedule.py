@@ -151,6 +151,7 @@ def test_messages_take_their_time() -> None:
 # ----- torch's own schedules as the oracle -----
 
 
+@pytest.mark.slow
 def test_1f1b_orders_the_same_actions_as_torch() -> None:
     for p, m in SIZES:
         for rank, actions in enumerate(tables("1f1b", p, m, 1)):

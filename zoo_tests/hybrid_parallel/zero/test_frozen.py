@@ -105,6 +105,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "zero_stage", "ordinary", "frozen", "options"), CASES)
 def test_equals_plain_torch(
     family: str, layout: str, zero_stage: int, ordinary: bool, frozen: tuple[str, ...] | None, options: tuple

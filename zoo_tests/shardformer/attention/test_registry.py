@@ -1,7 +1,7 @@
 """Attention through transformers' registries: masks stay, kernels stay, dropout is drawn a rank.
 
 What breaks here first: a release of transformers that looks masks or kernels up by another name (the padding mask is
-lost without an error). Look in `shardformer/attention.py`.
+lost without an error). Look in `shardformer/attention/registry.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ REGISTERED = [name for name in ATTENTIVE if not FAMILIES[name].attention_by_hand
 _DAILY = ("bert", "gpt2", "llama", "t5", "vit")
 
 
-def _marked(family: str, *values: str) -> ParameterSet:
-    return pytest.param(family, *values, marks=() if family in _DAILY else pytest.mark.slow)
+def _marked(number: int, family: str, *values: str) -> ParameterSet:
+    """Mark the daily ones as fast; of the others every second is in the suite, the rest in the campaigns."""
+    marks = pytest.mark.campaign if number % 2 else pytest.mark.slow
+    return pytest.param(family, *values, marks=() if family in _DAILY else marks)
 
 
 def _head(family: str) -> str:
@@ -48,8 +50,14 @@ def _found(model: nn.Module, family: str) -> Tensor:
     return next(outputs[name] for name in ("logits", "start_logits", "last_hidden_state") if name in outputs)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [_marked(family) for family in REGISTERED])
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        _marked(number + shift, family, implementation)
+        for shift, implementation in enumerate(("sdpa", "eager"))
+        for number, family in enumerate(REGISTERED)
+    ],
+)
 @distributed(2)
 def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> None:
     """Batches padded on the left and on the right."""
@@ -61,7 +69,8 @@ def test_padding_masks_reach_the_kernel(family: str, implementation: str) -> Non
 
 @pytest.mark.parametrize(
     ("family", "implementation"),
-    [_marked(family, "eager") for family in ATTENTIVE] + [_marked(family, "sdpa") for family in REGISTERED],
+    [_marked(number, family, "eager") for number, family in enumerate(ATTENTIVE)]
+    + [_marked(number + 1, family, "sdpa") for number, family in enumerate(REGISTERED)],
 )
 @distributed(2)
 def test_ranks_drop_other_entries(family: str, implementation: str) -> None:

@@ -239,6 +239,7 @@ def _pieces_read(case: Case, directory: Path) -> tuple[int, int]:
     return sum(piece.nbytes for piece in read), sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp4", "pp4", "tp2pp2"])
 def test_a_rank_reads_its_pieces_alone(layout: str, tmp_path: Path) -> None:
     case = _case("llama", layout)

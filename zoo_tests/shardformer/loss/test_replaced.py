@@ -75,6 +75,7 @@ def _loss_and_gradients(family: str, layout: str) -> tuple[float, dict[str, Tens
     return loss, {name: value.clone() for name, value in optimizer.full_gradients().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["single", "tp2", "tp2pp2"])
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_users_forward_keeps_its_loss(family: str, layout: str) -> None:

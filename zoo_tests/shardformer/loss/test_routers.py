@@ -84,6 +84,7 @@ def test_it_is_that_of_plain_training(ranks: int, options: dict[str, Any]) -> No
                 assert torch.allclose(gradients[name], parameter.grad, atol=1e-5 * scale, rtol=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options", "what"),
     [

@@ -76,6 +76,7 @@ def _losses(options: dict[str, Any], family: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "family", "options"),
     [

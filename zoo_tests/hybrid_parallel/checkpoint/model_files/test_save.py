@@ -58,6 +58,7 @@ def _load(case: Case, directory: Path) -> list[Tensor]:
     return _logits(boosted, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size_per_shard", ["5GB", "60KB"])
 @pytest.mark.parametrize(
     ("family", "tied", "saved", "loaded"),

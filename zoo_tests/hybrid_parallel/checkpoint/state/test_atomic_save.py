@@ -39,6 +39,7 @@ def names(folder: Path) -> list[str]:
 # ----- damaged -----
 
 
+@pytest.mark.slow
 def test_every_damage_is_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "saves"
     run_on_ranks(2, save_some, folder)

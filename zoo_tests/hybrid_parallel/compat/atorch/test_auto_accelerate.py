@@ -81,6 +81,7 @@ def _train(strategy: Any, path: str | None = None, **options: Any) -> tuple[list
 _GROUPS = ([("tensor", 2), ("data", 1), ("pipeline", 2)], None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
