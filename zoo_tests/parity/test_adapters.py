@@ -134,10 +134,13 @@ def _case_of(name: str, layout: str) -> Case:
     return _case(row.family, layout, row.targets, row.options, precision=row.precision, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [pytest.param(*cell, marks=() if cell in _QUICK else pytest.mark.slow) for cell in _EXACT],
-)
+def _marked(number: int, name: str, layout: str) -> Any:
+    """Mark every second cell, in turn over rows and columns, for the suite; the campaign has all."""
+    marks = pytest.mark.campaign if number % 2 else pytest.mark.slow
+    return pytest.param(name, layout, marks=() if (name, layout) in _QUICK else marks)
+
+
+@pytest.mark.parametrize(("name", "layout"), [_marked(number, *cell) for number, cell in enumerate(_EXACT)])
 def test_what_the_table_calls_exact(name: str, layout: str, tmp_path: Path) -> None:
     check_case(_case_of(name, layout), tmp_path)
 

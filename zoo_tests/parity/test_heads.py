@@ -17,8 +17,10 @@ from zoo_tests.harness.compare import check_case
 from zoo_tests.parity.test_parity import ENGINE_FAMILIES, TWO_MICROBATCHES
 from zoo_tests.zoo import FAMILIES, Head
 
-# Tensor parallelism cuts no classifier, and the layers below it are those of the main head: pipelines are left.
+# Tensor parallelism cuts neither classifiers nor a user's criterion, and the layers below are those of the main head:
+# pipelines are left.
 _CLASSIFIERS = (
+    "bare",
     "sequence",
     "token",
     "question_answering",

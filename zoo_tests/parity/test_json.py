@@ -49,10 +49,16 @@ FAST = [
     _case("llama", "tp2pp2", sharding_dim=-1),
     _case("gpt2", "tp2pp2", device_mapping=_mapping((3, 0), (1, 2)), recipe={"optimizer": "adamw", "max_norm": 0.05}),
 ]
-SLOW = [
-    *(_case(family, layout, sharding_dim=dim) for family in HEADS for layout in ("tp2pp2",) for dim in (0, -1)),
-    *(_case(family, "tp4", sharding_dim=dim) for family in ("llama", "vit") for dim in (0, -1)),
-    *(_case(family, "tp2", sharding_dim=dim) for family in ("albert", "bloom", "clip", "mixtral") for dim in (0, -1)),
+_DIMS = (0, -1)
+# Each family with one of the dims, in turn; the campaign has both.
+_SHARDED = [
+    *([_case(family, "tp2pp2", sharding_dim=dim) for dim in _DIMS] for family in HEADS),
+    *([_case(family, "tp4", sharding_dim=dim) for dim in _DIMS] for family in ("llama", "vit")),
+    *([_case(family, "tp2", sharding_dim=dim) for dim in _DIMS] for family in ("albert", "bloom", "clip", "mixtral")),
+]
+CAMPAIGN = [pair[1 - number % 2] for number, pair in enumerate(_SHARDED)]
+SUITE = [
+    *(pair[number % 2] for number, pair in enumerate(_SHARDED)),
     _case("bert", "tp2dp2", sharding_dim=0, zero=0, recipe={"optimizer": "momentum", "max_norm": 0.05}),
     _case("llama", "tp2dp2", sharding_dim=-1, recipe={"optimizer": "adamw", "max_norm": 0.05}),
     _case("gpt2", "tp2pp2", sharding_dim=-1, pp_style="zbv", num_microbatches=4),
@@ -68,8 +74,8 @@ SLOW = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=str(case)) for case in FAST]
-    + [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW],
+    [pytest.param(case, id=str(case)) for case in FAST + SUITE]
+    + [pytest.param(case, id=str(case), marks=pytest.mark.campaign) for case in CAMPAIGN],
 )
 def test_trains_like_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)

@@ -16,7 +16,7 @@ from zoo_tests.campaigns.fuzz.shrink import shrink
 from zoo_tests.campaigns.fuzz.space import draw
 from zoo_tests.campaigns.fuzz.trial import Outcome, Trials
 
-_SEEDS, _CASES = (12, 13), 10
+_SEEDS, _CASES = (12, 13), 6
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from shardformer.lazy import materialize, pretrained, set_weight_reader, waits_f
 from shardformer.lazy.weight_files import read_piece
 from shardformer.shard_spec import ShardSpec
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe, share_of
-from zoo_tests.harness.families import third_of_families
+from zoo_tests.harness.families import sixth_of_families, third_of_families
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.zoo import FAMILIES
 
@@ -166,7 +166,7 @@ def test_every_layout_builds_the_same_model(family: str, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", third_of_families(1))
+@pytest.mark.parametrize("family", sixth_of_families(1))
 def test_every_family_is_built_the_same(family: str) -> None:
     _check_layout(_case(family, "tp2pp2"))
 

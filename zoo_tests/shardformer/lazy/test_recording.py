@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardformer import LazyInitContext, record_module_init
 from shardformer.lazy import materialize, waits_for_values
 from shardformer.lazy.init_log import Step
+from zoo_tests.harness.families import third_of_families
 from zoo_tests.zoo import FAMILIES
 
 _MISTAKE = 1e-7  # chance that a right distribution fails, for one parameter
@@ -63,9 +64,7 @@ def _check_distribution(name: str, found: Tensor, ordinary: Tensor) -> None:
             assert abs(extreme(found) - extreme(ordinary)) < 2 * std, name
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", [*_FAST, *third_of_families(2, but=_FAST)])
 def test_distributions_are_those_of_ordinary_construction(family: str) -> None:
     """Constants (biases, norms, tables) are equal, what is drawn has the same distribution."""
     found, ordinary, other = _recorded(family), _seeded(family, 0), _seeded(family, 1)
