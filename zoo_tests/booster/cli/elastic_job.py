@@ -20,10 +20,18 @@ SAMPLES, EPOCHS = 14, 3
 
 
 def main() -> None:
-    """Arguments: folder, step after which the last rank dies (0: never)."""
-    folder, dies_after = Path(sys.argv[1]), int(sys.argv[2])
-    launch_from_torch(seed=3)
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2))
+    """Arguments: folder, step after which the last rank dies."""
+    launch_from_torch()
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    losses = train(Path(sys.argv[1]), int(sys.argv[2]) if restarts == 0 else 0)
+    if dist.get_rank() == 0:
+        (Path(sys.argv[1]) / "losses.json").write_text(json.dumps({"losses": losses, "restarts": restarts}))
+
+
+def train(folder: Path, dies_after: int) -> list[float]:
+    """Train from the newest checkpoint in `folder`; the last rank dies after that step (0: never)."""
+    torch.manual_seed(3)
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, seed=3))
     model = BertForSequenceClassification(
         BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
     )
@@ -42,16 +50,11 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             booster.save_checkpoint(folder / f"step-{len(losses)}", **state, losses=losses, keep_last=2)
-            if len(losses) == dies_after and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if len(losses) == dies_after:
                 dist.barrier()
                 if dist.get_rank() == dist.get_world_size() - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
-    if dist.get_rank() == 0:
-        (folder / "losses.json").write_text(json.dumps({"losses": losses, **_restarts()}))
-
-
-def _restarts() -> dict[str, int]:
-    return {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
+    return losses
 
 
 if __name__ == "__main__":
