@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests start hundreds of interpreters, each of which would compile the library again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     poison_fresh_memory()
     matrix = SupportMatrix(config.getoption("--write-support"), hasattr(config, "workerinput"))
     config.pluginmanager.register(matrix, "support-matrix")
