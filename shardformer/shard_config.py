@@ -103,10 +103,12 @@ class ShardConfig:
 
     @property
     def shards_experts(self) -> bool:
+        """Whether several ranks share the experts."""
         return self.expert_parallel_size > 1
 
     @property
     def stage_manager(self) -> PipelineStageManager:
+        """The stages of this rank; a single stage without pipeline parallelism."""
         return self.pipeline_stage_manager or PipelineStageManager()
 
     @cached_property

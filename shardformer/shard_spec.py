@@ -72,6 +72,7 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
         if self.dim is None:
             return self.full_shape
         shape = list(self.full_shape)

@@ -118,14 +118,17 @@ class GuardedModel(ModelWrapper):
         return self.mesh.size("pp") == 1 and not any(cut)
 
     def unwrap(self) -> nn.Module:
+        """Return the sharded model itself."""
         self._wait_for_parameters()
         return super().unwrap()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the names and shards of the parameters of this rank."""
         self._wait_for_parameters()
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the names and values of the buffers of this rank."""
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

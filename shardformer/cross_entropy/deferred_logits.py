@@ -51,6 +51,7 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, call: LMHeadCall) -> DeferredLogits:
+        """Create an empty tensor with the shape, dtype and device of the logits."""
         shape, hidden = (*call.hidden.shape[:-1], len(call.weight)), call.hidden
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=hidden.dtype, device=hidden.device, requires_grad=_needs_grad(call)

@@ -59,9 +59,11 @@ class SharedStream:
         self._states = self._states_after_seeding((self.seed + 0x9E3779B97F4A7C15 * step) % _SEED_LIMIT)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the state of the generator of each device type."""
         return dict(self._states)
 
     def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
+        """Restore states that `state_dict` returned."""
         self._states = dict(states)
 
     @contextmanager

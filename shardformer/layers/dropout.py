@@ -25,12 +25,15 @@ class SharedDropout(ParallelModule):
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup) -> SharedDropout:
+        """Create the layer from `nn.Dropout`."""
         return SharedDropout(module.p, module.inplace)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Drop elements of `x`, [batch, seq, hidden]."""
         return F.dropout(x, self.p, self.training, self.inplace)
 
     def extra_repr(self) -> str:
+        """Describe the layer for `repr`."""
         return f"p={self.p}"
 
 
@@ -43,13 +46,16 @@ class ParallelDropout(ParallelModule):
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup) -> ParallelDropout:
+        """Create the layer from `nn.Dropout`."""
         return ParallelDropout(module.p, dist.get_rank(process_group), module.inplace)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Drop elements of `x`, [batch, seq, hidden]."""
         if not self.training or self.p == 0.0:
             return x
         with parallel_region(self.rank):
             return F.dropout(x, self.p, True, self.inplace)
 
     def extra_repr(self) -> str:
+        """Describe the layer for `repr`."""
         return f"p={self.p}, rank={self.rank}"

@@ -61,6 +61,7 @@ class VocabParallelEmbedding(ParallelModule):
         return local if type(module).forward is nn.Embedding.forward else _keep_forward(module, local)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids [batch, seq]: [batch, seq, hidden]."""
         check_indices(ids, self.num_embeddings, "token id")
         elsewhere = (ids < self.first_row) | (ids >= self.end_row)
         local_ids = (ids - self.first_row).masked_fill(elsewhere, 0)
@@ -74,6 +75,7 @@ class VocabParallelEmbedding(ParallelModule):
         return self.padding_idx - self.first_row
 
     def extra_repr(self) -> str:
+        """Describe the shard for `repr`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, rows={self.first_row}:{self.end_row}"
 
 
@@ -99,6 +101,7 @@ class HeadParallelEmbedding(ParallelModule):
         return HeadParallelEmbedding(shard_parameter(module.weight, spec))
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids [batch, seq]: [batch, seq, hidden]."""
         return embedding(ids, self.weight)
 
 

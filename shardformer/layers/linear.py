@@ -110,6 +110,7 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
 
     @staticmethod
     def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
+        """Prepare a layer whose weight stays whole on every rank."""
         if kwargs.pop("gather_output", False):
             return
         spec = column_spec(out_features(module), process_group, **kwargs)
@@ -121,6 +122,7 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
         return self.weight.t() if self.transposed else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute [batch, seq, in] -> [batch, seq, out]; which of the two are shards depends on the layer."""
         out = self._shared_input(self, x) if self._shared_input is not None else self.project(x)
         if not self.gather_output:
             return out
@@ -132,9 +134,11 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
 
     @property
     def added_bias(self) -> Tensor | None:
+        """The bias that this layer adds itself; None if a fused operator adds it later."""
         return self.bias if self.adds_bias else None
 
     def extra_repr(self) -> str:
+        """Describe the shard for `repr`."""
         return f"full_out_features={self.full_out_features}, local_weight={tuple(self.weight.shape)}"
 
 
@@ -206,6 +210,7 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         splits_input: bool = False,
         **kwargs: Any,
     ) -> None:
+        """Prepare a layer whose weight stays whole on every rank."""
         if splits_input:
             return
         spec = row_spec(in_features(module), process_group, num_heads)
@@ -217,6 +222,7 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         call_through(module, of_joined)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute [batch, seq, in] -> [batch, seq, out]; which of the two are shards depends on the layer."""
         if self.splits_input:
             x = split_features(x, self.weight.shard_spec, self.group)
         out = self.linear(x, self.weight.t() if self.transposed else self.weight)
@@ -224,6 +230,7 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
+        """Describe the shard for `repr`."""
         return f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
 
 
@@ -243,6 +250,7 @@ class SharedInput:
             layer._shared_input = self
 
     def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        """Return the output of one layer; the first call for an input computes those of all layers."""
         # A pending gather writes its values later, which counts as a new version.
         version = x._version if PendingGather.of(x) is None else -1
         key = (id(x), version, torch.is_grad_enabled())

@@ -27,6 +27,7 @@ class GatheredLinear(torch.autograd.Function):
     def forward(
         ctx: Any, local: Tensor, pending: PendingGather, layer: MatmulLayer, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """Compute the outputs of all layers, each [batch, seq, out]."""
         weights, biases = tensors[:count], tensors[count:]
         ctx.backend, ctx.store = layer.matmul_backend, layer.weight_grad_store
         (local_x,) = autocast(pending.own)
@@ -47,6 +48,7 @@ class GatheredLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum the input gradients of all layers, and start their reduction before the weight gradients are computed."""
         gathered, *weights = ctx.saved_tensors
         region, needs = ctx.pending_region, ctx.needs_input_grad
         grad_x, work = None, None
@@ -73,6 +75,7 @@ class ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: ProcessGroup, layer: MatmulLayer, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """Compute the outputs of all layers, each [batch, seq, out]."""
         weights, biases = tensors[:count], tensors[count:]
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
@@ -83,6 +86,7 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum the input gradients of all layers, and start their reduction before the weight gradients are computed."""
         x, *weights = ctx.saved_tensors
         flat = [matrix(grad) for grad in grads]  # [tokens, local out]
         grad_x, work = None, None

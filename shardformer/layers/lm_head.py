@@ -38,6 +38,7 @@ class VocabParallelLMHead(ColumnParallelLinear):
 
     @staticmethod
     def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
+        """Prepare a head whose weight stays whole on every rank."""
         pass  # the logits are gathered
 
     @property

@@ -61,6 +61,7 @@ class MultiQueryLinear(ParallelModule, MatmulLayer):
         return MultiQueryLinear(module, process_group, (num_heads, num_groups, head_dim), input_is_gathered)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute [batch, seq, hidden] -> [batch, seq, features of this rank]."""
         weight = torch.cat([self.weight[rows] for rows in self.rows])
         bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
         pending = PendingGather.of(x)

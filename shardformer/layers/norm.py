@@ -33,6 +33,7 @@ class FusedLayerNorm(ParallelModule):
         return FusedLayerNorm(module)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dim of `x`, [batch, seq, hidden]."""
         # Checked here, not at construction: the model moves to its device later.
         kernel = _apex_layer_norm() if x.is_cuda and self.bias is not None else None
         if kernel is None:
@@ -69,6 +70,7 @@ class FusedRMSNorm(ParallelModule):
         return FusedRMSNorm(module)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dim of `x`, [batch, seq, hidden]."""
         kernel = _liger_rms_norm() if x.is_cuda else None
         if kernel is None:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)

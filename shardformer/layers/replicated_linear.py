@@ -22,6 +22,7 @@ class Linear(MatmulLayer, nn.Linear):
     adds_bias = True
 
     def forward(self, input: Tensor) -> Tensor:
+        """Compute what the native layer computes, with this rank's matmul backend."""
         return self.linear(input, self.weight, self.bias if self.adds_bias else None)
 
 
@@ -31,6 +32,7 @@ class Conv1D(MatmulLayer, nn.Module):
     adds_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute what the native layer computes, with this rank's matmul backend."""
         return self.linear(x, self.weight.t(), self.bias if self.adds_bias else None)
 
 
@@ -38,6 +40,7 @@ class Embedding(nn.Embedding):
     """`nn.Embedding` with the same state."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Look up the rows `input` of the weight; the gradient may go to an attached buffer."""
         return embedding(input, self.weight, self.padding_idx)
 
 

@@ -44,6 +44,7 @@ class Float8Matmul(MatmulBackend):
     """Products in FP8 if all sizes are multiples of 16, else in native torch."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply in FP8: [..., in] -> [..., out]."""
         flat = x.reshape(-1, x.shape[-1])
         if not _fits(flat, *weight.shape):
             return super().forward(x, weight, bias)
@@ -52,14 +53,17 @@ class Float8Matmul(MatmulBackend):
         return no_view(out.view(*x.shape[:-1], out.shape[-1]))
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Compute the input gradient in FP8, [tokens, in]."""
         if not _fits(grad, *weight.shape):
             return super().grad_input(grad, weight)
         return _multiply(_Rounded(grad, is_gradient=True), _Rounded(weight).transposed(), grad.dtype)
 
     def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """Add the input gradient, computed in FP8, to `total`."""
         total.add_(self.grad_input(grad, weight))
 
     def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+        """Compute the weight gradient in FP8, [out, in] or its transpose."""
         if not _fits(grad, grad.shape[1], x.shape[1]):
             return super().grad_weight(grad, x, transposed)
         missing = -len(grad) % _MULTIPLE  # products sum over tokens here, so pad them

@@ -148,6 +148,7 @@ class PendingGather:
 
     @staticmethod
     def of(x: Tensor) -> PendingGather | None:
+        """Return the pending gather of a tensor; None if it has none."""
         return getattr(x, "pending_gather", None)
 
 

@@ -53,6 +53,7 @@ class SumOverReplicas(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum the shares, 0-d, over the ranks of the group."""
         ctx.num_replicas = dist.get_world_size(group)
         total = share.clone()
         dist.all_reduce(total, group=group)
@@ -60,6 +61,7 @@ class SumOverReplicas(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Multiply the gradient, so that the mean over the ranks is the gradient of the sum."""
         return grad * ctx.num_replicas, None
 
 

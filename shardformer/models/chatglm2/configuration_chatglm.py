@@ -69,4 +69,5 @@ class ChatGLMConfig(PretrainedConfig):
 
     @property
     def num_key_value_heads(self) -> int:
+        """Number of key/value heads."""
         return self.multi_query_group_num if self.multi_query_attention else self.num_attention_heads

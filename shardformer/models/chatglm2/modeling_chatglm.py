@@ -34,6 +34,7 @@ class ChatGLMRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dim of `x`, [batch, seq, hidden], in fp32 or wider."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -138,6 +139,7 @@ class ChatGLMMLP(nn.Module):
         self.dense_4h_to_h = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Compute [batch, seq, hidden] -> [batch, seq, hidden]."""
         gate, value = self.dense_h_to_4h(hidden_states).chunk(2, dim=-1)
         return self.dense_4h_to_h(F.silu(gate) * value)
 
@@ -173,6 +175,7 @@ class ChatGLMEmbedding(nn.Module):
         self.word_embeddings = nn.Embedding(config.padded_vocab_size, config.hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        """Look up ids [batch, seq]: [batch, seq, hidden]."""
         return self.word_embeddings(input_ids)
 
 
@@ -185,6 +188,7 @@ class ChatGLMTransformer(nn.Module):
         self.final_layernorm = _norm(config) if config.post_layer_norm else None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Run all layers on [batch, seq, hidden]."""
         for layer in self.layers:
             hidden_states = layer(hidden_states, **kwargs)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
@@ -229,9 +233,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of the vocabulary."""
         return self.embedding.word_embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of the vocabulary."""
         self.embedding.word_embeddings = value
 
     def forward(
@@ -281,9 +287,11 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
         return self.transformer.output_layer
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
         self.transformer.output_layer = new_embeddings
 
     def forward(

@@ -39,6 +39,7 @@ class PairLoss:
         self.own_entries, self.is_tuple = tuple(names), is_tuple
 
     def __call__(self, outputs: Any, microbatch: Mapping[str, Any]) -> Any:
+        """Compute the user's loss from the outputs and the labels of a micro-batch."""
         labels = tuple(microbatch[name] for name in self.own_entries)
         with reading_cut_logits(self.model):
             return self.loss_func(_logits_of(outputs), labels if self.is_tuple else labels[0])
