@@ -36,9 +36,14 @@ class ProcessGroups:
             self._created[key] = create()
         return self._created[key]
 
-    def clear(self) -> None:
-        """Remove all entries, after their groups were destroyed while the default process group was kept."""
-        self._created.clear()
+    def clear(self, kept: str | None = None) -> None:
+        """Remove the entries whose groups were destroyed while the default process group was kept.
+
+        Args:
+            kept: first element of the keys of entries that stay. Groups with `use_local_synchronization` should stay:
+                torch names the next one like the destroyed one, and its ranks may read stale addresses in the store.
+        """
+        self._created = {key: made for key, made in self._created.items() if isinstance(key, tuple) and key[0] == kept}
 
 
 # Weak keys: torch holds the default process group until `destroy_process_group`.

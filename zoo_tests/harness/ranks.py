@@ -206,15 +206,15 @@ def _prepare(directory: str, mutant: str | None) -> None:
 
 
 def _destroy_groups() -> None:
-    """All but the world."""
+    """All but the world and the groups of copied key/value heads, whose names and keys in the store would recur."""
     import torch.distributed as dist
 
     from shardformer.distributed.process_groups import ProcessGroups
 
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group is not dist.group.WORLD and group.group_name.isdigit():
             dist.destroy_process_group(group)
-    ProcessGroups.of_world().clear()
+    ProcessGroups.of_world().clear(kept="copies")
     del group
     gc.collect()  # their threads end with them
 
