@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardformer.context_parallel.zigzag import ZigzagSharding
@@ -46,6 +47,8 @@ class ShardConfig:
             every rank holds all experts.
         expert_capacity_factor: an expert takes at most this multiple of an equal share of a sequence's tokens, see
             `shardformer.expert_parallel.experts`; None for no limit.
+        device: the device that the model will run on; None for the GPU that its parameters are on, else this process's
+            GPU if the process group can use it, else the CPU.
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this value times the number of ranks.
 
     Raises:
@@ -70,6 +73,7 @@ class ShardConfig:
     context_parallel_mode: Literal["ring_attn", "all_to_all"] = "ring_attn"
     expert_parallel_process_group: ProcessGroup | None = None
     expert_capacity_factor: float | None = None
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         if self.enable_sequence_parallelism and self.sequence_parallelism_mode not in ("split_gather", "all_to_all"):
@@ -128,6 +132,17 @@ class ShardConfig:
         """The sharding of sequences over context-parallel ranks; None without context parallelism."""
         group = self.context_parallel_process_group
         return None if group is None or dist.get_world_size(group) == 1 else ZigzagSharding(group)
+
+    def device_of(self, parameter: Tensor) -> torch.device:
+        """Return the device that a model will run on, given one of its parameters."""
+        if self.device is not None or parameter.is_cuda:
+            return self.device or parameter.device
+        group_has_gpus = not dist.is_initialized() or "nccl" in str(
+            dist.get_backend_config(self.tensor_parallel_process_group)
+        )
+        if torch.cuda.is_available() and group_has_gpus:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     def without_sequence(self) -> ShardConfig:
         """Return a copy with sequence parallelism disabled."""

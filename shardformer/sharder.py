@@ -156,10 +156,9 @@ class ModelSharder:
     def _route_attention(self) -> None:
         if self.config.enable_flash_attention:
             first = next(self.model.parameters(), torch.empty(0))
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            use_backend(
-                self.model, self.config.enable_flash_attention, device, self.config.compute_dtype or first.dtype
-            )
+            device, dtype = self.config.device_of(first), self.config.compute_dtype or first.dtype
+            request, trains = self.config.enable_flash_attention, not self.config.inference_only
+            use_backend(self.model, request, device, dtype, trains)
         if self.config.context is not None:
             use_context_attention(self.model, self.config.context_parallel_mode, self.config.context)
         if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:

@@ -4,10 +4,10 @@ from shardformer.attention.backends import Backend, log_once
 from shardformer.attention.registry import (
     call_kernel,
     recompute_attention,
-    use_backend,
     use_sharded_attention,
     uses_registry,
 )
+from shardformer.attention.selection import use_backend
 
 __all__ = [
     "Backend",

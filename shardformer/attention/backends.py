@@ -1,13 +1,14 @@
 """Attention backends: choose the kernel for a model, and log a warning when a slow kernel runs.
 
-flash-attn runs if it is installed, the model is a transformers model that supports it, and tensors are on a GPU in
-16 bit. Otherwise torch's SDPA runs, which chooses among its flash, cuDNN, memory-efficient and plain kernels; only the
-plain one is logged. SDPA gets padding, causal, windowed and cross-attention masks, ALiBi and relative biases as
-transformers builds them. Grouped heads are repeated only if a mask keeps SDPA's kernels from taking them.
+flash-attn runs if it is installed and serves the model (`kernel_limits`). Otherwise torch's SDPA runs, which chooses
+among its flash, cuDNN, memory-efficient and plain kernels; only the plain one is logged. SDPA gets padding, causal,
+windowed and cross-attention masks, ALiBi and relative biases as transformers builds them. Grouped heads are repeated
+only if a mask keeps SDPA's kernels from taking them.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -18,10 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.attention.kernel_limits import (
+    AMPERE,
+    FLASH_2,
+    FLASH_3,
+    XFORMERS,
+    AttentionNeeds,
+    Capability,
+    capability_of,
+    reason_not_served,
+)
+
 _log = logging.getLogger(__name__)
 
 SDPA = "sdpa_fast"  # transformers' SDPA, plus a check of which kernel it gets
-_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn", "xformers": "xformers"}
+_PACKAGES = {FLASH_3: "flash_attn_interface", FLASH_2: "flash_attn", XFORMERS: "xformers"}
 NAMES = (*_PACKAGES, "sdpa")
 
 
@@ -43,59 +55,76 @@ def is_installed(name: str) -> bool:
     return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
 
 
+def reason_not_usable(name: str) -> str:
+    """Return why the installed package of a backend cannot be used, as the rest of a sentence; empty if it can."""
+    if name not in _PACKAGES:
+        return ""
+    try:
+        importlib.import_module(_PACKAGES[name])
+    except (ImportError, OSError) as error:  # built for another torch or CUDA: undefined symbols, missing libraries
+        return f"cannot be imported ({_first_line(error)}); install a build for torch {torch.__version__}"
+    return "" if name == XFORMERS or _is_known_to_transformers(name) else "is no version that transformers takes"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _is_known_to_transformers(name: str) -> bool:
+    """Ask transformers, which otherwise looks for the kernel on the hub in the first forward pass."""
+    from transformers import utils
+
+    available = utils.is_flash_attn_3_available if name == FLASH_3 else utils.is_flash_attn_2_available
+    return bool(available())
+
+
 def choose_backend(
     request: bool | str,
-    *,
-    supports_flash: bool,
-    supports_sdpa: bool,
-    soft_caps: bool,
-    device: str,
-    dtype: torch.dtype,
+    needs: AttentionNeeds,
     installed: Callable[[str], bool] = is_installed,
+    not_usable: Callable[[str], str] = reason_not_usable,
 ) -> Backend:
     """Choose the attention backend of a model.
 
     Args:
         request: True for the fastest backend that fits, or the name of one.
-        supports_flash, supports_sdpa: what the model's class declares (a bias on scores excludes flash-attn).
-        soft_caps: whether scores are soft-capped (Gemma 2), which SDPA silently ignores.
-        device, dtype: device type and dtype that the model will run in.
+        needs: what the model needs.
+        installed: name -> whether its package is installed.
+        not_usable: name -> why the installed package cannot be used; empty if it can.
 
     Raises:
         ValueError: the named backend is unknown, not installed, or cannot do what the model needs.
     """
     if isinstance(request, str):
-        _check_named(request, supports_flash, soft_caps, device, dtype, installed)
+        _check_named(request, needs, installed, not_usable)
         return Backend(SDPA if request == "sdpa" else request)
-    fits_flash = supports_flash and device == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    for name in ("flash_attention_3", "flash_attention_2"):
-        if fits_flash and installed(name):
-            return Backend(name)
-    if soft_caps:
-        return Backend(None, "its attention scores are soft-capped, which only flash-attn and its own code do")
-    if not supports_sdpa:
-        return Backend(None, "transformers has no SDPA path for it")
-    return Backend(SDPA)
+    passed_over = []
+    for name in (FLASH_3, FLASH_2) if needs.device == "cuda" else ():
+        if not installed(name):
+            continue
+        reason = reason_not_served(name, needs) or not_usable(name)
+        if not reason:
+            return Backend(name, "; ".join(passed_over))
+        passed_over.append(f"{name} {reason}")
+    if needs.soft_caps:
+        capped = "its attention scores are soft-capped, which only flash-attn and its own code do"
+        return Backend(None, "; ".join([capped, *passed_over]))
+    if not needs.supports_sdpa:
+        return Backend(None, "; ".join(["transformers has no SDPA path for it", *passed_over]))
+    return Backend(SDPA, "; ".join(passed_over))
 
 
 def _check_named(
-    name: str,
-    supports_flash: bool,
-    soft_caps: bool,
-    device: str,
-    dtype: torch.dtype,
-    installed: Callable[[str], bool],
+    name: str, needs: AttentionNeeds, installed: Callable[[str], bool], not_usable: Callable[[str], str]
 ) -> None:
     wanted = f"enable_flash_attention='{name}'"
     if name not in NAMES:
         raise ValueError(f"{wanted} is not an attention backend; use True, False or one of {', '.join(NAMES)}")
     if not installed(name):
         raise ValueError(f"{wanted} needs the package {_PACKAGES[name]}, which is not installed; use True or 'sdpa'")
-    if name.startswith("flash") and (device != "cuda" or dtype not in (torch.float16, torch.bfloat16)):
-        raise ValueError(f"{wanted} runs on GPUs in 16 bit, not on {device} in {dtype}; use True or 'sdpa'")
-    if name.startswith("flash") and not supports_flash:
-        raise ValueError(f"{wanted} cannot do what the model's masks or biases need; use True or 'sdpa'")
-    if soft_caps and not name.startswith("flash"):
+    if reason := reason_not_served(name, needs) or not_usable(name):
+        raise ValueError(f"{wanted} {reason}; use True or 'sdpa'")
+    if needs.soft_caps and not name.startswith("flash"):
         raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
 
 
@@ -106,7 +135,13 @@ def log_once(name: str, what: str) -> None:
 
 
 def slow_reason(
-    device: str, dtype: torch.dtype, head_dim: int, has_mask: bool, mask_needs_grad: bool, dropout: float = 0.0
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    has_mask: bool,
+    mask_needs_grad: bool,
+    dropout: float = 0.0,
+    capability: Capability | None = None,
 ) -> str:
     """Return why SDPA will run its plain kernel on such inputs; empty if a fused kernel takes them."""
     if mask_needs_grad:
@@ -117,6 +152,8 @@ def slow_reason(
         return "" if dtype.is_floating_point else f"torch has no fused kernel for {dtype} on CPUs"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"torch has no fused kernel for {dtype} on {device}"
+    if dtype == torch.bfloat16 and capability is not None and capability < AMPERE:
+        return f"torch's fused kernels take {dtype} on GPUs of compute capability 8.0 (Ampere) or more"
     if head_dim > 256:
         return f"torch's fused kernels take head sizes up to 256, not {head_dim}"
     if dtype == torch.float32 and has_mask and head_dim % 4:
@@ -141,7 +178,7 @@ def keeps_scores(implementation: str, query: Tensor, attention_mask: Tensor | No
         return False
     if implementation in ("sdpa", SDPA):
         return bool(_slow_inputs(query, attention_mask, **kwargs))
-    return not implementation.startswith(("flash", "flex")) and implementation != "xformers"
+    return not implementation.startswith("flex") and "flash" not in implementation and implementation != XFORMERS
 
 
 def _slow_inputs(
@@ -153,36 +190,5 @@ def _slow_inputs(
 ) -> str:
     masks = [mask for mask in (attention_mask, position_bias) if mask is not None]
     needs_grad = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)
-    return slow_reason(query.device.type, query.dtype, query.shape[-1], bool(masks), needs_grad, dropout)
-
-
-def xformers_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Run xformers' memory-efficient attention; query, key, value: [batch, heads, seq, head_dim]."""
-    from xformers.ops import LowerTriangularMask, memory_efficient_attention
-
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    bias: Any = LowerTriangularMask() if attention_mask is None and causal and query.shape[2] > 1 else None
-    for mask in (attention_mask, kwargs.get("position_bias")):
-        if mask is not None:
-            bias = _additive(mask, query) if bias is None else bias + _additive(mask, query)
-    heads_last = [x.transpose(1, 2) for x in (query, key, value)]
-    return memory_efficient_attention(*heads_last, attn_bias=bias, p=dropout, scale=scaling), None
-
-
-def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """Convert a mask or bias to an additive one, [batch, heads, seq, seq], in the query's dtype."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-    return mask.to(query.dtype).expand(query.shape[0], query.shape[1], -1, -1)
+    capability = capability_of(query.device)
+    return slow_reason(query.device.type, query.dtype, query.shape[-1], bool(masks), needs_grad, dropout, capability)

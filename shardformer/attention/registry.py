@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backends import (
-    SDPA,
-    choose_backend,
-    keeps_scores,
-    log_once,
-    sdpa_without_slow_kernels,
-    xformers_attention,
-)
+from shardformer.attention.backends import SDPA, keeps_scores, sdpa_without_slow_kernels
+from shardformer.attention.kernel_limits import XFORMERS
+from shardformer.attention.named_kernels import reads_its_name, under_its_name
+from shardformer.attention.xformers_kernel import xformers_attention
 from shardformer.distributed.random import parallel_region
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 
@@ -57,49 +53,26 @@ def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str],
         prefix: marks the names that this package registers.
         register: (new name, the model's name) -> None; enters the new name in the registries.
     """
+    configs: dict[int, tuple[Any, str]] = {}  # an outer configuration overwrites the names of those inside it
+    modules = []
     for module in model.modules():
         config = getattr(module, "config", None)
         implementation = getattr(config, "_attn_implementation", None)
         if implementation is None or not uses_registry(module):
             continue
+        configs.setdefault(id(config), (config, implementation))
+        modules.append(module)
+    for config, implementation in configs.values():
         if not implementation.startswith(prefix):
             register(prefix + implementation, implementation)
-            config._attn_implementation = prefix + implementation
-        yield module
+            implementation = prefix + implementation
+        config._attn_implementation = implementation
+    yield from modules
 
 
 def uses_registry(module: nn.Module) -> bool:
     """Return whether the module uses the registry; others compare the configured name, which must not change."""
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
-
-
-def use_backend(model: nn.Module, request: bool | str, device: str, dtype: torch.dtype) -> None:
-    """Set the backend of every attention of `model` that goes through transformers' registry; log slow ones.
-
-    Raises:
-        ValueError: see `choose_backend`.
-    """
-    found = False
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) is None or not uses_registry(module):
-            continue
-        found = True
-        owner = module if hasattr(module, "_supports_sdpa") else model
-        backend = choose_backend(
-            request,
-            supports_flash=getattr(owner, "_supports_flash_attn", False),
-            supports_sdpa=getattr(owner, "_supports_sdpa", False),
-            soft_caps=getattr(config, "attn_logit_softcapping", None) is not None,
-            device=device,
-            dtype=dtype,
-        )
-        if backend.implementation is not None:
-            config._attn_implementation = backend.implementation
-        elif backend.reason:
-            log_once(type(model).__name__, f"keeps its own attention: {backend.reason}")
-    if not found:
-        log_once(type(model).__name__, "keeps its own attention: it is written out in the model's modules")
 
 
 def _register(name: str, implementation: str) -> None:
@@ -113,7 +86,7 @@ def masks_of(implementation: str) -> Callable[..., Any]:
     """Return the function that builds masks for a kernel."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if implementation in (SDPA, "xformers") else implementation]
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if implementation in (SDPA, XFORMERS) else implementation]
 
 
 def _sharded(implementation: str) -> Any:
@@ -127,6 +100,8 @@ def _sharded(implementation: str) -> Any:
         query, key, value = exchange.to_heads(query, key, value)
         if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
             module.num_key_value_groups = query.shape[1] // key.shape[1]
+        if kwargs.get("position_ids") is not None:  # flash-attn finds packed documents by them, in the whole sequence
+            kwargs["position_ids"] = exchange.region.positions
         found, weights = call_kernel(implementation, module, query, key, value, attention_mask, **kwargs)
         return exchange.to_sequence(found), weights
 
@@ -161,8 +136,9 @@ def kernel_named(implementation: str, module: nn.Module) -> Any:
         return sys.modules[type(module).__module__].eager_attention_forward
     if implementation == SDPA:
         return sdpa_without_slow_kernels
-    if implementation == "xformers":
+    if implementation == XFORMERS:
         return xformers_attention
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    return ALL_ATTENTION_FUNCTIONS[implementation]
+    kernel = ALL_ATTENTION_FUNCTIONS[implementation]
+    return under_its_name(kernel, implementation) if reads_its_name(implementation) else kernel

@@ -224,6 +224,8 @@ def _exchanged(
     query, key, value = to_heads(query), to_heads(key), to_heads(value)
     if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
         module.num_key_value_groups = query.shape[1] // key.shape[1]
+    if "position_ids" in kwargs:  # flash-attn finds packed documents by them, in the whole sequence
+        kwargs["position_ids"] = mask.of.positions
     kernel = kernel_named(implementation, module)
     found, weights = kernel(module, query, key, value, mask.whole, **kwargs)  # [batch, seq, heads/cp, ...]
     held = found.new_zeros(found.shape[0], 2 * axis.chunk(length) * axis.size, *found.shape[2:])

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import logging
 from collections.abc import Callable
 from functools import cache
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.layers.parallel_module import ParallelModule
 
-# Packages whose kernels replace torch's on GPUs.
-LAYER_NORM_PACKAGE, RMS_NORM_PACKAGE = "apex", "liger_kernel"
+_log = logging.getLogger(__name__)
+
+# Packages whose kernels replace torch's on GPUs. PyPI has another package named apex; NVIDIA's, if built with its CUDA
+# extensions, comes with the second one.
+LAYER_NORM_PACKAGES, RMS_NORM_PACKAGES = ("apex", "fused_layer_norm_cuda"), ("liger_kernel",)
+_LIGER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # its sums are in fp32, too coarse for fp64
+_LIGER_FEATURES = 65536  # one program of Triton holds a row
+
+
+def are_installed(packages: tuple[str, ...]) -> bool:
+    """Return whether all of the packages are installed."""
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+@cache
+def _log_once(name: str, reason: str) -> None:
+    _log.warning("%s runs torch's kernel: %s", name, reason)
 
 
 class FusedLayerNorm(ParallelModule):
@@ -36,17 +54,30 @@ class FusedLayerNorm(ParallelModule):
         """Normalize the last dim of `x`, [batch, seq, hidden]."""
         # Checked here, not at construction: the model moves to its device later.
         kernel = _apex_layer_norm() if x.is_cuda and self.bias is not None else None
+        if kernel is not None and (reason := _not_served_by_apex(x, self.weight)):
+            _log_once(type(self).__name__, reason)
+            kernel = None
         if kernel is None:
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return kernel(x, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
+def _not_served_by_apex(x: Tensor, weight: Tensor) -> str:
+    if torch.is_autocast_enabled("cuda"):
+        return "under autocast apex's rounds to 16 bit where torch's computes in fp32"
+    return "" if x.dtype == weight.dtype else f"apex's takes weights of its input's {x.dtype}, not {weight.dtype}"
+
+
 @cache
 def _apex_layer_norm() -> Callable[..., Tensor] | None:
-    if importlib.util.find_spec(LAYER_NORM_PACKAGE) is None:
+    if not are_installed(LAYER_NORM_PACKAGES):
         return None
-    from apex.normalization.fused_layer_norm import fused_layer_norm_affine
-
+    try:
+        import fused_layer_norm_cuda  # noqa: F401  # apex imports it in the first forward pass only
+        from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+    except (ImportError, OSError) as error:
+        _log_once("FusedLayerNorm", f"apex cannot be imported ({error})")
+        return None
     return fused_layer_norm_affine
 
 
@@ -72,15 +103,42 @@ class FusedRMSNorm(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dim of `x`, [batch, seq, hidden]."""
         kernel = _liger_rms_norm() if x.is_cuda else None
+        if kernel is not None and (reason := _not_served_by_liger(x, self.weight)):
+            _log_once(type(self).__name__, reason)
+            kernel = None
         if kernel is None:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
         return kernel(x, self.weight, self.variance_epsilon)
 
 
-@cache
-def _liger_rms_norm() -> Callable[..., Tensor] | None:
-    if importlib.util.find_spec(RMS_NORM_PACKAGE) is None:
-        return None
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+def _not_served_by_liger(x: Tensor, weight: Tensor) -> str:
+    if x.dtype not in _LIGER_DTYPES or x.dtype != weight.dtype:
+        return f"Liger's takes fp32, fp16 or bf16 for both, not inputs in {x.dtype} and weights in {weight.dtype}"
+    if x.shape[-1] > _LIGER_FEATURES:
+        return f"Liger's takes up to {_LIGER_FEATURES} features, not {x.shape[-1]}"
+    needed = (8, 0) if x.dtype == torch.bfloat16 else (7, 0)  # of Triton
+    found = torch.cuda.get_device_capability(x.device)
+    if found < needed:
+        return f"Liger's needs compute capability {needed[0]}.{needed[1]} for {x.dtype}, not {found[0]}.{found[1]}"
+    return ""
 
-    return LigerRMSNormFunction.apply
+
+@cache
+def _liger_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor] | None:
+    if not are_installed(RMS_NORM_PACKAGES):
+        return None
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    except (ImportError, OSError) as error:
+        _log_once("FusedRMSNorm", f"liger-kernel cannot be imported ({error})")
+        return None
+    if "in_place" not in inspect.signature(LigerRMSNormFunction.forward).parameters:
+        _log_once("FusedRMSNorm", "this liger-kernel has no in_place option; install a newer one")
+        return None
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # In place it would overwrite the gradient of its output, which a residual after the norm reads too.
+        offset, casting_mode, in_place = 0.0, "llama", False
+        return LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode, in_place)
+
+    return rms_norm

@@ -43,6 +43,7 @@ class SequenceParallel:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.length = 0
+        self.positions: Tensor | None = None  # of whole sequences, [batch or 1, seq]; `slice_positions` sets them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self
@@ -205,6 +206,7 @@ def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:
         elif isinstance(tables, Tensor):  # one table of complex numbers
             changed["position_embeddings"] = own(tables, -2)
         if "position_ids" in kwargs:
+            region.positions = kwargs["position_ids"]
             changed["position_ids"] = own(kwargs["position_ids"], -1)
         return args, changed
 

@@ -13,7 +13,7 @@ def optimisations() -> dict[str, str]:
 
     from shardformer.attention.backends import is_installed
     from shardformer.layers.fused_ops import has_compiler
-    from shardformer.layers.norm import LAYER_NORM_PACKAGE, RMS_NORM_PACKAGE
+    from shardformer.layers.norm import LAYER_NORM_PACKAGES, RMS_NORM_PACKAGES, are_installed
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     compiler = "triton" if device == "cuda" else "a C++ compiler (g++)"
@@ -24,11 +24,11 @@ def optimisations() -> dict[str, str]:
         ("xformers", is_installed("xformers"), sdpa, "xformers"),
         (
             "apex",
-            _is_there(LAYER_NORM_PACKAGE),
+            are_installed(LAYER_NORM_PACKAGES),
             "layer norms run through torch's kernel",
             "apex with its CUDA extensions",
         ),
-        ("liger-kernel", _is_there(RMS_NORM_PACKAGE), "RMS norms run through torch's kernel", "liger-kernel"),
+        ("liger-kernel", are_installed(RMS_NORM_PACKAGES), "RMS norms run through torch's kernel", "liger-kernel"),
         ("fused operators", has_compiler(device), "enable_jit_fused runs eagerly", compiler),
         ("NCCL", dist.is_nccl_available(), "GPUs talk through gloo, by way of the CPU", "a build of torch for CUDA"),
         ("safetensors", _is_there("safetensors"), "weights cannot be read in slices", "safetensors"),
@@ -46,10 +46,16 @@ def _attention_here(device: str) -> str:
     import torch
 
     from shardformer.attention.backends import SDPA, choose_backend
+    from shardformer.attention.kernel_limits import AttentionNeeds, capability_of
 
-    chosen = choose_backend(
-        True, supports_flash=True, supports_sdpa=True, soft_caps=False, device=device, dtype=torch.bfloat16
+    needs = AttentionNeeds(
+        supports_flash=True,
+        supports_sdpa=True,
+        device=device,
+        capability=capability_of(torch.device(device)),
+        dtype=torch.bfloat16,
     )
+    chosen = choose_backend(True, needs)
     return "torch's SDPA" if chosen.implementation == SDPA else str(chosen.implementation)
 
 

@@ -268,6 +268,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
             sharding_dim=sharding.sharding_dim,
             expert_parallel_process_group=mesh.group(EP),
             expert_capacity_factor=sharding.expert_capacity_factor,
+            device=mesh.device,
         )
         policy = as_policy(sharding.custom_policy) if sharding.tp_info is None else TPInfoPolicy(sharding.tp_info)
         return ShardFormer(shard_config).optimize(model, policy)[1]

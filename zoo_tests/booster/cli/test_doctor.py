@@ -45,7 +45,7 @@ def test_what_is_missing_for_each_optimisation(
 ) -> None:
     """The library's own rules are asked, so that a package that appears, or goes, is seen."""
     real = importlib.util.find_spec
-    there, gone = {"flash_attn", "apex"}, {"liger_kernel", "xformers", "matplotlib"}
+    there, gone = {"flash_attn", "apex", "fused_layer_norm_cuda"}, {"liger_kernel", "xformers", "matplotlib"}
     fake = {**dict.fromkeys(there, SimpleNamespace()), **dict.fromkeys(gone)}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: fake[name] if name in fake else real(name))
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -53,6 +53,8 @@ def test_what_is_missing_for_each_optimisation(
     assert rows["flash-attn"] == rows["apex"] == "available"
     assert rows["liger-kernel"] == "missing: RMS norms run through torch's kernel; install liger-kernel"
     assert rows["xformers"].startswith("missing") and rows["matplotlib"].startswith("missing")
+    fake["fused_layer_norm_cuda"] = None  # another package of that name, or a build without extensions
+    assert _rows(outcome(capsys, "doctor")[1])["apex"].startswith("missing: layer norms run through torch's kernel")
     assert rows["torchrun"].startswith("missing: ") and rows["fused operators"].startswith("missing: ")
     assert rows["attention here"] == "torch's SDPA"  # there is no GPU, whatever is installed
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +18,21 @@ from torch import nn
 
 from shardformer import ShardConfig, ShardFormer
 from shardformer.attention import backends
-from shardformer.attention.backends import SDPA, Backend, choose_backend, slow_reason
+from shardformer.attention.backends import SDPA, Backend, choose_backend, reason_not_usable, slow_reason
+from shardformer.attention.kernel_limits import FLASH_2, FLASH_3, AttentionNeeds
+from shardformer.attention.selection import needs_of
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 
 
 def _choose(request: bool | str = True, installed: tuple[str, ...] = (), **changes: Any) -> Backend:
-    needs: dict[str, Any] = {"supports_flash": True, "supports_sdpa": True, "soft_caps": False}
-    needs |= {"device": "cuda", "dtype": BF16} | changes
-    return choose_backend(request, installed=lambda name: name in (*installed, "sdpa"), **needs)
+    needs: dict[str, Any] = {"supports_flash": True, "supports_sdpa": True, "device": "cuda", "dtype": BF16} | changes
+    return choose_backend(
+        request, AttentionNeeds(**needs), lambda name: name in (*installed, "sdpa"), not_usable=lambda name: ""
+    )
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
@@ -40,6 +46,79 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert _choose(installed=both, soft_caps=True).implementation == "flash_attention_3"
 
 
+@pytest.mark.parametrize(
+    ("changes", "chosen", "reason"),
+    [
+        ({"capability": HOPPER}, FLASH_3, ""),
+        ({"capability": AMPERE}, FLASH_2, "flash_attention_3 needs a GPU of compute capability 9.0 (Hopper), not 8.0"),
+        ({"capability": BLACKWELL}, FLASH_2, "flash_attention_3 needs a GPU of compute capability 9.0"),
+        ({"capability": (7, 5), "dtype": FP16}, SDPA, "flash_attention_2 needs a GPU of compute capability 8.0"),
+        ({"dropout": 0.1}, FLASH_2, "flash_attention_3 has no dropout, and the model drops attention weights"),
+        ({"dropout": 0.1, "soft_caps": True}, None, "flash_attention_2 cannot both cap scores and drop"),
+        ({"head_dims": (64, 100)}, FLASH_2, "flash_attention_3 takes head sizes that 8 divides, not 100"),
+        ({"head_dims": (320,)}, SDPA, "flash_attention_2 takes head sizes up to 256, not 320"),
+        ({"head_dims": (256,), "capability": ADA}, FLASH_2, "flash_attention_3 needs a GPU"),
+        ({"head_dims": (256,), "capability": ADA, "dropout": 0.1}, SDPA, "flash_attention_2 has no backward pass for"),
+        ({"head_dims": (256,), "capability": AMPERE, "dropout": 0.1}, FLASH_2, "flash_attention_3 needs a GPU"),
+        ({"dtype": FP32}, SDPA, "flash_attention_2 runs on GPUs in 16 bit, not on cuda in torch.float32"),
+        ({"supports_flash": False}, SDPA, "flash_attention_2 cannot do what the model's masks or biases need"),
+        ({"flash_kernels": ("kernels-community/x",), "supports_sdpa": False}, None, "transformers has no SDPA path"),
+        ({"device": "cpu"}, SDPA, ""),
+    ],
+)
+def test_a_kernel_that_does_not_serve_is_passed_over_with_a_reason(
+    changes: dict[str, Any], chosen: str | None, reason: str
+) -> None:
+    found = _choose(installed=(FLASH_3, FLASH_2), **changes)
+    assert found.implementation == chosen
+    assert (reason in found.reason) if reason else not found.reason
+
+
+def test_a_package_that_cannot_be_used_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built for another torch: importing it fails. Of a version that transformers refuses: it would ask the hub."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    broken = reason_not_usable(FLASH_2)
+    assert broken.startswith("cannot be imported (") and f"install a build for torch {torch.__version__}" in broken
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    assert reason_not_usable(FLASH_2) == "is no version that transformers takes"
+    needs = AttentionNeeds(supports_flash=True, supports_sdpa=True, device="cuda", dtype=BF16)
+    found = choose_backend(True, needs, lambda name: name == FLASH_2, lambda name: broken)
+    assert found == Backend(SDPA, f"{FLASH_2} {broken}")
+    with pytest.raises(ValueError, match="enable_flash_attention='flash_attention_2' cannot be imported"):
+        choose_backend(FLASH_2, needs, lambda name: name == FLASH_2, lambda name: broken)
+
+
+@pytest.mark.parametrize("family", sorted(name for name, family in FAMILIES.items() if family.attention_dropout))
+def test_the_dropout_of_every_family_is_found(family: str) -> None:
+    members = FAMILIES[family]
+    model = members.build(members.main_head, torch.float32, **{members.attention_dropout: 0.375})
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    found = [needs_of(model, each, [], torch.device("cpu"), BF16, trains=True).dropout for each in configs.values()]
+    assert max(found) == 0.375
+    assert needs_of(model, model.config, [], torch.device("cpu"), BF16, trains=False).dropout == 0.0
+
+
+def test_needs_of_a_model() -> None:
+    model = FAMILIES["gemma2"].build("causal_lm")
+    attentions = [module for module in model.modules() if type(module).__name__ == "Gemma2Attention"]
+    needs = needs_of(model, model.config, attentions, torch.device("cuda"), BF16, trains=True)
+    assert needs.soft_caps and needs.supports_flash and needs.head_dims == (attentions[0].head_dim,)
+    assert needs_of(model, model.config, [], torch.device("cuda"), BF16, True).head_dims == (model.config.head_dim,)
+
+
+def test_the_device_is_that_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU in the machine does not mean that the model runs on it: the plugin says, or else the process group."""
+    parameter = torch.empty(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert ShardConfig(device=torch.device("cpu")).device_of(parameter) == torch.device("cpu")
+    assert ShardConfig().device_of(parameter) == torch.device("cuda", 1), "there is no process group"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for backend, expected in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")):
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group, backend=backend: backend)
+        assert ShardConfig().device_of(parameter).type == expected
+
+
 def test_what_no_backend_can_do_keeps_its_own_attention_with_a_reason() -> None:
     assert _choose(soft_caps=True) == Backend(None, _choose(soft_caps=True).reason) and _choose(soft_caps=True).reason
     assert _choose(supports_sdpa=False, supports_flash=False).reason == "transformers has no SDPA path for it"
@@ -51,6 +130,9 @@ def test_what_no_backend_can_do_keeps_its_own_attention_with_a_reason() -> None:
         ("flash", {}, "'flash' is not an attention backend; use True, False or one of flash_attention_3"),
         ("flash_attention_2", {}, "needs the package flash_attn, which is not installed; use True or 'sdpa'"),
         ("xformers", {}, "needs the package xformers, which is not installed"),
+        ("xformers", {"installed": ("xformers",), "device": "cpu"}, "runs on GPUs in fp32, fp16 or bf16, not on cpu"),
+        ("xformers", {"installed": ("xformers",), "head_dims": (20,)}, "head sizes that 8 divides in torch.bfloat16"),
+        ("xformers", {"installed": ("xformers",), "capability": (7, 5)}, "capability 8.0 .Ampere. or more for bf16"),
         (
             "flash_attention_2",
             {"installed": ("flash_attention_2",), "dtype": FP32},
@@ -77,6 +159,8 @@ def test_a_named_backend_that_cannot_be_is_refused(request_: str, changes: dict[
         (("cuda", torch.float64, 64, False, False), True),
         (("cuda", BF16, 512, False, False), True),
         (("cuda", BF16, 64, False, False, 0.1), False),
+        (("cuda", BF16, 64, False, False, 0.0, (7, 5)), True),
+        (("cuda", FP16, 64, False, False, 0.0, (7, 5)), False),
         (("cpu", FP32, 64, True, False), False),
         (("cpu", FP32, 64, True, True), True),
         (("cpu", FP32, 64, False, False, 0.1), True),
