@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardformer.attention import log_once
+from shardformer.attention.kernel_limits import AMPERE, HALF, Capability, capability_of, has_backward_of_large_heads
+
 _aten = torch.ops.aten
 
 
@@ -162,14 +165,28 @@ def _has_cpu_kernel(query: Tensor, value: Tensor, softmax: Softmax) -> bool:
 
 
 def _has_cuda_kernel(query: Tensor, value: Tensor, block: Block, softmax: Softmax) -> bool:
-    return (
-        query.device.type == "cuda"
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] == value.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and block.allowed is None
-        and not softmax.dropout
-    )
+    if query.device.type != "cuda" or block.allowed is not None or softmax.dropout:
+        return False  # docs/context_parallelism.md says so
+    reason = _not_served_on_gpu(query, value, capability_of(query.device))
+    if reason:
+        log_once("ring attention", f"runs a plain kernel: {reason}")
+    return not reason
+
+
+def _not_served_on_gpu(query: Tensor, value: Tensor, capability: Capability | None) -> str:
+    """Return why torch's flash kernel does not serve a block without masks; empty if it does."""
+    size = query.shape[-1]
+    if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch has no flash kernel"
+    if query.dtype not in HALF:
+        return f"torch's flash kernel runs in 16 bit, not in {query.dtype}"
+    if capability is not None and capability < AMPERE:
+        return "torch's flash kernel needs a GPU of compute capability 8.0 (Ampere) or more"
+    if size != value.shape[-1] or size > 256 or size % 8:
+        return f"torch's flash kernel takes equal head sizes up to 256 that 8 divides, not {size}, {value.shape[-1]}"
+    if not has_backward_of_large_heads(size, capability):
+        return f"torch's flash kernel has no backward pass for heads of size {size} on this GPU"
+    return ""
 
 
 def _cuda_backward(
