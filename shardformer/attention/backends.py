@@ -126,6 +126,8 @@ def _check_named(
         raise ValueError(f"{wanted} {reason}; use True or 'sdpa'")
     if needs.soft_caps and not name.startswith("flash"):
         raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
+    if not needs.supports_sdpa and not name.startswith("flash"):  # attention sinks, which SDPA would ignore
+        raise ValueError(f"{wanted} cannot do what the model's attention needs; use True or False")
 
 
 @cache

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from shardformer import ShardConfig, ShardFormer
-from shardformer.attention import backends
+from shardformer.attention import backends, use_backend, use_sharded_attention
 from shardformer.attention.backends import SDPA, Backend, choose_backend, reason_not_usable, slow_reason
 from shardformer.attention.kernel_limits import FLASH_2, FLASH_3, AttentionNeeds
 from shardformer.attention.selection import needs_of
+from zoo_tests.harness.kernel_packages import flash_attn
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
@@ -106,6 +108,27 @@ def test_needs_of_a_model() -> None:
     assert needs_of(model, model.config, [], torch.device("cuda"), BF16, True).head_dims == (model.config.head_dim,)
 
 
+def test_sinks_keep_the_attention_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-OSS: flash-attn 2 and 3 would leave out its sinks without a word, and so would SDPA."""
+    backends.log_once.cache_clear()
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8}
+    config = transformers.GptOssConfig(**sizes, intermediate_size=8, num_hidden_layers=1, num_local_experts=2)
+    model = transformers.GptOssForCausalLM(config)
+    with flash_attn(2, 3):
+        use_backend(model, True, torch.device("cuda"), BF16)
+    assert model.config._attn_implementation == "eager"
+    assert "keeps its own attention: transformers has no SDPA path for it; flash_attention_3 cannot do" in caplog.text
+
+
+def test_towers_keep_kernels_of_their_own() -> None:
+    """Setting the name in an outer configuration sets it in those inside."""
+    model = FAMILIES["clip"].build(FAMILIES["clip"].main_head)
+    model.config.vision_config._attn_implementation = "eager"
+    use_sharded_attention(model, 0)
+    assert model.config.text_config._attn_implementation == "sharded_sdpa"
+    assert model.config.vision_config._attn_implementation == "sharded_eager"
+
+
 def test_the_device_is_that_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU in the machine does not mean that the model runs on it: the plugin says, or else the process group."""
     parameter = torch.empty(1)
@@ -144,6 +167,7 @@ def test_what_no_backend_can_do_keeps_its_own_attention_with_a_reason() -> None:
             "cannot do what the model's masks or biases need",
         ),
         ("sdpa", {"soft_caps": True}, "cannot cap attention scores, which the model needs; use True or False"),
+        ("sdpa", {"supports_sdpa": False}, "cannot do what the model's attention needs; use True or False"),
     ],
 )
 def test_a_named_backend_that_cannot_be_is_refused(request_: str, changes: dict[str, Any], message: str) -> None:
