@@ -117,20 +117,42 @@ def place_states(
         buckets: the buckets that hold the pieces.
     """
     for bucket in buckets:
+        group = optim.param_groups[bucket.group_index]
         for piece in bucket.pieces:
             state, spec = states.get(bucket.params[piece.index]), spec_of(bucket.params[piece.index])
             if not state:
                 continue
 
-            def cut(value: Any) -> Any:
-                if not isinstance(value, Tensor) or tuple(value.shape) != spec.full_shape:  # noqa: B023
+            def cut(key: str, value: Any) -> Any:
+                if not isinstance(value, Tensor):
                     return value
+                if tuple(value.shape) != spec.full_shape:  # noqa: B023
+                    return on_state_device(key, value, group, piece.parameter)  # noqa: B023
                 local = spec.shard(value).reshape(-1)[piece.start : piece.stop]  # noqa: B023
                 return local.to(piece.parameter.device).view_as(piece.parameter)  # noqa: B023
 
-            optim.state[piece.parameter] = {key: cut(value) for key, value in state.items()}
+            optim.state[piece.parameter] = {key: cut(key, value) for key, value in state.items()}
         for param in bucket.params:
             states.pop(param, None)
+
+
+def on_state_device(key: str, value: Tensor, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    """Return a state on the device where the optimizer expects it, by the rule of `Optimizer.load_state_dict`.
+
+    States are on the parameter's device, except the number of steps: the kernels of fused and capturable optimizers
+    read it on the device, all others read it on the host.
+
+    Args:
+        key: name of the state.
+        value: the state.
+        group: options of the parameter's group.
+        parameter: the parameter.
+    """
+    if key != "step":
+        return value.to(parameter.device)
+    if group.get("fused") or group.get("capturable"):
+        return value.to(parameter.device, torch.float32)
+    return value
 
 
 def check_gradients(model: nn.Module) -> None:

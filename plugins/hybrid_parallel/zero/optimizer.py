@@ -335,8 +335,10 @@ class HybridParallelOptimizer(GuardedOptimizer):
         A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
         counted = [bucket.squared_norm() * float(bucket.counted) for bucket in self.buckets]
-        device = self.buckets[0].flat.device if self.buckets else "cpu"
-        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=device)
+        # A stage without trained parameters takes part on the mesh's device, too: each device has a backend of its own.
+        if not counted:
+            counted = [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]
+        total = torch.stack(counted).sum()
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total.sqrt()

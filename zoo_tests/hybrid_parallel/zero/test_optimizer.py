@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.zero.grouping import place_states
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from zoo_tests.harness.optimizers import ClippedSGD, DerivedAdam, Lamb, Lion, TrustAdamW
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.toy import Pair, global_batch, mean_square, share_of, toy
@@ -350,3 +354,35 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_is_changed() -
     with pytest.raises(ConfigurationError, match="got an optimizer without its model; make it from the"):
         booster.boost(torch.optim.SGD(model.parameters(), lr=0.1))
     booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_norm_of_a_stage_without_trained_parameters_is_on_the_device_of_the_others() -> None:
+    """On the CPU it would go to another backend than theirs, and both would wait."""
+    stage = SimpleNamespace(buckets=[], mesh=SimpleNamespace(device=torch.device("meta")))
+    with playing(0, 2):
+        assert HybridParallelOptimizer.global_norm(stage).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("key", "group", "device"),
+    [
+        ("step", {"fused": True}, "meta"),
+        ("step", {"capturable": True}, "meta"),
+        ("step", {"fused": None, "capturable": False}, "cpu"),
+        ("mu_product", {}, "meta"),
+    ],
+)
+def test_states_from_before_boost_are_where_the_optimizer_reads_them(
+    key: str, group: dict[str, Any], device: str
+) -> None:
+    """A fused kernel refuses a number of steps in host memory."""
+    model = nn.Linear(4, 4, device="meta")
+    optim = torch.optim.AdamW(model.parameters())
+    optim.param_groups[0].update(group)
+    piece = SimpleNamespace(index=0, parameter=model.weight, start=0, stop=16)
+    place_states(
+        optim,
+        {model.weight: {key: torch.tensor(3.0)}},
+        [SimpleNamespace(params=[model.weight], pieces=[piece], group_index=0)],
+    )
+    assert optim.state[model.weight][key].device.type == device

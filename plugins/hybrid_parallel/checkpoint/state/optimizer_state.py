@@ -19,6 +19,7 @@ from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER
 from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX as MODEL
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
+from plugins.hybrid_parallel.zero.grouping import on_state_device
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.shard_spec import ShardSpec, spec_of
 
@@ -156,8 +157,11 @@ class OptimizerLoad:
             else:
                 wanted = GlobalTensor.whole(state[key])
             self.tensors[f"{PREFIX}{name}/{key}"] = wanted
+        group = {**self.optimizer.param_groups[bucket.group_index], **self.saved["param_groups"][bucket.group_index]}
         for key, (kind, value) in self.saved["numbers"].get(name, {}).items():
-            state[key] = value if kind == "number" else torch.tensor(value, dtype=getattr(torch, kind))
+            if kind != "number":
+                value = on_state_device(key, torch.tensor(value, dtype=getattr(torch, kind)), group, target)
+            state[key] = value
         if bucket.has_masters:
             self._ask_for_master(names, piece, spec)
         self._states.append((target, state))
