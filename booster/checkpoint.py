@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
+from shardformer.distributed.process_groups import world_group
 from shardformer.utils.json import read_json_object
 
 
@@ -61,7 +62,7 @@ def save_lr_scheduler(lr_scheduler: Any, path: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_text(Path(path), text)
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(world_group())
 
 
 def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from shardformer.distributed.collectives import world_timeout
 
 Created = TypeVar("Created")
 
@@ -44,6 +47,41 @@ class ProcessGroups:
                 torch names the next one like the destroyed one, and its ranks may read stale addresses in the store.
         """
         self._created = {key: made for key, made in self._created.items() if isinstance(key, tuple) and key[0] == kept}
+
+
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> ProcessGroup:
+    """Create a process group with the job's timeout that takes CPU tensors, even if the default group does not.
+
+    Args:
+        ranks: members; None for all ranks.
+        options: further arguments of `torch.distributed.new_group`.
+    """
+    world = dist.group.WORLD
+    bound = world.bound_device_id
+    if options.get("use_local_synchronization"):
+        # With a bound device NCCL splits the communicator of the default group, and all of its ranks have to take part.
+        world.bound_device_id = None
+    try:
+        return dist.new_group(ranks, timeout=world_timeout(), backend=_backend(), **options)
+    finally:
+        world.bound_device_id = bound
+
+
+def world_group() -> ProcessGroup:
+    """Return a group of all ranks that takes CPU tensors; all ranks must call this.
+
+    This is the default group, unless that was created for GPU tensors only, as by `init_process_group("nccl")`.
+    """
+    if _backend() is None:
+        return dist.group.WORLD
+    return ProcessGroups.of_world().get_or_create("world", new_group)
+
+
+def _backend() -> str | None:
+    """Return the backends of new groups: those of the default group (None), or gloo for CPU tensors besides them."""
+    if torch.device("cpu") in dist.group.WORLD._device_types:
+        return None
+    return f"cpu:gloo,{dist.get_backend_config()}"
 
 
 # Weak keys: torch holds the default process group until `destroy_process_group`.

@@ -22,9 +22,8 @@ from shardformer.distributed.collectives import (
     gather_from_region,
     reduce_from_region,
     split_features,
-    world_timeout,
 )
-from shardformer.distributed.process_groups import ProcessGroups
+from shardformer.distributed.process_groups import ProcessGroups, new_group
 from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.autocast import autocast
@@ -350,7 +349,7 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     start = dist.get_rank(group) // copies * copies
     members = ranks[start : start + copies]
     # Local synchronization: only the members take part, so other ranks need not make this call.
-    create = partial(dist.new_group, members, use_local_synchronization=True, timeout=world_timeout())
+    create = partial(new_group, members, use_local_synchronization=True)
     return ProcessGroups.of_world().get_or_create(("copies", *members), create)
 
 

@@ -17,6 +17,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from shardformer.distributed.process_groups import world_group
 
 _logger = get_logger(__name__)
 
@@ -39,7 +40,7 @@ def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
     kinds = [(key, entry[0]) for key, entry in sorted(entries.items())]
     mine = torch.tensor([mesh.rank("dp"), checksum_of(kinds), checksum_of(sorted(entries.items()))])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    dist.all_gather(everyone, mine, group=world_group())
     replicas: dict[int, set[int]] = {}
     for replica, _, values in (row.tolist() for row in everyone):
         replicas.setdefault(replica, set()).add(values)

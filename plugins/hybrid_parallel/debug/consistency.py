@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.distributed.checksum import checksum
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.distributed.process_groups import world_group
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 # In causal order: a different learning rate leads to different parameters.
@@ -215,6 +216,6 @@ def _size_of_difference(scopes: Sequence[_Scope], name: str, words: str, ranks: 
     if not shared.value.is_floating_point():
         return None
     other = shared.value.detach().clone()
-    dist.broadcast(other, ranks[0], group=scope.group)
+    dist.broadcast(other, ranks[0], group=scope.group or world_group())
     largest = float((other.double() - shared.value.detach().double()).abs().max()) if other.numel() else 0.0
     return f"largest difference {largest:.3g}" if dist.get_rank() == ranks[1] else None

@@ -14,6 +14,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum_of
 from shardformer import TPInfo
+from shardformer.distributed.process_groups import world_group
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -30,7 +31,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     options = {name: _plain(value) for name, value in options.items()}
     number = checksum_of(options)
     extremes = torch.tensor([number, -number])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=world_group())
     if extremes[0] == -extremes[1]:
         return
     everyone = all_gather_json(options)

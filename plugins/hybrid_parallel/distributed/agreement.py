@@ -11,13 +11,15 @@ import torch.distributed as dist
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from shardformer.distributed.process_groups import world_group
 from shardformer.lazy.weight_files import WeightFileError
 
 _logger = get_logger(__name__)
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather every rank's value, in rank order."""
+    """Gather every rank's value, in rank order; `group` is None for all ranks."""
+    group = group or world_group()
     payload = json.dumps(value).encode()
     world_size = dist.get_world_size(group)
     if world_size == 1:
@@ -35,6 +37,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather every rank's value, in rank order, on the group's first rank; return an empty list on the others."""
+    group = group or world_group()
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = all_gather_json(len(payload), group)
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -48,6 +51,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
     """Broadcast the value of `source`, a global rank, and return it."""
+    group = group or world_group()
     is_source = dist.get_rank() == source
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor(len(payload) if is_source else 0)

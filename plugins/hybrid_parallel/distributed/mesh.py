@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives
 from shardformer.distributed.collectives import world_timeout
-from shardformer.distributed.process_groups import ProcessGroups
+from shardformer.distributed.process_groups import ProcessGroups, new_group
 from shardformer.shard_spec import EXPERTS, TENSOR
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -183,7 +183,7 @@ def _own_group(partition: list[list[int]]) -> ProcessGroup | None:
     """Create a group for each list of ranks, on all ranks in the same order; return the one this rank is in."""
     own = None
     for ranks in partition:
-        group = dist.new_group(ranks, timeout=world_timeout(), **_in_order(ranks))
+        group = new_group(ranks, **_in_order(ranks))
         own = group if dist.get_rank() in ranks else own
     return own
 

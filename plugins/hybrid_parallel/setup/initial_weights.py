@@ -14,6 +14,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum
 from plugins.hybrid_parallel.zero.gradient_hooks import hooked_names
+from shardformer.distributed.process_groups import world_group
 
 _logger = get_logger(__name__)
 
@@ -56,7 +57,7 @@ def share_initial_weights(model: nn.Module) -> None:
         )
     for tensor in tensors.values():
         whole = tensor.detach().contiguous()
-        dist.broadcast(whole, src=0)
+        dist.broadcast(whole, src=0, group=world_group())
         tensor.detach().copy_(whole)
 
 
@@ -77,6 +78,6 @@ def _difference(frozen: Sequence[Sequence[str]]) -> str:
 
 def _same_everywhere(*numbers: int) -> list[bool]:
     extremes = torch.tensor([*numbers, *(-number for number in numbers)])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=world_group())
     largest, smallest = extremes.chunk(2)
     return (largest == -smallest).tolist()

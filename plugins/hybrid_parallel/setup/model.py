@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.zero.grouping import (
     warn_of_untrained,
 )
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
+from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.fp8 import check_fp8, multiply_in_fp8
 from shardformer.layers.partial_gradients import leave_sums
@@ -213,7 +214,8 @@ def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:
     reader = weight_reader_of(model)
     if reader is None and is_recorded(model):
         shared_seed = torch.tensor(seed)
-        dist.broadcast(shared_seed, src=0)  # shards drawn from other seeds would fit together without an error
+        # Shards drawn from other seeds would fit together without an error.
+        dist.broadcast(shared_seed, src=0, group=world_group())
         with _mistakes():
             reader = RecordedValues(model, int(shared_seed))
             reader.fill_buffers(model)

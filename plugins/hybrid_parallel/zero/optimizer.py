@@ -24,6 +24,7 @@ from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
 from plugins.hybrid_parallel.zero.step import LocalParameters, PassRecord, StepOptions
+from shardformer.distributed.process_groups import world_group
 from shardformer.shard_spec import spec_of
 
 
@@ -340,7 +341,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             counted = [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]
         total = torch.stack(counted).sum()
         if dist.get_world_size() > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=world_group())
         return total.sqrt()
 
 

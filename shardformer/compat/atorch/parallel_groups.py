@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import world_timeout
+from shardformer.distributed.process_groups import new_group
 
 NAMES = ("tensor", "data", "pipeline", "sequence", "expert", "zero")
 _ALIASES = {"pipe": "pipeline"}
@@ -110,7 +110,7 @@ def create_parallel_group(
     PROCESS_STATE.process_groups.clear()
     for name in groups.sizes:
         for ranks in groups.ranks(name):
-            group = dist.new_group(ranks, timeout=world_timeout())
+            group = new_group(ranks)
             if dist.get_rank() in ranks:
                 PROCESS_STATE.process_groups[name] = group
     PROCESS_STATE.groups = groups

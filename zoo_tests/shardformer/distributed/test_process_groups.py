@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
+import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plugins.hybrid_parallel.distributed.mesh import build_mesh, control_group, link_group, tied_group
-from shardformer.distributed.process_groups import ProcessGroups
+from shardformer.distributed.process_groups import ProcessGroups, new_group, world_group
 
 
 def join() -> None:
@@ -68,3 +71,54 @@ def test_cleared_groups_are_created_again() -> None:
         assert build_mesh(2, 2, 1, 1) is not mesh
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def default_group_without_cpu() -> Iterator[None]:
+    """Stands for `init_process_group("nccl")`: a default group that refuses CPU tensors."""
+    dist.init_process_group("cuda:gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group_without_cpu")
+def test_every_group_of_ours_takes_cpu_tensors() -> None:
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(()))
+    mesh = build_mesh(1, 1, 1, 1)
+    groups = [*mesh.axis_groups.values(), mesh.replica_group, link_group(mesh, 0), tied_group(mesh, (0,))]
+    groups += [world_group(), control_group()]
+    for group in groups:
+        dist.all_reduce(torch.ones(()), group=group)
+    assert world_group() is world_group()
+
+
+def test_groups_besides_nccl_take_cpu_tensors_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, backend, **_: asked.append(backend))
+    join()
+    try:
+        assert world_group() is dist.group.WORLD
+        new_group([0])
+        monkeypatch.setattr(type(dist.group.WORLD), "_device_types", [torch.device("cuda")])
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        new_group([0])
+        world_group()
+    finally:
+        dist.destroy_process_group()
+    assert asked == [None, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"]
+
+
+def test_a_group_that_only_its_members_create_splits_no_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bound device torch splits the default group's, in which all ranks of the job have to take part."""
+    bound: list[torch.device | None] = []
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: bound.append(dist.group.WORLD.bound_device_id))
+    join()
+    try:
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 3)
+        new_group([0])
+        new_group([0], use_local_synchronization=True)
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 3)
+    finally:
+        dist.destroy_process_group()
+    assert bound == [torch.device("cuda", 3), None]
