@@ -23,6 +23,7 @@ _logger = get_logger(__name__)
 _MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEBUG = "BOOSTER_DEBUG"
+_VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _CPU_BACKEND = "gloo"
 _TIMEOUT_S = 1800.0
@@ -185,6 +186,10 @@ def _store(place: Place, rendezvous_url: str, timeout: timedelta) -> dist.Store:
 
 def _choose_gpu(local_rank: int) -> None:
     num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise ConfigurationError("backend='nccl' needs a GPU for each rank, and torch finds none; use backend='gloo'")
+    if num_gpus == 1 and any(os.environ.get(name) for name in _VISIBLE_GPUS):
+        local_rank = 0  # each process sees only its own; `boost` refuses two ranks on one
     if not 0 <= local_rank < num_gpus:
         raise ConfigurationError(
             f"local_rank={local_rank} has no GPU: this machine has {num_gpus} and each rank needs its own; "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from booster import failure
 from booster.errors import ConfigurationError
-from booster.launch import Place, place_from_environment
+from booster.launch import Place, _choose_gpu, place_from_environment
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -53,3 +54,44 @@ def test_guard_passes_errors_on_and_does_nothing_else_without_a_launch() -> None
         work(0)
     with pytest.raises(KeyboardInterrupt), failure.guard("work"):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "num_gpus", "visible", "chosen"),
+    [(2, 4, None, 2), (2, 4, "0,1,2,3", 2), (2, 1, "2", 0), (0, 1, None, 0)],
+)
+def test_the_gpu_of_a_rank(
+    local_rank: int, num_gpus: int, visible: str | None, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that sees a single GPU, as Slurm and Ray start them, uses it, whatever its local rank is."""
+    found: list[int] = []
+    set_visible(monkeypatch, num_gpus, visible)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    _choose_gpu(local_rank)
+    assert found == [chosen]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "num_gpus", "visible", "sentence"),
+    [
+        (2, 1, None, "local_rank=2 has no GPU: this machine has 1 and each rank needs its own; use --nproc-per-node 1"),
+        (2, 2, "0,1", "local_rank=2 has no GPU: this machine has 2"),
+        (0, 0, "", "backend='nccl' needs a GPU for each rank, and torch finds none; use backend='gloo'"),
+    ],
+)
+def test_a_rank_without_a_gpu(
+    local_rank: int, num_gpus: int, visible: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_visible(monkeypatch, num_gpus, visible)
+    with pytest.raises(ConfigurationError) as refused:
+        _choose_gpu(local_rank)
+    assert str(refused.value).startswith(sentence)
+
+
+def set_visible(monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

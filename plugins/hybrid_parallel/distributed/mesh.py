@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives
+from plugins.hybrid_parallel.distributed.device import claim_device
 from shardformer.distributed.collectives import world_timeout
 from shardformer.distributed.process_groups import ProcessGroups, new_group
 from shardformer.shard_spec import EXPERTS, TENSOR
@@ -78,26 +79,29 @@ def build_mesh(
     debug: bool = False,
     placement: list[list[list[int]]] | None = None,
     ep_size: int = 1,
+    device: torch.device | None = None,
 ) -> HybridMesh:
     """Return the grid of a layout, built at the first call; all ranks of the world must call this.
 
     Args:
         placement: the ranks as [dp][pp][tp]; None for default order.
         ep_size: number of neighbours on the `dp_cp` axis that share the experts; divides the size of that axis.
+        device: the device of this rank; None for `current_device`.
 
     Raises:
-        ConfigurationError: if this torch cannot create groups in the order of the placement.
+        ConfigurationError: if this torch cannot create groups in the order of the placement, or two ranks use the same
+            GPU.
     """
     grid = torch.arange(dist.get_world_size()).view(pp_size, dp_size, cp_size, tp_size)
     if placement is not None:
         grid = torch.tensor(placement).movedim(1, 0).unsqueeze(2)  # [pp, dp, 1, tp]
-    key = ("mesh", debug, grid.shape, ep_size, tuple(grid.flatten().tolist()))
+    key = ("mesh", debug, grid.shape, ep_size, tuple(grid.flatten().tolist()), device)
     with checked_collectives(debug):
-        return ProcessGroups.of_world().get_or_create(key, lambda: _build(grid, ep_size))
+        return ProcessGroups.of_world().get_or_create(key, lambda: _build(grid, ep_size, device or claim_device()))
 
 
-def _build(grid: torch.Tensor, ep_size: int) -> HybridMesh:
-    device, tp_size = current_device(), grid.shape[-1]
+def _build(grid: torch.Tensor, ep_size: int, device: torch.device) -> HybridMesh:
+    tp_size = grid.shape[-1]
     # Groups of our own: torch's mesh would create groups with its own timeout instead of the job's.
     axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
     device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
@@ -198,10 +202,3 @@ def _in_order(ranks: list[int]) -> dict[str, bool]:
             "use ascending ranks along every axis, or a newer torch"
         )
     return {"sort_ranks": False}
-
-
-def current_device() -> torch.device:
-    """Return the device that this rank trains on: its GPU if there is one, otherwise the CPU."""
-    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

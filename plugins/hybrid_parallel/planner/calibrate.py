@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.device import current_device
 from plugins.hybrid_parallel.distributed.local_ranks import devices_for, run_on_local_ranks
-from plugins.hybrid_parallel.distributed.mesh import current_device
 from plugins.hybrid_parallel.planner.device import Device, Link
 from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, measure_parts
 from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
@@ -87,7 +87,7 @@ def _measure(
         options = {"tp_size": case.tp_size, "enable_sequence_parallelism": case.sequence}
         try:
             config = HybridParallelConfig.from_options(**options, precision=precision)
-            found[case] = measure_parts(build, config, case.rows, length)
+            found[case] = measure_parts(build, config, device, case.rows, length)
         except ConfigurationError:  # the search runs into the same error and reports it
             continue
     if not found:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.mesh import current_device
 from plugins.hybrid_parallel.inspect.shard_report import playing
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import skeleton, training_loss, watch_layers
@@ -86,16 +85,18 @@ class PartTimer:
 def measure_parts(
     build: Callable[[], nn.Module],
     config: HybridParallelConfig,
+    device: torch.device,
     rows: int,
     length: int,
     repeats: int = 5,
     pause: Callable[[], None] = lambda: None,
 ) -> MeasuredParts:
-    """Train the skeleton of a model on this device for a few steps, and time its parts.
+    """Train the skeleton of a model on one device for a few steps, and time its parts.
 
     Args:
         build: builds the whole model.
         config: only its tensor parallelism is simulated, in its precision; the prediction accounts for the rest.
+        device: device of this machine.
         rows: samples of a micro-batch.
         length: tokens of a sample.
         repeats: number of timed steps, after one warm-up step; the median is taken.
@@ -105,7 +106,6 @@ def measure_parts(
     config = HybridParallelConfig.from_options(
         tp_size=tp_size, enable_sequence_parallelism=sequence, precision=config.mixed_precision.precision
     )
-    device = current_device()
     with playing(0, tp_size):
         model, lists, wrapped = skeleton(build, config, optimizer=torch.optim.AdamW, device=device)
         (optimizer,) = wrapped.optimizers

@@ -52,7 +52,7 @@ def skeleton(
     Raises:
         ConfigurationError: the model cannot be sharded like this.
     """
-    mesh = build_mesh(1, 1, 1, config.parallel.tp_size)
+    mesh = build_mesh(1, 1, 1, config.parallel.tp_size, device=device)
     with quiet(), torch.device("meta"):
         model = build()
     try:
