@@ -1,8 +1,8 @@
 """Operations that this rank issued on each process group; ranks compare them to find who skipped one.
 
-There are two sources in torch. The sequence number of a group takes a quarter of a microsecond to read; it counts
-point-to-point operations too. The flight recorder holds the last 2000 gloo collectives with names and shapes; reading
-it takes a tenth of a second, so it is read only once something is wrong.
+There are two sources in torch. The sequence number of a group takes a quarter of a microsecond to read; gloo's counts
+point-to-point operations too. The flight recorders (`flight_record.py`) hold the latest operations with names and
+shapes. A group with several backends has a record for each.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from booster.failure.flight_record import RecordedOperation, recorded_operations
+
 _KEPT_OPERATIONS = 200
 _UNNAMED = ("", "undefined")
-_POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass
@@ -36,6 +36,7 @@ class GroupRecord:
         operations: (sequence number, name and shapes) of the latest collectives.
         role: equal for corresponding groups on other ranks, such as the groups of one mesh axis.
         pending: sequence number of the oldest incomplete collective; None if all are complete.
+        message: the oldest incomplete point-to-point operation of NCCL; empty if there is none.
     """
 
     name: str
@@ -45,14 +46,25 @@ class GroupRecord:
     only_collectives: bool = False
     operations: list[tuple[int, str]] = field(default_factory=list)
     pending: int | None = None
+    message: str = ""
 
-    def add(self, entries: list[dict[str, Any]]) -> None:
-        """Add the flight recorder's entries of this group, oldest first."""
-        if not entries:
+    def add(self, operations: list[RecordedOperation]) -> None:
+        """Add the recorded operations of this group on one backend, oldest first."""
+        # NCCL numbers collectives and messages apart: only collectives have an order that all members share.
+        apart = [each for each in operations if each.is_point_to_point and each.backend == "nccl"]
+        self.message = next((each.text for each in apart if not each.is_complete), "")
+        numbered = [each for each in operations if each not in apart] if apart else operations
+        if not numbered:
             return
-        self.only_collectives = entries[-1]["op_id"] == entries[-1]["collective_seq_id"] == self.issued
-        self.operations = [(entry["op_id"], _described(entry)) for entry in entries[-_KEPT_OPERATIONS:]]
-        self.pending = next((entry["op_id"] for entry in entries if not entry["retired"]), None)
+        self.only_collectives = numbered[-1].number == numbered[-1].collectives == self.issued
+        self.operations = [(each.number, each.text) for each in numbered[-_KEPT_OPERATIONS:]]
+        self.pending = next((each.number for each in numbered if not each.is_complete), None)
+
+    @property
+    def waits_behind(self) -> str:
+        """The oldest incomplete operation, for messages; empty if there is none."""
+        found = dict(self.operations).get(self.pending, self.message)
+        return f"{found} on {self.text()}" if found else ""
 
     def text(self) -> str:
         """Describe the group, for messages."""
@@ -66,27 +78,29 @@ class CollectiveCounts:
     """Reads how many operations this rank has issued on each process group of more than one rank, and which."""
 
     def __init__(self) -> None:
-        self._keys: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+        self._counters: WeakKeyDictionary[ProcessGroup, list[_Counter]] = WeakKeyDictionary()
 
     def issued(self) -> dict[str, int]:
         """Return group -> number of operations that this rank issued."""
-        numbers = ((key, _number(group)) for key, group in self._groups())
+        numbers = ((each.key, each.number(group)) for group in _groups() for each in self._counters_of(group))
         return {key: number for key, number in numbers if number is not None}
 
     def records(self, with_operations: bool = True) -> dict[str, GroupRecord]:
         """Return group -> record from the sequence numbers and, if `with_operations`, the flight recorder."""
-        entries: dict[str, list[dict[str, Any]]] = {}
-        for entry in _flight_record() if with_operations else ():
-            entries.setdefault(entry["process_group"][0], []).append(entry)
+        operations: dict[tuple[str, str], list[RecordedOperation]] = {}
+        for each in recorded_operations() if with_operations else ():
+            operations.setdefault((each.group, each.backend), []).append(each)
         found: dict[str, GroupRecord] = {}
         made_alike: Counter[int] = Counter()
-        for key, group in self._groups():
+        for group in _groups():
             ranks = dist.get_process_group_ranks(group)
             pattern = _pattern(ranks)
             made_alike[pattern] += 1
-            record = GroupRecord(_name(group), ranks, _number(group) or 0, f"{pattern:08x}/{made_alike[pattern]}")
-            record.add(entries.get(group.group_name, []))
-            found[key] = record
+            for each in self._counters_of(group):
+                role = f"{pattern:08x}/{made_alike[pattern]}/{each.backend}"
+                record = GroupRecord(_name(group), ranks, each.number(group) or 0, role)
+                record.add(operations.get((group.group_name, each.backend), []))
+                found[each.key] = record
         return found
 
     def left_out_since(self, before: Mapping[str, int], since: Mapping[str, int]) -> int | None:
@@ -98,29 +112,61 @@ class CollectiveCounts:
         Returns:
             The number; None if the current step does not continue like the previous one after these collectives.
         """
-        keys = {group.group_name: key for key, group in self._groups()}
+        keys = {(group.group_name, each.backend): each.key for group in _groups() for each in self._counters_of(group)}
         earlier, now = [], []
-        for entry in _flight_record():
-            key, number = keys.get(entry["process_group"][0]), entry["op_id"]
-            if key is None or any(word in entry["profiling_name"] for word in _POINT_TO_POINT):
+        for each in recorded_operations():
+            key = keys.get((each.group, each.backend))
+            if key is None or each.is_point_to_point:
                 continue
-            if number > since.get(key, 0):
-                now.append((key, _described(entry)))
-            elif number > before.get(key, 0):
-                earlier.append((key, _described(entry)))
+            if each.number > since.get(key, 0):
+                now.append((key, each.text))
+            elif each.number > before.get(key, 0):
+                earlier.append((key, each.text))
         return next((left for left in range(len(earlier)) if earlier[left : left + len(now)] == now), None)
 
-    def _groups(self) -> Iterator[tuple[str, ProcessGroup]]:
-        """Yield (key, group) for each group of more than one rank; the key is the same on all members."""
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group.size() > 1:
-                yield self._key(group), group
+    def _counters_of(self, group: ProcessGroup) -> list[_Counter]:
+        if group not in self._counters:
+            self._counters[group] = _Counter.of(group)
+        return self._counters[group]
 
-    def _key(self, group: ProcessGroup) -> str:
-        if group not in self._keys:
-            members = zlib.crc32(json.dumps(dist.get_process_group_ranks(group)).encode())
-            self._keys[group] = f"{group.group_name}/{members:08x}"
-        return self._keys[group]
+
+@dataclass(frozen=True)
+class _Counter:
+    """Counter of the operations of a group on one backend.
+
+    Attributes:
+        key: the same on all members of the group.
+        backend: name of the backend.
+        device: device type whose tensors it takes; empty if the group has no other backend.
+    """
+
+    key: str
+    backend: str
+    device: str = ""
+
+    @staticmethod
+    def of(group: ProcessGroup) -> list[_Counter]:
+        """Return the counters of a group, one for each of its backends."""
+        members = zlib.crc32(json.dumps(dist.get_process_group_ranks(group)).encode())
+        key = f"{group.group_name}/{members:08x}"
+        pairs = [each.partition(":") for each in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
+        devices = {backend: device for device, _, backend in pairs}
+        if len(devices) == 1:
+            return [_Counter(key, backend) for backend in devices]
+        return [_Counter(f"{key}/{backend}", backend, device) for backend, device in devices.items()]
+
+    def number(self, group: ProcessGroup) -> int | None:
+        """Return the sequence number of the latest operation; None for a backend that does not count."""
+        try:
+            counted = group._get_backend(torch.device(self.device)) if self.device else group
+            return counted._get_sequence_number_for_group()
+        except RuntimeError:
+            return None
+
+
+def _groups() -> list[ProcessGroup]:
+    """Return the groups of more than one rank."""
+    return [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
 
 
 def _pattern(ranks: list[int]) -> int:
@@ -128,30 +174,6 @@ def _pattern(ranks: list[int]) -> int:
     return zlib.crc32(json.dumps([rank - ranks[0] for rank in ranks]).encode())
 
 
-def _number(group: ProcessGroup) -> int | None:
-    """Return the sequence number of the group's latest operation; None for a backend that does not count."""
-    try:
-        return group._get_sequence_number_for_group()
-    except RuntimeError:
-        return None
-
-
 def _name(group: ProcessGroup) -> str:
     description = group.group_desc
     return "" if description in _UNNAMED else description.removeprefix("mesh_")
-
-
-def _flight_record() -> list[dict[str, Any]]:
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:  # this torch has no flight recorder
-        return []
-    entries = json.loads(dump(True, False)).get("entries", [])
-    return [entry for entry in entries if entry.get("profiling_name", "").startswith("gloo:") and "op_id" in entry]
-
-
-def _described(entry: dict[str, Any]) -> str:
-    """Describe a collective, as in `all_reduce of 4x8 Float`."""
-    name = entry["profiling_name"].removeprefix("gloo:")
-    shapes = ["x".join(map(str, size)) or "one" for size in entry["input_sizes"]]
-    kinds = entry["input_dtypes"][:1]
-    return f"{name} of {' and '.join(shapes[:2])} {''.join(kinds)}" if shapes else name

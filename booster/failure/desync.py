@@ -15,6 +15,7 @@ from booster.failure.diagnosis import (
     diagnose_counts,
     diagnose_mismatch,
     diagnose_standstill,
+    missing_members,
     places,
 )
 from booster.failure.failure_report import Failure
@@ -28,6 +29,7 @@ _WAIT_STEP_S = 0.05
 # How long all ranks may be idle. Over a network, data may be delayed for as long as a switch needs to restart.
 _STANDSTILL_S = 3.0
 _STANDSTILL_OVER_NETWORK_S = 30.0
+_STANDSTILL_ON_DEVICE_S = 6.0  # a GPU computes for longer than a host without a sign of progress
 _INQUIRY, _LEADER, _BLOCKED, _PROBE = "inquiry", "leader", "blocked", "probe"
 
 
@@ -97,16 +99,21 @@ class DesyncDetector:
         """Return the current state of this rank."""
         operation, call = self.operations.current
         wait = self.main.wait or self.main.failed_wait
+        on_device = wait is not None and wait.on_device
+        groups = self.operations.counts.records()
+        behind = next((record.waits_behind for record in groups.values() if record.waits_behind), "")
+        text = wait.text() if wait else ""
         return Snapshot(
             rank=self.rank,
             operation=operation,
             call=call,
             phrase=self.operations.phrase,
-            wait=wait.text() if wait else "",
+            wait=f"{text}, behind {behind}" if on_device and behind else text,
             blocked_s=self.main.blocked_s,
             completed=dict(self.operations.completed),
-            groups=self.operations.counts.records(),
+            groups=groups,
             left_out=self._left_out(),
+            on_device=on_device,
         )
 
     def _left_out(self) -> int | None:
@@ -136,7 +143,7 @@ class DesyncDetector:
     # ----- standstill -----
 
     def _look_for_standstill(self, store: dist.Store) -> None:
-        blocked = self.main.blocked_s >= self._standstill_s
+        blocked = self.main.blocked_s >= self._standstill_limit()
         if blocked != self._counted_as_blocked:
             store.add(_BLOCKED, 1 if blocked else -1)
         self._counted_as_blocked = blocked
@@ -147,8 +154,14 @@ class DesyncDetector:
         snapshots, silent = self._ask_all(store)
         store.set(_LEADER, "")
         still = not silent and all(one.ended or one.blocked_s >= self._standstill_s for one in snapshots)
-        if still and (self.one_machine or _is_proved(snapshots)):
+        if still and _may_be_reported(snapshots, self.one_machine):
             self._report(diagnose_standstill(snapshots))
+
+    def _standstill_limit(self) -> float:
+        """Return how many seconds this rank must have been blocked in its wait."""
+        wait = self.main.wait
+        on_device = wait is not None and wait.on_device
+        return max(self._standstill_s, _STANDSTILL_ON_DEVICE_S) if on_device else self._standstill_s
 
     # ----- counts -----
 
@@ -219,17 +232,13 @@ class DesyncDetector:
         store.set(f"answer/{number}/{self.rank}", json.dumps(self.snapshot().to_json()))
 
 
-def _is_proved(snapshots: list[Snapshot]) -> bool:
-    """Return whether a group member has not issued the collective that another waits in: a delay cannot explain it."""
-    issued = {
-        (key, one.rank): record.issued
-        for one in snapshots
-        for key, record in one.groups.items()
-        if record.only_collectives
-    }
-    return any(
-        record.pending is not None and issued.get((key, rank), record.pending) < record.pending
-        for one in snapshots
-        for key, record in one.groups.items()
-        for rank in record.ranks
-    )
+def _may_be_reported(snapshots: list[Snapshot], one_machine: bool) -> bool:
+    """Return whether ranks that all wait can only wait forever.
+
+    Idle processes of one machine do. Data may be on its way over a network, and a GPU may be computing: there, another
+    member of the group provably does not take part in the collective that a rank waits in.
+    """
+    on_device = [one for one in snapshots if one.on_device]
+    if not all(missing_members(one, snapshots) for one in on_device):
+        return False
+    return one_machine or any(missing_members(one, snapshots) for one in snapshots)

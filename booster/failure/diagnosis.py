@@ -22,12 +22,13 @@ class Snapshot:
         operation, call: innermost operation of the library and its call number; ("", 0) outside of any operation.
         phrase: description of the operation, for messages.
         wait: description of where the rank waits for others; empty if it does not wait.
-        blocked_s: seconds for which the rank has been idle in this wait.
+        blocked_s: seconds for which nothing has gone on in this wait.
         completed: operation -> number of calls that completed without an error.
         groups: collectives that the rank has issued on its process groups.
         ended: whether its script has ended.
         left_out: number of leading collectives of the previous step that the rank has skipped in this one (such as the
             checks of the first batches); None if the steps differ in another way.
+        on_device: whether the rank waits for its GPU.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Snapshot:
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     ended: bool = False
     left_out: int | None = None
+    on_device: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values; the inverse of `of_json`."""
@@ -63,7 +65,10 @@ def diagnose_standstill(snapshots: list[Snapshot]) -> Failure:
     """Return the failure for a standstill: every rank waits for others or has ended."""
     difference = _first_difference(snapshots)
     culprits = _straying(snapshots) or (difference.odd if difference is not None else [])
-    culprits = culprits or _ended(snapshots) or _further_on(snapshots) or _minority(snapshots)
+    culprits = culprits or _ended(snapshots) or _further_on(snapshots)
+    if not culprits and any(one.on_device for one in snapshots):
+        culprits = _missing(snapshots)
+    culprits = culprits or _minority(snapshots)
     culprit = next((one for one in snapshots if one.rank in culprits), snapshots[0])
     others = [one for one in snapshots if one.rank not in culprits]
     message = f"skipped a collective: it {culprit.where}, while {places(others)}"
@@ -162,6 +167,33 @@ def _further_on(snapshots: list[Snapshot]) -> list[int]:
             if other.rank in awaited and other.completed.get(waiting.operation, 0) >= waiting.call
         }
     return sorted(found) if len(found) < len(snapshots) else []
+
+
+def missing_members(waiting: Snapshot, snapshots: list[Snapshot]) -> set[int]:
+    """Return the group members that have not issued the collective that a rank waits in, or another one there."""
+    found = set()
+    for key, record in waiting.groups.items():
+        number = record.pending
+        if number is None:
+            continue
+        called = dict(record.operations).get(number, "")
+        for one in snapshots:
+            other = one.groups.get(key)
+            if one.rank not in record.ranks or other is None:
+                continue
+            if not (other.only_collectives or (one.ended and record.only_collectives)):
+                continue  # its number counts messages, too
+            theirs = dict(other.operations).get(number, called)
+            # Shapes may differ, as in all_to_all; the operation may not.
+            if other.issued < number or theirs.partition(" of ")[0] != called.partition(" of ")[0]:
+                found.add(one.rank)
+    return found
+
+
+def _missing(snapshots: list[Snapshot]) -> list[int]:
+    """Return the ranks that others wait for in vain and that do not wait in vain themselves."""
+    missing = {one.rank: missing_members(one, snapshots) for one in snapshots}
+    return sorted({rank for ranks in missing.values() for rank in ranks if not missing[rank]})
 
 
 def _minority(snapshots: list[Snapshot]) -> list[int]:

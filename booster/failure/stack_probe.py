@@ -9,10 +9,12 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeVar
+
+from booster.failure.flight_record import RecordedOperation, outstanding_on_device
 
 _TORCH = f"{os.sep}torch{os.sep}"
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -20,6 +22,8 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
 _WRAPPERS = ("wrapper", "_fn", "inner")
 _WAITING_WORDS = (".wait(", "wait_tensor(")
+# Calls in which the host waits for its GPU, and so for the ranks that the GPU waits for. They look the same on the CPU.
+_DEVICE_WORDS = (".item(", ".tolist(", ".cpu(", "synchronize(", "float(")
 _ENGINE = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _SHOWN_PARTS = 3
 # The network threads of a waiting rank, one per process group, wake up a hundred times a second; each uses up to half a
@@ -41,14 +45,21 @@ def waits_for_ranks(function: Function) -> Function:
 
 @dataclass(frozen=True)
 class Wait:
-    """A call that waits for other ranks."""
+    """A call that waits for other ranks.
+
+    Attributes:
+        call, place: the call, and its file and line.
+        on_device: whether the host waits for its GPU.
+    """
 
     call: str
     place: str
+    on_device: bool = False
 
     def text(self) -> str:
         """Describe the wait, for messages."""
-        return f"waiting in {self.call} at {self.place}" if self.place else f"waiting in {self.call}"
+        called = f"waiting for its GPU in {self.call}" if self.on_device else f"waiting in {self.call}"
+        return f"{called} at {self.place}" if self.place else called
 
 
 def wait_of(frame: FrameType | None) -> Wait | None:
@@ -64,14 +75,18 @@ def wait_of(frame: FrameType | None) -> Wait | None:
         _SITE_PACKAGES
     ):  # it waits for a lock, a queue or another process, not for ranks
         return None
-    if not (_DISTRIBUTED in inside or _is_marked(frame) or any(word in _line(frame) for word in _WAITING_WORDS)):
-        return None
-    call = "wait"
+    line = _line(frame)
+    call, on_device = "wait", False
+    if not (_DISTRIBUTED in inside or _is_marked(frame) or any(word in line for word in _WAITING_WORDS)):
+        found = next((word for word in _DEVICE_WORDS if word in line), None)
+        if found is None:
+            return None
+        call, on_device = found.strip(".("), True
     while frame is not None and (_TORCH in frame.f_code.co_filename or _is_marked(frame)):
         if frame.f_code.co_name not in _WRAPPERS:
             call = frame.f_code.co_name
         frame = frame.f_back
-    return Wait(call, _place(frame))
+    return Wait(call, _place(frame), on_device)
 
 
 def current_wait() -> Wait | None:
@@ -79,6 +94,8 @@ def current_wait() -> Wait | None:
     frames = sys._current_frames()
     main = frames.get(threading.main_thread().ident)
     found = wait_of(main)
+    if found is not None and found.on_device and not outstanding_on_device():
+        return None  # it waits for no rank, or computes on the CPU
     if found is not None or main is None or _ENGINE not in main.f_code.co_filename:
         return found
     workers = (wait_of(frame) for ident, frame in frames.items() if ident != threading.main_thread().ident)
@@ -94,10 +111,13 @@ def wait_of_error(error: BaseException) -> Wait | None:
 
 
 class MainThreadProbe:
-    """Measures how long the main thread has been in one wait while this process is idle.
+    """Measures how long the main thread has been in one wait in which nothing goes on.
+
+    A wait for ranks uses no processor time. A wait for the GPU spins: there, nothing goes on if NCCL operations are
+    outstanding and stay the same.
 
     Attributes:
-        wait: the wait that has been idle since the previous look; None if the main thread makes progress.
+        wait: the wait in which nothing has gone on since the previous look; None if the main thread makes progress.
         failed_wait: the wait that ended in an error, for example because a rank is lost or late.
         own_threads: threads of the failure monitor, which are not counted.
     """
@@ -108,6 +128,8 @@ class MainThreadProbe:
         self.own_threads: set[int] = set()
         self._instruction: tuple[int, int] | None = None
         self._activity: Activity | None = None  # when the wait began
+        self._outstanding: tuple[RecordedOperation, ...] = ()
+        self._outstanding_since = 0.0
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
@@ -118,19 +140,35 @@ class MainThreadProbe:
         instruction, before = _instruction(), self._activity
         if suspended or instruction != self._instruction:
             self._instruction, self._activity, self.wait = instruction, None, None
+            self._outstanding = ()
             return
         wait = current_wait()
-        activity = None if wait is None else Activity.now(self.own_threads)
-        if before is None or activity is None or not activity.is_idle_since(before):
-            self._activity, self.wait = activity, None
+        if wait is None:
+            self._activity, self.wait, self._outstanding = None, None, ()
             return
-        self.wait = wait
+        activity = None if wait.on_device else Activity.now(self.own_threads)
+        if before is not None and activity is not None and activity.is_idle_since(before):
+            self.wait = wait
+            return
+        self._activity = activity
+        self._look_at_device(wait, now)
+
+    def _look_at_device(self, wait: Wait, now: float) -> None:
+        """Update the state in a wait that uses processor time, as one for the GPU does."""
+        outstanding = outstanding_on_device()
+        if outstanding and outstanding == self._outstanding:
+            self.wait = replace(wait, on_device=True)
+        else:
+            self._outstanding, self._outstanding_since, self.wait = outstanding, now, None
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which this process has been idle; 0 if the main thread does not wait for other ranks."""
-        began = self._activity
-        return 0.0 if self.wait is None or began is None else time.monotonic() - began.at
+        """Seconds for which nothing has gone on; 0 if the main thread does not wait for other ranks."""
+        if self.wait is None:
+            return 0.0
+        if self.wait.on_device:
+            return time.monotonic() - self._outstanding_since
+        return 0.0 if self._activity is None else time.monotonic() - self._activity.at
 
 
 @dataclass(frozen=True)

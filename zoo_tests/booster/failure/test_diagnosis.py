@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from booster.failure import guard
 from booster.failure.collective_counts import GroupRecord
-from booster.failure.desync import _is_proved
+from booster.failure.desync import _may_be_reported
 from booster.failure.diagnosis import (
     Snapshot,
     compare_counts,
@@ -149,8 +149,10 @@ def test_counts_of_point_to_point_groups_prove_nothing() -> None:
 
 def test_over_a_network_only_a_missing_member_proves_a_standstill() -> None:
     waiting = at(0, STEP, 1, g=record([0, 1], "a", "b", pending=2))
-    assert _is_proved([waiting, at(1, PIPELINE, 2, g=record([0, 1], "a"))])
-    assert not _is_proved([waiting, at(1, STEP, 1, g=record([0, 1], "a", "b", pending=2))])
+    late, there = at(1, PIPELINE, 2, g=record([0, 1], "a")), at(1, STEP, 1, g=record([0, 1], "a", "b", pending=2))
+    assert _may_be_reported([waiting, late], one_machine=False)
+    assert not _may_be_reported([waiting, there], one_machine=False)
+    assert _may_be_reported([waiting, there], one_machine=True)
 
 
 def test_the_words() -> None:
