@@ -7,8 +7,9 @@ import zlib
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from plugins.hybrid_parallel.distributed.host_copy import host_chunks
 
 _ROW = 512  # integers of 8 bytes
 CHUNK = 256 * _ROW * 8  # bytes that are processed at a time: 1 MiB, which stays in a core's cache
@@ -23,8 +24,8 @@ def checksum(tensor: Tensor) -> int:
     bytes takes three times as long.
     """
     running = 0
-    for chunk in bytes_of(tensor).split(CHUNK):
-        running = add_to_checksum(running, chunk.cpu().numpy())
+    for chunk in host_chunks(tensor, CHUNK):
+        running = add_to_checksum(running, chunk.numpy())
     return running
 
 
@@ -53,11 +54,6 @@ def read_at(file: int, position: int, buffer: memoryview) -> int:
 def checksum_of(value: Any) -> int:
     """Compute the checksum of a value whose `repr` describes it completely."""
     return zlib.crc32(repr(value).encode())
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as a flat tensor."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def add_to_checksum(running: int, data: np.ndarray) -> int:

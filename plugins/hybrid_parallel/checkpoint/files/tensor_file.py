@@ -18,7 +18,8 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.distributed.checksum import CHUNK, add_to_checksum, bytes_of
+from plugins.hybrid_parallel.distributed.checksum import CHUNK, add_to_checksum
+from plugins.hybrid_parallel.distributed.host_copy import host_chunks
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -106,8 +107,8 @@ class TensorFileWriter:
             )
         self._missing.discard(name)
         position, running = self._start + self._offsets[name], 0
-        for chunk in bytes_of(tensor).split(CHUNK):  # the write then reads the chunk from the CPU cache
-            data = chunk.cpu().numpy()
+        for chunk in host_chunks(tensor, CHUNK):  # the write then reads the chunk from the CPU cache
+            data = chunk.numpy()
             running = add_to_checksum(running, data)
             self._write_at(position, memoryview(data))
             position += data.nbytes

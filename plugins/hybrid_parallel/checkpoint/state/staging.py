@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ class Staging:
     """Host memory that is reused between saves, because allocating it takes longer than filling it."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Copy a snapshot into the staging memory, overwriting the previous one."""
@@ -36,16 +37,52 @@ class Staging:
 
     def _copies(self, values: Iterable[Tensor]) -> list[Tensor]:
         values = list(values)
+        has_gpu = any(value.is_cuda for value in values)
         room = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
-        if sum(room) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
-            has_gpu = any(value.is_cuda for value in values)
-            self._memory = torch.empty(sum(room), dtype=torch.uint8, pin_memory=has_gpu)
-        position, copies = 0, []
-        for value, size in zip(values, room, strict=True):
-            target = self._memory[position : position + value.nbytes].view(value.dtype).view(value.shape)
+        sizes, places = blocks_of_powers(room) if has_gpu else _one_block(room)
+        present = [block.numel() for block in self._blocks]
+        if len(sizes) > len(present) or any(size > there for size, there in zip(sizes, present, strict=False)):
+            self._blocks = []  # free the old memory first
+            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=has_gpu) for size in sizes]
+        copies = []
+        for value, (block, start) in zip(values, places, strict=True):
+            target = self._blocks[block][start : start + value.nbytes].view(value.dtype).view(value.shape)
             copies.append(target.copy_(value, non_blocking=True))
-            position += size
-        if any(value.is_cuda for value in values):
+        if has_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
+
+
+def blocks_of_powers(room: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Distribute pieces over blocks of powers of two.
+
+    torch allocates page-locked memory in powers of two: one block for everything would take up to twice its size.
+
+    Args:
+        room: bytes of each piece.
+
+    Returns:
+        The sizes of the blocks, and (block, offset) of each piece.
+    """
+    left = sorted(range(len(room)), key=lambda index: -room[index])
+    sizes: list[int] = []
+    places = [(0, 0)] * len(room)
+    while left:
+        total, largest = sum(room[index] for index in left), room[left[0]]
+        # The largest power of two that the pieces fill, or the smallest that holds the largest piece.
+        size = max(1 << max(total.bit_length() - 1, 0), 1 << max(largest - 1, 0).bit_length())
+        used, rest = 0, []
+        for index in left:
+            if used + room[index] > size:
+                rest.append(index)
+                continue
+            places[index] = (len(sizes), used)
+            used += room[index]
+        sizes.append(size)
+        left = rest
+    return sizes, places
+
+
+def _one_block(room: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    starts = [0, *accumulate(room)]
+    return [starts[-1]], [(0, start) for start in starts[:-1]]
