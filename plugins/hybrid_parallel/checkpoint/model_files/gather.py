@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardformer.distributed.process_groups import ProcessGroups
 from shardformer.shard_spec import ShardSpec, spec_of
 
 
@@ -44,16 +46,16 @@ class Gather:
         gather = Gather(local, spec)
         if spec.dim is None:
             return gather
+        open_communicator(group, local.device)
         if spec.rank > 0:
             if spec.is_owner and local.numel():
-                gather.requests.append(dist.isend(_bytes(local), group=group, group_dst=0))
+                gather.requests = _batched(dist.isend, {0: local}, group)
             return gather
         for rank in range(1, spec.world_size):
             there = spec.on_rank(rank)
             if there.is_owner:
-                piece = gather.others[rank] = local.new_empty(there.local_shape)
-                if piece.numel():
-                    gather.requests.append(dist.irecv(_bytes(piece), group=group, group_src=rank))
+                gather.others[rank] = local.new_empty(there.local_shape)
+        gather.requests = _batched(dist.irecv, gather.others, group)
         return gather
 
     def finish(self) -> Tensor | None:
@@ -70,16 +72,39 @@ class Gather:
         return full
 
 
+def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let NCCL make the group's communicator, if it has none; all ranks of the group must call this.
+
+    Batched messages use it, and then need only the ranks that exchange some. Messages that are not batched would make a
+    further communicator, with buffers of its own, for each pair of ranks.
+    """
+    if device.type != "cpu":
+        key = ("communicator", group.group_name)
+        ProcessGroups.of_world().get_or_create(
+            key, lambda: dist.all_reduce(torch.zeros((), device=device), group=group)
+        )
+
+
 def send(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
     """Send a contiguous tensor to rank `to` of a group, which calls `receive`."""
-    if tensor.numel():
-        dist.send(_bytes(tensor), group=group, group_dst=to)
+    for request in _batched(dist.isend, {to: tensor}, group):
+        request.wait()
 
 
 def receive(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Fill `tensor` with the values that rank `source` of a group sends."""
-    if tensor.numel():
-        dist.recv(_bytes(tensor), group=group, group_src=source)
+    for request in _batched(dist.irecv, {source: tensor}, group):
+        request.wait()
+
+
+def _batched(operation: Callable[..., Any], tensors: Mapping[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start to send or to receive tensors; each belongs to the peer that is its key."""
+    operations = [
+        dist.P2POp(operation, _bytes(tensor), group=group, group_peer=peer)
+        for peer, tensor in tensors.items()
+        if tensor.numel()
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _bytes(tensor: Tensor) -> Tensor:

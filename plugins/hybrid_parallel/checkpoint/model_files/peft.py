@@ -21,7 +21,7 @@ from booster.checkpoint import write_text
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter, sync_directory
-from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, receive, send
+from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, open_communicator, receive, send
 from plugins.hybrid_parallel.checkpoint.model_files.layout import partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
@@ -164,6 +164,7 @@ def _gathered(
     whole: dict[str, Tensor] = {}
     if mesh.rank(DP_CP) > 0:
         return whole
+    open_communicator(mesh.group("pp"), mesh.device)
     for stage, described in enumerate(stages):
         for name, (kind, shape) in described.items():
             full = None
