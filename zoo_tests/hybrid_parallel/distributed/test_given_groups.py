@@ -5,6 +5,7 @@ What breaks here first: a collective of the library on CPU tensors that uses the
 
 from __future__ import annotations
 
+import ast
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,14 @@ from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.toy import global_batch, mean_square, share_of, toy
 
 _TIMEOUT = timedelta(seconds=30)
+_ROOT = Path(__file__).parents[3]
+_COLLECTIVES = tuple(
+    f"dist.{name}"
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "barrier", "broadcast", "gather"),
+        *("irecv", "isend", "recv", "reduce_scatter_tensor", "scatter", "send", "P2POp"),
+    )
+)
 
 
 def _replace_default_group(backend: str, store: Path) -> None:
@@ -76,3 +85,20 @@ def test_a_default_group_for_gpu_tensors_only(tmp_path: Path) -> None:
         optimizer.zero_grad()
     torch.testing.assert_close(first, expected, rtol=1e-10, atol=0)
     assert first == second
+
+
+def test_every_collective_of_the_library_names_its_group() -> None:
+    """Without an argument torch takes the default group, which may refuse CPU tensors; `world_group()` never does."""
+    found = []
+    for folder in ("booster", "plugins", "shardformer"):
+        for path in sorted((_ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Call):
+                    continue
+                called = ast.unparse(node.func)
+                names_group = any(keyword.arg == "group" for keyword in node.keywords)
+                if called == "dist.barrier":
+                    names_group |= bool(node.args)
+                if called in _COLLECTIVES and not names_group:
+                    found.append(f"{path.relative_to(_ROOT)}:{node.lineno}: {called}")
+    assert not found
