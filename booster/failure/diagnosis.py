@@ -191,7 +191,7 @@ def missing_members(waiting: Snapshot, snapshots: list[Snapshot]) -> set[int]:
 
 
 def _missing(snapshots: list[Snapshot]) -> list[int]:
-    """Return the ranks that others wait for in vain and that do not wait in vain themselves."""
+    """Return the missing members of the groups of others that are not themselves waiting for a missing member."""
     missing = {one.rank: missing_members(one, snapshots) for one in snapshots}
     return sorted({rank for ranks in missing.values() for rank in ranks if not missing[rank]})
 
