@@ -84,8 +84,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "norms of buckets added up": Edit(
         "plugins.hybrid_parallel.zero.optimizer",
-        "total = torch.stack(counted).sum() if",
-        "total = torch.stack(counted).sqrt().sum().square() if",
+        "total = torch.stack(counted).sum()",
+        "total = torch.stack(counted).sqrt().sum().square()",
         (f"{_FEATURES}[bert-masked_lm-pp2dp2-zero0-momentum-clip]",),
     ),
     "experts reduced as if all ranks had them": Edit(
