@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from benchmarks.harness import ratio, run_ranks, table, turns
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
-from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.stages.stage import run_stage
 
@@ -65,11 +64,11 @@ def measure(repeats: int) -> dict[str, list[float]]:
         whole.zero_grad()
 
     runtime = PipelineRuntime(stage, build_mesh(2, 1, 1, 1))
-    actions = SCHEDULES["1f1b"].actions(rank, 2, MICROBATCHES)
+    schedule = runtime.turns(MICROBATCHES, trains=True)
     inputs: list[dict[str, Any]] = [{"input_ids": ids[index], "use_cache": False} for index in range(MICROBATCHES)]
 
     def ours() -> None:
-        runtime.run(actions, inputs, lambda out, i: F.cross_entropy(out.logits, labels[i]))
+        runtime.run(schedule, inputs, lambda out, i: F.cross_entropy(out.logits, labels[i]))
         stage.zero_grad()
 
     module = StageModule(stage, rank == 0, ids[0])

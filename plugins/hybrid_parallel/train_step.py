@@ -131,7 +131,7 @@ class PipelineStep:
     ) -> None:
         """Run the passes; unless `counts`, add nothing to the loss and no outputs to `keep`."""
         runtime = self.model.runtime
-        actions = runtime.actions(len(microbatches), self.trains)
+        turns = runtime.turns(len(microbatches), self.trains)
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
@@ -150,7 +150,7 @@ class PipelineStep:
             stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
             if self.trains and runtime.recorder is not None:
                 stack.enter_context(runtime.recorder.step())
-            runtime.run(actions, inputs, finish_forward, self._before_last, self._after_last)
+            runtime.run(turns, inputs, finish_forward, self._before_last, self._after_last)
 
     def _before_last(self, action: Action) -> None:
         """Mark the last backward pass as final if it is not split: hooks then tell when each gradient is complete."""

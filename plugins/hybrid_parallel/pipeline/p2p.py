@@ -1,6 +1,7 @@
 """Point-to-point communication between neighbouring stages, on different ranks or on the same rank.
 
 Receives are posted early and waited for when the tensor is needed. Sends are only waited for at the end of the step.
+Headers and numbers are CPU tensors, so a group on CUDA needs a backend for the CPU too.
 A message is the hidden state and the other tensors that a stage's layers need, some of which may be None. Shapes are
 arbitrary: the first time two neighbours see a micro-batch of some signature, a small header with shapes and dtypes is
 sent first. Later messages need no header, because both sides know the shapes.
@@ -9,6 +10,7 @@ sent first. Later messages need no header, because both sides know the shapes.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,23 +71,49 @@ def from_header(header: Tensor) -> Specs:
 
 
 class PendingReceive:
-    """A receive that has been posted."""
+    """A receive whose message is allocated, and which is posted at once or later.
 
-    def __init__(self, message: StageMessage, works: list[Any], what: str) -> None:
-        self.message, self.works, self.what = message, works, what
+    Args:
+        message: the tensors to receive.
+        channel: the channel on which they arrive.
+        what: description of the message, for errors.
+    """
+
+    def __init__(self, message: StageMessage, channel: Channel, what: str) -> None:
+        self.message, self.channel, self.what = message, channel, what
+        self._works: list[Any] | None = None
+        # The message reuses memory that kernels queued so far may still read; the receive starts after them.
+        self._allocated = None if channel.stream is None else torch.cuda.current_stream(channel.device).record_event()
+
+    def post(self) -> None:
+        """Post the receive, unless it is posted already; returns at once."""
+        if self._works is not None:
+            return
+        stream = self.channel.stream
+        if stream is not None:
+            # On a stream of its own: behind the kernels of this moment, the message would arrive after them.
+            stream.wait_event(self._allocated)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self._works = [self.channel.irecv(tensor) for tensor in self.message if tensor is not None]
 
     def wait(self) -> StageMessage:
-        """Wait for the message and return it.
+        """Wait for the message, which has been posted, and return it.
+
+        On CUDA, the current stream waits instead of the host, so that memory freed later is not written to any more.
 
         Raises:
             RuntimeError: if it did not arrive; the error names the waiting rank and the missing message.
         """
-        try:
-            for work in self.works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {dist.get_rank()} waited in vain for {self.what}: {error}") from error
+        _wait_for(self._works, self.what)
         return self.message
+
+
+def _wait_for(works: list[Any], what: str) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {dist.get_rank()} waited in vain for {what}: {error}") from error
 
 
 class Channel:
@@ -96,21 +124,30 @@ class Channel:
         group: process group of this direction.
         device: device of the payloads.
         name: description of what is sent, for error messages.
+        stream: the stream on which receives are posted; None without CUDA.
     """
 
-    def __init__(self, peer: int, group: ProcessGroup, device: torch.device, name: str) -> None:
-        self.peer, self.group, self.device, self.name = peer, group, device, name
+    def __init__(
+        self,
+        peer: int,
+        group: ProcessGroup,
+        device: torch.device,
+        name: str,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.peer, self.group, self.device, self.name, self.stream = peer, group, device, name, stream
         self._known: dict[tuple, Specs] = {}
         self._sends: list[tuple[Any, Tensor]] = []
 
     def send(self, message: StageMessage, key: tuple) -> None:
         """Send the tensors for a micro-batch with signature `key`; returns at once."""
+        # All copies before the first send: an allocation may wait for the device, and so for that send.
+        payloads = [tensor.detach().contiguous() for tensor in message if tensor is not None]
         if key not in self._known:
             self._known[key] = specs_of(message)
             self._isend(to_header(self._known[key]))
-        for tensor in message:
-            if tensor is not None:
-                self._isend(tensor.detach().contiguous())
+        for payload in payloads:
+            self._isend(payload)
 
     def send_number(self, number: int) -> None:
         """Send a number that the neighbour waits for; returns at once."""
@@ -119,24 +156,48 @@ class Channel:
     def receive_number(self) -> int:
         """Receive a number from the neighbour."""
         number = torch.zeros(1, dtype=torch.int64)
-        PendingReceive((number,), [dist.irecv(number, self.peer, group=self.group)], self.name).wait()
+        _wait_for([self.irecv(number)], self.name)
         return int(number)
 
-    def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> PendingReceive:
-        """Post the receive of the next message; `specs` if this side knows them (gradients are like activations)."""
+    def prepare_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> PendingReceive:
+        """Return the receive of the next message, and wait for its header if there is one.
+
+        It is posted at once on the CPU, where this holds up nothing; on CUDA the caller posts it.
+
+        Args:
+            key: signature of the micro-batch.
+            microbatch: index of the micro-batch.
+            specs: the specs of the message if this side knows them (gradients are like activations).
+        """
         what = f"{self.name} of micro-batch {microbatch} from rank {self.peer}"
         if specs is None:
             specs = self._known.get(key)
         if specs is None:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
-            work = dist.irecv(header, self.peer, group=self.group)
-            PendingReceive((header,), [work], f"the shape of {what}").wait()
+            _wait_for([self.irecv(header)], f"the shape of {what}")
             specs = self._known[key] = from_header(header)
         message = tuple(
             None if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
         )
-        works = [dist.irecv(tensor, self.peer, group=self.group) for tensor in message if tensor is not None]
-        return PendingReceive(message, works, what)
+        pending = PendingReceive(message, self, what)
+        if self.stream is None:
+            pending.post()
+        return pending
+
+    def irecv(self, tensor: Tensor) -> Any:
+        """Post the receive of one tensor and return torch's handle of it."""
+        return dist.irecv(tensor, self.peer, group=self.group)
+
+    def warm_up(self, sends: bool) -> None:
+        """Send or receive one byte and wait for it, so that the connection exists; the neighbour must do the opposite.
+
+        The first message between two ranks creates their communicator, and blocks both until the other one comes.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        work = dist.isend(byte, self.peer, group=self.group) if sends else self.irecv(byte)
+        _wait_for([work], f"the first message between it and rank {self.peer}")
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def specs(self, key: tuple) -> Specs:
         """Return the specs of messages for micro-batches with signature `key`, after one was sent or received."""
@@ -185,10 +246,6 @@ class LocalChannel:
         self._known[key] = specs_of(message)
         self._waiting.append(tuple(None if tensor is None else tensor.detach() for tensor in message))
 
-    def post_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> LocalChannel:
-        """Return this channel, whose `wait` takes the next message."""
-        return self
-
     def wait(self) -> StageMessage:
         """Take the oldest stored message."""
         return self._waiting.popleft()
@@ -196,10 +253,6 @@ class LocalChannel:
     def specs(self, key: tuple) -> Specs:
         """Return the specs of messages for micro-batches with signature `key`, after one was sent."""
         return self._known[key]
-
-    def knows(self, key: tuple) -> bool:
-        """Return True: a receive never waits for a header."""
-        return True
 
     def mark_known(self, key: tuple, specs: Specs) -> None:
         """Record the specs of messages; there are no headers."""

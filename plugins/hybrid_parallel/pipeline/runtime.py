@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import signature
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh, link_group
-from plugins.hybrid_parallel.pipeline.p2p import Channel, LocalChannel, PendingReceive, Specs, TensorSpec, specs_of
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.pipeline.links import connect
+from plugins.hybrid_parallel.pipeline.message_order import Turn, order_messages
+from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from shardformer.layers.replicated_linear import defer_weight_grads
@@ -26,21 +27,6 @@ from shardformer.stages.stage import run_stage
 
 # (outputs, index of the micro-batch) -> the value to differentiate, 0-d; None if there is none
 LossFunction = Callable[[Any, int], Tensor | None]
-AnyChannel = Channel | LocalChannel
-
-
-@dataclass
-class Links:
-    """The channels of one stage; None where there is no neighbour."""
-
-    activations_in: AnyChannel | None = None
-    activations_out: AnyChannel | None = None
-    gradients_in: AnyChannel | None = None
-    gradients_out: AnyChannel | None = None
-
-    def outgoing(self) -> Iterator[AnyChannel]:
-        """Yield the channels on which the stage sends."""
-        yield from (channel for channel in (self.activations_out, self.gradients_out) if channel is not None)
 
 
 class PipelineRuntime:
@@ -70,13 +56,19 @@ class PipelineRuntime:
         self.weight_grad_store = WeightGradStore() if schedule.splits_backward else None
         if self.weight_grad_store is not None:
             defer_weight_grads(module, self.weight_grad_store)
-        self.links = self._connect()
+        self.links = connect(mesh, schedule, num_chunks)
+        self._turns: dict[tuple[int, bool], list[Turn]] = {}
         self.microbatch_hooks: list[Callable[[int], None]] = []
 
-    def actions(self, num_microbatches: int, trains: bool) -> list[Action]:
-        """Return the actions of this rank for a batch of `num_microbatches` micro-batches."""
-        make = self.schedule.actions if trains else self.schedule.forward_only
-        return make(self.mesh.rank("pp"), self.mesh.size("pp"), num_microbatches, self.num_chunks)
+    def turns(self, num_microbatches: int, trains: bool) -> list[Turn]:
+        """Return the turns of this rank for a batch of `num_microbatches` micro-batches."""
+        sizes = num_microbatches, trains
+        if sizes not in self._turns:
+            make = self.schedule.actions if trains else self.schedule.forward_only
+            num_ranks = self.mesh.size("pp")
+            tables = [make(rank, num_ranks, num_microbatches, self.num_chunks) for rank in range(num_ranks)]
+            self._turns[sizes] = order_messages(tables)[self.mesh.rank("pp")]
+        return self._turns[sizes]
 
     def register_microbatch_hook(self, hook: Callable[[int], None]) -> None:
         """Call `hook(index of the micro-batch)` before either direction of each micro-batch."""
@@ -95,31 +87,34 @@ class PipelineRuntime:
 
     def run(
         self,
-        actions: Sequence[Action],
+        turns: Sequence[Turn],
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
         before_last: Callable[[Action], None] = lambda action: None,
         after_last: Callable[[Action], None] = lambda action: None,
     ) -> None:
-        """Execute `actions`.
+        """Execute `turns`.
 
         Args:
-            actions: this rank's schedule.
+            turns: this rank's schedule, from `turns`.
             microbatches: the model's inputs, one mapping per micro-batch.
             loss_function: maps the outputs of a micro-batch on the last stage to the value whose gradients are added.
             before_last, after_last: called around the last backward action of each stage, after which the gradients
                 of parameters that only this stage holds are complete.
         """
         step = _Step(self, microbatches, loss_function)
-        last = {action.stage: action for action in actions if action.kind is not Kind.FORWARD}
-        for position, action in enumerate(actions):
-            step.post_receive(action)
-            if position + 1 < len(actions):
-                step.post_receive(actions[position + 1], only_if_known=True)
+        last = {turn.action.stage: turn.action for turn in turns if turn.action.kind is not Kind.FORWARD}
+        for position, turn in enumerate(turns):
+            action = turn.action
+            step.post_receives(turn.before_action)
+            later = turns[position + 1].before_action if position + 1 < len(turns) else ()
+            step.prepare_receives((*turn.before_send, *later))
             is_last = last.get(action.stage) is action
             if is_last:
                 before_last(action)
             step.run(action)
+            step.post_receives(turn.before_send)
+            step.send()
             if is_last:
                 after_last(action)
         self.flush()
@@ -136,30 +131,6 @@ class PipelineRuntime:
             for channel in links.outgoing():
                 channel.release()
 
-    def _connect(self) -> dict[int, Links]:
-        """Create the channels of this rank's stages; all ranks create the groups of all channels, in one order."""
-        num_ranks, here = self.mesh.size("pp"), self.mesh.rank("pp")
-        links = {stage: Links() for stage in self.stages}
-        for stage in range(self.num_stages - 1):
-            source, target = (self.schedule.rank_of(each, num_ranks) for each in (stage, stage + 1))
-            if source == target:
-                if source == here:
-                    links[stage].activations_out = links[stage + 1].activations_in = LocalChannel()
-                    links[stage + 1].gradients_out = links[stage].gradients_in = LocalChannel()
-                continue
-            # Between two ranks, each direction of each chunk has its own group.
-            link = stage // num_ranks, source < target
-            forward = link_group(self.mesh, "activations", *link)
-            backward = link_group(self.mesh, "gradients", *link)
-            ranks, device = self.mesh.stage_ranks, self.mesh.device
-            if source == here:
-                links[stage].activations_out = Channel(ranks[target], forward, device, "the activation")
-                links[stage].gradients_in = Channel(ranks[target], backward, device, "the gradient")
-            if target == here:
-                links[stage + 1].activations_in = Channel(ranks[source], forward, device, "the activation")
-                links[stage + 1].gradients_out = Channel(ranks[source], backward, device, "the gradient")
-        return links
-
 
 class _Step:
     """State of one run: posted receives, and forwards that wait for their backward pass."""
@@ -175,37 +146,72 @@ class _Step:
         # changes whether gradients come back, which the neighbour cannot see.
         self.trained_before: dict[int, int] = {}
         self.trained_after: dict[int, int] = {}
-        self.posted: dict[Action, PendingReceive | LocalChannel] = {}
+        self.receives: dict[Action, PendingReceive] = {}  # prepared or posted
+        self.unsent: Callable[[], None] | None = None  # sends the result of the last action
         # By stage and micro-batch:
         self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # tensors whose gradients are sent back
         # Edges instead of tensors: an activation is freed as soon as it is sent.
         self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | None] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}  # weight gradients still to be computed
 
-    def post_receive(self, action: Action, only_if_known: bool = False) -> None:
-        """Post the receive that `action` waits for, if there is one."""
-        if action in self.posted or action.kind is Kind.BACKWARD_WEIGHT:
-            return
+    def prepare_receives(self, actions: Sequence[Action]) -> None:
+        """Allocate the messages that `actions` wait for, up to the first whose specs are not known yet.
+
+        A receive waits for the kernels that were launched before its message was allocated. So this comes before the
+        action during which the message is to arrive.
+        """
+        for action in actions:
+            if not self._knows_specs(action):
+                return
+            self.receives[action] = self._prepare(action)
+
+    def post_receives(self, actions: Sequence[Action]) -> None:
+        """Post the receives of the messages that `actions` wait for, in this order."""
+        for action in actions:
+            if action not in self.receives:
+                self.receives[action] = self._prepare(action)
+            self.receives[action].post()
+
+    def _knows_specs(self, action: Action) -> bool:
+        """Return whether the message that `action` waits for can be allocated without waiting for the neighbour."""
+        if action.kind is not Kind.FORWARD:
+            return (action.stage, action.microbatch) in self.roots
+        if torch.is_grad_enabled() and action.stage not in self.trained_before:
+            return False  # the number has yet to arrive
+        source = self.runtime.links[action.stage].activations_in
+        return source.knows(self._key_before(action.stage, action.microbatch))
+
+    def _prepare(self, action: Action) -> PendingReceive:
         links, index = self.runtime.links[action.stage], action.microbatch
         if action.kind is Kind.FORWARD:
-            source = links.activations_in
-            if source is None or (only_if_known and action.stage not in self.trained_before):
-                return
-            key = self._key_before(action.stage, index)
-            if source.knows(key) or not only_if_known:
-                self.posted[action] = source.post_receive(key, index)
-        elif links.gradients_in is not None and (action.stage, index) in self.roots:
-            _, specs = self.roots[action.stage, index]
-            self.posted[action] = links.gradients_in.post_receive(self.keys[index], index, specs)
+            return links.activations_in.prepare_receive(self._key_before(action.stage, index), index)
+        _, specs = self.roots[action.stage, index]
+        return links.gradients_in.prepare_receive(self.keys[index], index, specs)
 
     def run(self, action: Action) -> None:
+        """Run an action, without sending its result."""
         for hook in self.runtime.microbatch_hooks:
             hook(action.microbatch)
-        message = self.posted.pop(action).wait() if action in self.posted else None
+        message = self._message_for(action)
         recorder = self.runtime.recorder
         with recorder.action(action) if recorder is not None else nullcontext():
             self._execute(action, message)
+
+    def send(self) -> None:
+        """Send the result of the last action, if another stage needs it."""
+        if self.unsent is not None:
+            self.unsent()
+            self.unsent = None
         self.runtime.release_sent()
+
+    def _message_for(self, action: Action) -> StageMessage | None:
+        """Wait for the message that `action` needs, if it needs one."""
+        if action in self.receives:
+            return self.receives.pop(action).wait()
+        links = self.runtime.links[action.stage]
+        source = links.activations_in if action.kind is Kind.FORWARD else links.gradients_in
+        needs_none = source is None or action.kind is Kind.BACKWARD_WEIGHT
+        return None if needs_none else source.wait()  # from another stage of this rank
 
     def _execute(self, action: Action, message: StageMessage | None) -> None:
         if action.kind is Kind.FORWARD:
@@ -243,7 +249,7 @@ class _Step:
         if links.activations_out is None:
             self.roots[action.stage, index] = self.loss_function(output, index)
             return
-        links.activations_out.send(output, self._key_after(action.stage, index))
+        self.unsent = lambda: links.activations_out.send(output, self._key_after(action.stage, index))
         if trains:
             differentiable = [tensor for tensor in output if tensor is not None and tensor.requires_grad]
             edges = [get_gradient_edge(tensor) for tensor in differentiable]
@@ -287,7 +293,7 @@ class _Step:
             arrived = self.arrived.pop((action.stage, index))
             links.gradients_out.mark_known(self.keys[index], specs_of(arrived))
             grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in arrived)
-            links.gradients_out.send(grads, self.keys[index])
+            self.unsent = lambda: links.gradients_out.send(grads, self.keys[index])
 
 
 def _check_trains(loss: Tensor) -> None:
