@@ -57,9 +57,11 @@ def _first_messages(name: str, rank: int, num_ranks: int, chunks: int) -> list[C
     with patch.object(links_module, "link_group", lambda mesh, *link: link):
         links = connect(mesh, SCHEDULES[name], chunks)
     lower = {channel: stage for _, stage, channel in _channels(links)}
+    outgoing = [channel for each in links.values() for channel in each.outgoing()]
     calls: list[Call] = []
 
     def record(channel: Channel, sends: bool) -> None:
+        assert sends == (channel in outgoing), "each direction has a connection of its own"
         ends = (rank, channel.peer) if sends else (channel.peer, rank)
         link = Link(channel.group, *ends, lower[channel])
         calls.extend([Call("send", link)] if sends else [Call("allocate", link), Call("receive", link)])
