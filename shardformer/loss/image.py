@@ -79,7 +79,11 @@ class ContrastiveLoss(HeadLoss):
             pairs = torch.arange(len(logits), device=logits.device)
             return (cross_entropy_sum(logits, pairs) + cross_entropy_sum(logits.t(), pairs)) / 2
 
-        super().__init__(LossTerm("return_loss", lambda _, batch: torch.tensor(len(batch["input_ids"])), total))
+        def count(_: Any, batch: Batch) -> Tensor:
+            texts = batch["input_ids"]
+            return torch.full((), len(texts), device=texts.device)
+
+        super().__init__(LossTerm("return_loss", count, total))
 
     def applies_to(self, batch: Batch) -> bool:
         """Return whether the batch asks for the loss; there are no labels."""

@@ -66,6 +66,9 @@ class LossTerm:
         """Return the factor of the sum of values in the loss (0-d)."""
         divisor = batch.get(DIVISOR) if DIVISOR in self.keywords else None
         if divisor is not None:
+            # Filled on the device: a copy of a number of the host would wait for the kernels of the forward pass.
+            if isinstance(divisor, int | float):
+                return self.weight / torch.full_like(global_count, divisor)
             return self.weight / torch.as_tensor(divisor, device=global_count.device).to(global_count).reshape(())
         if self.is_sum:
             return torch.full_like(global_count, self.weight)

@@ -161,7 +161,7 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
     def count(labels: Tensor, batch: Batch) -> Tensor:
         if problem(labels) == "single_label_classification":
             return not_ignored(labels, batch)
-        return torch.tensor(labels.numel(), device=labels.device)
+        return torch.full((), labels.numel(), device=labels.device)  # a fill, not a copy that waits for the device
 
     def total(outputs: Any, labels: Tensor) -> Tensor:
         logits, kind = outputs.logits, problem(labels)

@@ -98,7 +98,7 @@ class LossChoice:
         sizes = {axis: self.mesh.size(axis) for axis in ("pp", "cp", "dp")}
         fewest = most = len(microbatches)
         if sizes["dp"] > 1:
-            extremes = torch.tensor([fewest, -most], device=self.mesh.device)
+            extremes = torch.tensor([fewest, -most])  # on the CPU: the result is read at once
             dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
             fewest, most = int(extremes[0]), -int(extremes[1])
         exchanges = getattr(self.model, "heads_are_exchanged", False)

@@ -90,11 +90,11 @@ class StepLoss:
     def _rows_over_data(self) -> Tensor:
         """Return the number of samples of the global batch (0-d, float64)."""
         rows = sum(num_rows(microbatch) for microbatch in self.microbatches)
-        return self._sum_over_data(torch.tensor(float(rows), dtype=torch.float64, device=self.mesh.device))
+        return self._sum_over_data(torch.full((), float(rows), dtype=torch.float64, device=self.mesh.device))
 
     def _least_over_data(self, *values: float) -> list[float]:
         """Return the minimum of each value over the data-parallel ranks."""
-        least = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
+        least = torch.tensor(values, dtype=torch.float64)  # on the CPU: the result is read at once
         if self.mesh.size("dp") > 1:
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
         return least.tolist()

@@ -1,0 +1,1 @@
+"""Whole training steps on fake CUDA tensors: devices, collectives and host synchronizations, without a GPU."""
