@@ -57,11 +57,14 @@ class TokenDispatcher:
 
     def _dispatch(self, experts: ExpertsForward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         num_choices, chosen = index.shape[1], index.reshape(-1)  # (token, choice) pairs, flattened
-        counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
+        # Not `bincount`, which waits for a GPU to learn the size of its result.
+        counts = chosen.new_zeros(self.num_experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = counts[: self.num_experts]
         arriving = torch.empty_like(counts)  # [ranks * experts here]
         dist.all_to_all_single(arriving, counts, group=self.group)
         totals = torch.stack([counts, arriving]).view(2, self.num_ranks, -1).sum(-1)
-        sent, received = totals.tolist()  # rows to and from each rank
+        # Rows to and from each rank. Sizes of tensors are numbers of the host: each layer waits for the device here.
+        sent, received = totals.tolist()
 
         order = chosen.argsort(stable=True)[: sum(sent)]  # sorted by expert; choices of no expert come last
         rows = all_to_all_uneven(hidden[order // num_choices], sent, received, self.group)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
+from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed
 
@@ -120,6 +121,18 @@ def test_any_dtype_travels(dtype: torch.dtype) -> None:
     outcome = dispatcher(_experts(own), hidden.to(dtype), index, weights)
     assert outcome.dtype == dtype
     assert outcome.isfinite().all()
+
+
+def test_a_gpu_is_waited_for_once_a_layer(two_fake_ranks: None) -> None:
+    """For the sizes that the host needs: two rows of two ranks."""
+    dispatcher = TokenDispatcher(NUM_EXPERTS, dist.group.WORLD, None)
+    with recorded_on_meta() as counts:
+        hidden, weights = torch.ones(4, HIDDEN, device="meta"), torch.ones(4, CHOICES, device="meta")
+        index = torch.zeros(4, CHOICES, dtype=torch.long, device="meta")
+        outcome = dispatcher(lambda rows, *_: rows, hidden, index, weights)
+    assert outcome.is_meta and outcome.shape == hidden.shape
+    lines = {place.partition(" < ")[0].rpartition("/")[2] for place in counts.syncs}
+    assert len(lines) == 1, f"more than the sizes is waited for: {counts.syncs}"
 
 
 def test_first_choices_of_early_tokens_go_first() -> None:
