@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from booster.errors import ConfigurationError
 
 GIB = 2**30
@@ -76,6 +78,12 @@ class Device:
     operator: float = 6e-6
     optimizer_bytes: float = 40.0
     overlap: float = 0.7
+
+    @property
+    def type(self) -> str:
+        """Torch's name of this kind of device: "cpu" or "cuda"."""
+        is_cpu = self.name == "this-machine" and not torch.cuda.is_available()
+        return "cpu" if is_cpu else "cuda"
 
     def link(self, span: int) -> Link:
         """Return the link of a group of ranks whose first and last rank are `span` apart."""

@@ -40,7 +40,12 @@ class StaticMemory:
 
 
 def count_static(
-    stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig, dp_size: int, dp_rank: int = 0
+    stages: Mapping[int, StageParts],
+    profile: Profile,
+    config: HybridParallelConfig,
+    dp_size: int,
+    dp_rank: int = 0,
+    device_type: str = "cpu",
 ) -> StaticMemory:
     """Count the persistent bytes of a rank that holds `stages` and trains with AdamW.
 
@@ -50,13 +55,14 @@ def count_static(
         config: the layout.
         dp_size: data-parallel size.
         dp_rank: data-parallel rank whose optimizer shard is counted.
+        device_type: "cpu" or "cuda", on which the default size of buckets depends.
     """
     groups, frozen = _bucketed(stages, profile, config)
     num_shards = dp_size if config.zero.zero_stage else 1
     index = dp_rank if config.zero.zero_stage else 0
     parameters = masters = gradients = states = 0
     for members in groups:
-        for chunk in chunks_of(members, int(config.zero.zero_bucket_size_in_mb * 2**20)):
+        for chunk in chunks_of(members, config.zero.bucket_bytes(device_type)):
             sizes = [param.size for param in chunk]
             starts, total = places_in_bucket(sizes, num_shards, whole_parameters=False)
             shard = total // num_shards

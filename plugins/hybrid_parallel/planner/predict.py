@@ -225,7 +225,7 @@ class Predictor:
         if key not in self._static:
             held = {stage: stages[stage] for stage in own}
             self._static[key] = (
-                count_static(held, profile, layout.config, layout.dp_size),
+                count_static(held, profile, layout.config, layout.dp_size, device_type=self.device.type),
                 updated_elements(held, profile, layout.config),
             )
         return self._static[key]

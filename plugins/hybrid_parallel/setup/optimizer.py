@@ -114,7 +114,7 @@ def _bucket_options(
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
-    bucket_bytes = int(config.zero.zero_bucket_size_in_mb * 2**20)
+    bucket_bytes = config.zero.bucket_bytes(mesh.device.type)
     pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
     return {
         axis: BucketOptions(

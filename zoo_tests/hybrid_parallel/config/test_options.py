@@ -15,6 +15,7 @@ import pytest
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.config.options import OPTIONS
+from plugins.hybrid_parallel.config.zero import ZeroOptions
 from shardformer import TPInfo
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -84,6 +85,15 @@ def test_each_rule(options: dict[str, Any], message: str) -> None:
         HybridParallelPlugin(**options)
 
 
+@pytest.mark.parametrize(
+    ("given", "device_type", "mib"), [(None, "cpu", 12), (None, "cuda", 128), (5, "cpu", 5), (5.5, "cuda", 5.5)]
+)
+def test_the_device_decides_on_the_size_of_buckets_unless_it_is_given(
+    given: float | None, device_type: str, mib: float
+) -> None:
+    assert ZeroOptions(zero_bucket_size_in_mb=given).bucket_bytes(device_type) == mib * 2**20
+
+
 COUNT = ("2", True, 2.5, float("nan"), -1, 0, [2])
 NUMBER = ("1.0", True, float("nan"), -1, 0, [1.0])
 SWITCH = ("true", 1, 0.0, float("nan"), None, [])
@@ -94,7 +104,8 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sp_size", "dp_size", "num_microbatches", "microbatch_size", "num_model_chunks"), COUNT),
     **dict.fromkeys(("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval"), (*COUNT, None)),
     **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
-    **dict.fromkeys(("initial_scale", "zero_bucket_size_in_mb"), (*NUMBER, float("inf"), None)),
+    "initial_scale": (*NUMBER, float("inf"), None),
+    "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
     **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
     **dict.fromkeys(("precision", "nonfinite", "pp_style", "sequence_parallelism_mode"), NAME),
     "zero_stage": (2, -1, "1", True, 0.0, float("nan"), None),
