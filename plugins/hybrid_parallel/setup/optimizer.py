@@ -125,6 +125,7 @@ def _bucket_options(
             bucket_bytes=bucket_bytes,
             exchange=exchanges[group],
             grad_buffers=pools[group],
+            keeps_local=config.debugging.nonfinite != "ignore",
             hidden_by=_what_hides_gradients(config, mesh),
         )
         for axis, group in groups_of.items()

@@ -86,7 +86,6 @@ class Bucket(GradientsByHand):
         self._pending: ReduceScatterHandle | None = None
         self._result: Tensor | None = None
         self._norm: Tensor | None = None  # of the result
-        self._own_norms: Sequence[Tensor] | None = None
 
     @property
     def hidden_by(self) -> str | None:
@@ -155,17 +154,15 @@ class Bucket(GradientsByHand):
         self._pending.mark_done(math.isfinite(self._norm) if self.flat.device.type == "cpu" else None)
 
     def release_local_grads(self) -> None:
-        """Free the local gradients once no rank reads them, unless a report on non-finite values needs them."""
+        """Free the local gradients once no rank reads them, unless a report on non-finite values may need them."""
         if self._pending is None:
             return
         self.collect()
         is_finite = self._pending.wait_all_done()
         self._pending = None
-        if is_finite is None:
-            self._own_norms = torch._foreach_norm([self._grad_view(index) for index in range(len(self.params))])
-        if is_finite is not False:
-            self.memory.give(self.flat_grads)
-            self.flat_grads = None
+        # On a GPU no rank knows: the gradients of all buckets are in memory here anyway, and stay until `assign_grads`.
+        if is_finite or (is_finite is None and not self.options.keeps_local):
+            self.give_local_grads()
 
     def finish(self, used: set[int], factor: Tensor | None) -> None:
         """Run `complete`, then `keep`."""
@@ -219,17 +216,6 @@ class Bucket(GradientsByHand):
         self.written.clear()
         self._work = self._result = None
 
-    def local_grads(self) -> dict[int, Tensor] | None:
-        """Return this rank's input to the last reduction by parameter index, or its norms if the input was freed.
-
-        Returns None if the result has overwritten the input, or is finite.
-        """
-        if self.options.num_shards == 1:
-            return None
-        if self.flat_grads is not None:
-            return {index: self._grad_view(index) for index in range(len(self.params))}
-        return None if self._own_norms is None else dict(enumerate(self._own_norms))
-
     def clear_grads(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set existing ones to zero, which still move parameters by momentum and decay."""
         if not set_to_none:
@@ -241,6 +227,8 @@ class Bucket(GradientsByHand):
             return
         if self.options.num_shards > 1 or self.is_shown:
             self.drop_grads()  # the activations of the next forward pass can use the memory
+        if self.options.num_shards > 1 and self.flat_grads is not None and not self.launched:
+            self.give_local_grads()
         self._stale.clear()
         self.written.clear()
         self._lent.clear()
@@ -259,7 +247,12 @@ class Bucket(GradientsByHand):
         return norm.double().square()
 
     def assign_grads(self, factor: Tensor | float | None) -> None:
-        """Assign each piece its gradient times `factor`; pieces of unused parameters get None."""
+        """Assign each piece its gradient times `factor`; pieces of unused parameters get None.
+
+        The local gradients are freed: the step is not reported as non-finite any more.
+        """
+        if self.options.num_shards > 1 and self.flat_grads is not None and not self.written:
+            self.give_local_grads()
         if factor is not None:
             self.scale_grads(factor)
         for piece in self.pieces:

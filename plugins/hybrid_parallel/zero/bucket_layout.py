@@ -30,6 +30,8 @@ class BucketOptions:
         bucket_bytes: upper limit of a bucket's gradients, in bytes.
         exchange: the collectives that move shards of gradients and parameters between ranks.
         grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
+        keeps_local: whether local gradients are kept until the step is known to be finite, for reports on nan and inf.
+            Where ranks learn that before, as between CPUs, only those of a bad step are kept.
         hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
     """
 
@@ -40,6 +42,7 @@ class BucketOptions:
     bucket_bytes: int
     exchange: ZeroCollectives
     grad_buffers: GradBufferPool
+    keeps_local: bool = True
     hidden_by: str | None = None
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
+    from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, BucketSlice
     from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 
 
@@ -17,6 +17,7 @@ class GradientsByHand:
     """The part of a bucket that scales, exposes, sets and drops gradients.
 
     Attributes:
+        flat_grads: the local gradients of all parameters, while this rank has them.
         shard_grads: this rank's shard of the reduced gradients.
         used: indices of parameters with reduced gradients.
         written: indices of parameters with local gradients that are not reduced yet.
@@ -25,7 +26,9 @@ class GradientsByHand:
     params: list[nn.Parameter]
     offsets: list[int]
     pieces: Sequence[BucketSlice]
+    options: BucketOptions
     memory: GradBufferPool
+    flat_grads: Tensor | None
     shard_grads: Tensor | None
     used: set[int]
     written: set[int]
@@ -78,6 +81,20 @@ class GradientsByHand:
             self._stale.add(index)
         if not self.used and self.is_shown:
             self.drop_grads()
+
+    def local_grads(self) -> dict[int, Tensor] | None:
+        """Return this rank's input to the last reduction by parameter index.
+
+        Returns None if the result has overwritten the input, or the input was freed.
+        """
+        if self.options.num_shards == 1 or self.flat_grads is None:
+            return None
+        return {index: self._grad_view(index) for index in range(len(self.params))}
+
+    def give_local_grads(self) -> None:
+        """Give the memory of the local gradients back to the pool."""
+        self.memory.give(self.flat_grads)
+        self.flat_grads = None
 
     def drop_grads(self) -> None:
         """Release the memory of the reduced gradients without reusing it, since user code may still read it."""

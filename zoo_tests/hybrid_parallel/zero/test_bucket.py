@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,6 +21,7 @@ from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
+from zoo_tests.cuda_trace.recorder import StepRecorder
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 
@@ -119,3 +121,30 @@ def test_optimizers_of_another_model_are_refused() -> None:
     check_optimizer(torch.optim.SGD([param], lr=0.1), names)
     with pytest.raises(ConfigurationError, match=r"SGD holds a parameter that is not in the model given to boost\(\)"):
         check_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), names)
+
+
+@pytest.mark.parametrize("keeps_local", [True, False])
+def test_local_gradients_stay_for_a_report_without_a_pass_over_them(two_fake_ranks: None, keeps_local: bool) -> None:
+    """As between GPUs, whose ranks do not know at once whether gradients are finite."""
+    exchange = ZeroCollectives(dist.group.WORLD)
+    pool = GradBufferPool(exchange)
+    options = BucketOptions(dist.group.WORLD, 1, False, False, 2**20, exchange, pool, keeps_local)
+    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(40))]
+    bucket = Bucket(params, options, 0, [], True, {})
+    for step in range(2):
+        gradients = [torch.full_like(param, step + 2.0) for param in params]
+        for index, gradient in enumerate(gradients):
+            bucket.accumulate(index, gradient)
+        bucket.launch()
+        with StepRecorder("cpu") as recorder:
+            bucket.finish({0, 1}, None)
+        assert sum(count for name, count in recorder.counts.kernels.items() if "norm" in name) == 1, "of the shard"
+        local = bucket.local_grads()
+        assert (local is not None) == keeps_local
+        if keeps_local:
+            assert all(torch.equal(local[index], gradient) for index, gradient in enumerate(gradients))
+        if step:
+            bucket.clear_grads()  # a step that is left out
+        else:
+            bucket.assign_grads(None)
+        assert bucket.flat_grads is None and bucket.local_grads() is None
