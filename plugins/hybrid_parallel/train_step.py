@@ -25,6 +25,7 @@ from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
+from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.loss.terms import LOSS_KEYWORDS
 
 _MANY = 2**62  # more samples than any batch has
@@ -58,7 +59,8 @@ class PipelineStep:
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
         uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts would be rounded in 16 bits
-        batch = to_device(as_batch(batch), self.mesh.device, self.model.input_dtype, uncast)
+        given = as_batch(batch)
+        batch = to_device(given, self.mesh.device, self.model.input_dtype, uncast)
         if self.trains and self.model.checks_this_batch():
             check_batch(batch, self.mesh)
         if self.trains and self.debugging.debug:
@@ -68,6 +70,8 @@ class PipelineStep:
             check_tied(self.model.tied, self.model.unwrap())
         count = self._num_microbatches(batch)
         own = split_batch(batch, count) if num_rows(batch) else []
+        if self.mesh.size("cp") > 1:
+            record_facts(own, split_batch(given, len(own)))
         # Other ranks wait for this one at the experts, even if its own share of the batch is empty.
         microbatches = own or [stand_in(batch)] * count
         loss = self.model.step_loss(own, self.criterion, batch)
@@ -105,7 +109,8 @@ class PipelineStep:
 
         Every share of the batch that is not empty has at least that many samples.
         """
-        extremes = torch.tensor([rows or _MANY, -rows], device=self.mesh.device)
+        # On the CPU: reading the result must not wait for the device.
+        extremes = torch.tensor([rows or _MANY, -rows])
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(DP_CP))
         fewest, most = int(extremes[0]), -int(extremes[1])
         return min(self.pipeline.microbatches_of(most, self.mesh.size("pp")), fewest) if most else 0
@@ -116,7 +121,7 @@ class PipelineStep:
         The replicas agree, because a rank that raised alone would leave the others waiting.
         """
         least = self.pipeline.least_batch_size
-        fewest = torch.tensor(rows, device=self.mesh.device)
+        fewest = torch.tensor(rows)  # on the CPU, as above
         if self.mesh.size("dp") > 1:
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
         rows = int(fewest)

@@ -40,7 +40,14 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]
 
 def start_again(positions: Tensor) -> bool:
     """Return whether positions, [batch or 1, seq], restart within a row."""
-    return positions.dim() == 2 and bool((positions.diff(dim=-1) != 1).any())
+    return bool(restart_flag(positions))
+
+
+def restart_flag(positions: Tensor) -> Tensor:
+    """Return whether positions, [batch or 1, seq], restart within a row, as a bool tensor (0-d)."""
+    if positions.dim() != 2:
+        return torch.zeros((), dtype=torch.bool)
+    return (positions.diff(dim=-1) != 1).any()
 
 
 def tell_of_packed_documents(model: nn.Module, inputs: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ it again, and so sees its own pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,11 +63,16 @@ class ContextMask:
         return self._known[source]
 
     def _find(self, source: int) -> list[Block]:
-        chunk, everything = self.axis.chunk(self.of.length), slice(None)
+        everything = slice(None)
         if self._is_everything:
             return [Block(everything, everything)]
         if not self._is_causal:
-            return self._look(source)
+            return self._look(source) if self.device.type == "cpu" else self._masked(source)
+        return self._causal(source)
+
+    def _causal(self, source: int) -> list[Block]:
+        """Return the blocks of a causal mask without padding or documents."""
+        chunk, everything = self.axis.chunk(self.of.length), slice(None)
         if source == self.axis.rank:
             return [Block(everything, everything, is_causal=True)]
         # If `source` is an earlier rank, all queries see its first chunk and none sees its last. If it is a later rank,
@@ -82,6 +88,17 @@ class ContextMask:
             return []
         everything = slice(None)
         return [Block(everything, everything, allowed=None if bool(allowed.all()) else allowed)]
+
+    def _masked(self, source: int) -> list[Block]:
+        """Return blocks with their masks, without reading the masks: the host would wait for the device."""
+        from transformers.masking_utils import causal_mask_function
+
+        allowed, everything = self.allowed(self._places(self.axis.rank), self._places(source)), slice(None)
+        # Padding and documents only hide more than a causal mask.
+        blocks = [Block(everything, everything)]
+        if self.function is causal_mask_function:
+            blocks = self._causal(source)
+        return [replace(each, is_causal=False, allowed=allowed[:, :, each.queries][..., each.keys]) for each in blocks]
 
     def _places(self, rank: int) -> Tensor:
         return self.axis.places(self.of.length, rank, self.device)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.attention.packed_documents import may_be_packed, start_again
+from shardformer.attention.packed_documents import may_be_packed
+from shardformer.context_parallel.batch_facts import hides_nothing, restarts
 from shardformer.distributed.collectives import all_gather, pad_dim
 
 # Inputs that are not sharded: masks cover the tokens of all ranks.
@@ -133,7 +134,7 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
     whole = given if given is not None else positions(inputs)
     if whole is None:
         whole = torch.arange(length, device=tokens.device)[None]
-    packed = whole if may_be_packed(inputs) and start_again(whole) else None
+    packed = whole if may_be_packed(inputs) and restarts(whole) else None
     axis.latest = ContextParallelPass(axis, length, _real(mask), packed)
     parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
     # With a mask always present, transformers does not take a jump between two chunks for a new document.
@@ -144,8 +145,7 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
 def _real(mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
-    real = mask.bool()
-    return None if bool(real.all()) else real
+    return None if hides_nothing(mask) else mask.bool()
 
 
 def _part(value: Any, name: str, length: int, axis: ZigzagSharding) -> Any:

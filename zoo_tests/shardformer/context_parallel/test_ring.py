@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function
 
+from shardformer.context_parallel.attention import ContextMask
+from shardformer.context_parallel.batch_facts import hides_nothing, record_facts, restarts
 from shardformer.context_parallel.blockwise import Block, Softmax, attend, merge
 from shardformer.context_parallel.ring import ring_attention
-from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding
+from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding, cut_batch
+from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.ranks import distributed
 
 _HEADS, _KV_HEADS, _SIZE, _LENGTH = 6, 2, 8, 23
@@ -150,3 +154,48 @@ def test_every_rank_has_as_many_scores_to_compute_under_a_causal_mask() -> None:
 def test_documents_are_told_by_positions_that_start_again() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1]])
     assert ContextParallelPass(None, 8, positions=positions).documents.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("source", [0, 1, 2])
+def test_blocks_on_a_gpu_are_those_that_a_look_at_the_mask_finds(source: int, is_packed: bool) -> None:
+    """Rank 1 of 3, a causal mask with padding, with and without documents."""
+    axis = object.__new__(ZigzagSharding)
+    axis.size, axis.rank = 3, 1
+    real = torch.ones(2, _LENGTH, dtype=torch.bool)
+    real[0, :4] = False
+    positions = torch.arange(_LENGTH).remainder(7).expand(2, -1) if is_packed else None
+    mask = ContextMask(
+        ContextParallelPass(axis, _LENGTH, real, positions), causal_mask_function, 2, torch.device("cpu")
+    )
+    expected = mask.allowed(mask._places(axis.rank), mask._places(source))
+    found = torch.zeros_like(expected)
+    for block in mask._masked(source):
+        found[:, :, block.queries, block.keys] = block.allowed
+    assert torch.equal(found, expected)
+
+
+def test_a_gpu_is_not_waited_for_where_the_host_knows_the_batch() -> None:
+    """The mask of each micro-batch, and the blocks of attention."""
+    axis = object.__new__(ZigzagSharding)
+    axis.size, axis.rank = 2, 0
+    given = {"attention_mask": torch.ones(2, _LENGTH, dtype=torch.long)}
+    given["attention_mask"][0, 0] = 0
+    with recorded_on_meta() as counts:
+        ids, mask = (torch.ones(2, _LENGTH, dtype=torch.long, device="meta") for _ in range(2))
+        record_facts([{"attention_mask": mask}], [given])
+        cut_batch({"input_ids": ids, "attention_mask": mask}, axis, lambda _: None)
+        of = axis.latest
+        assert of.real is not None, "the host saw padding"
+        blocks = ContextMask(of, causal_mask_function, 2, ids.device).blocks(1)
+    assert all(block.allowed.is_meta for block in blocks)
+    assert not counts.syncs
+
+
+def test_facts_are_those_of_each_part() -> None:
+    masks = [torch.ones(2, 5, dtype=torch.long), torch.tensor([[1, 1, 1, 1, 0]])]
+    parts = [{"attention_mask": mask.clone(), "position_ids": torch.arange(5)[None]} for mask in masks]
+    parts[1]["position_ids"] = torch.tensor([[0, 1, 0, 1, 2]])
+    record_facts(parts, [dict(part) for part in parts])
+    assert [hides_nothing(part["attention_mask"]) for part in parts] == [True, False]
+    assert [restarts(part["position_ids"]) for part in parts] == [False, True]

@@ -1,0 +1,53 @@
+"""Facts about a batch that the host knows before the batch moves to its device.
+
+Sharding a sequence depends on two of them: whether the mask hides any token, and whether positions restart. Asking the
+device in each pass would make the host wait for all kernels that are queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardformer.attention.packed_documents import restart_flag
+
+
+def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[str, Any]]) -> None:
+    """Record the facts on the tensors of a batch's parts.
+
+    Args:
+        parts: the micro-batches.
+        on_host: the same micro-batches, of the batch as it was given; if it was given on a device, the host waits for
+            the device here, once for all parts.
+    """
+    for name, asks in _FACTS.items():
+        known = [part.get(name) for part in on_host]
+        if not known or not all(isinstance(each, Tensor) for each in known):
+            continue
+        for part, answer in zip(parts, torch.stack([asks(each) for each in known]).tolist(), strict=True):
+            part[name].known_fact = answer
+
+
+def hides_nothing(mask: Tensor) -> bool:
+    """Return whether an attention mask is True, or not zero, everywhere."""
+    return _answer(mask, _is_full)
+
+
+def restarts(positions: Tensor) -> bool:
+    """Return whether positions, [batch or 1, seq], restart within a row, at another document."""
+    return _answer(positions, restart_flag)
+
+
+def _answer(value: Tensor, asks: Callable[[Tensor], Tensor]) -> bool:
+    known = getattr(value, "known_fact", None)
+    return bool(asks(value)) if known is None else known
+
+
+def _is_full(mask: Tensor) -> Tensor:
+    return mask.bool().all()
+
+
+_FACTS: Mapping[str, Callable[[Tensor], Tensor]] = {"attention_mask": _is_full, "position_ids": restart_flag}
