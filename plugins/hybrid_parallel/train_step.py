@@ -26,6 +26,7 @@ from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
 from shardformer.context_parallel.batch_facts import record_facts
+from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.loss.terms import LOSS_KEYWORDS
 
 _MANY = 2**62  # more samples than any batch has
@@ -151,6 +152,7 @@ class PipelineStep:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
             stack.enter_context(self.model.running())
+            stack.enter_context(weights_rounded_once(runtime.module))
             stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
             stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
             if self.trains and runtime.recorder is not None:

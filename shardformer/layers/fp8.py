@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch import nn
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.lm_head import VocabParallelLMHead
 from shardformer.layers.replicated_linear import replicated_linear
-from shardformer.matmul.backends import FP8
+from shardformer.matmul.backends import Float8Matmul
 from shardformer.utils.derived_modules import replace_modules
 
 _log = logging.getLogger(__name__)
@@ -24,11 +26,23 @@ def multiply_in_fp8(model: nn.Module) -> None:
     """
     in_lists = [module for path, module in model.named_modules() if _is_in_a_list(path)]
     found = {module: layer for module in in_lists if (layer := _fp8_layer(module)) is not None}
+    backend = Float8Matmul()
     for layer in found.values():
-        layer.matmul_backend = FP8
+        layer.matmul_backend = backend
     replace_modules(model, found)
     if not found:
         _log.warning("%s has no linear layers in a list of layers: nothing multiplies in 8 bit", type(model).__name__)
+
+
+@contextmanager
+def weights_rounded_once(model: nn.Module) -> Iterator[None]:
+    """Let layers that multiply in FP8 round their weights once in this context, in which weights must not change."""
+    backends = {getattr(module, "matmul_backend", None) for module in model.modules()}
+    with ExitStack() as stack:
+        for backend in backends:
+            if isinstance(backend, Float8Matmul):
+                stack.enter_context(backend.reusing_weights())
+        yield
 
 
 def check_fp8(device: torch.device) -> None:

@@ -3,14 +3,18 @@
 Each linear layer has a backend (`MatmulLayer.matmul_backend`); its autograd nodes remember it for the backward pass. In
 FP8 (Micikevicius et al., arXiv 2209.05433), activations and weights are rounded to e4m3 and
 gradients to e5m2, with one scale per tensor that maps its largest value to the end of the range. Sums are in fp32, and
-outputs have the precision of the input.
+outputs have the precision of the input. On a GPU, sums of the forward pass may be kept in the tensor cores
+(`use_fast_accum`), which rounds them slightly earlier; those of gradients are not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _MULTIPLE = 16  # FP8 kernels need sizes that are multiples of this
 
@@ -43,12 +47,41 @@ class MatmulBackend:
 class Float8Matmul(MatmulBackend):
     """Products in FP8 if all sizes are multiples of 16, else in native torch."""
 
+    def __init__(self) -> None:
+        # Parameter -> its version, and its rounded values; None outside of `reusing_weights`.
+        self._weights: dict[nn.Parameter, tuple[int, _Rounded]] | None = None
+
+    @contextmanager
+    def reusing_weights(self) -> Iterator[None]:
+        """Round each parameter once in this context, in which nothing may write to the memory of parameters.
+
+        The version of a parameter does not tell of all writes: its memory is part of a bucket, which is written as a
+        whole. The rounded values take one byte per element until the context ends.
+        """
+        outer, self._weights = self._weights, {} if self._weights is None else self._weights
+        try:
+            yield
+        finally:
+            self._weights = outer
+
+    def _rounded_weight(self, weight: Tensor) -> _Rounded:
+        """Return rounded `weight`, [out, in]: a parameter, its transpose, or a tensor that was made for one product."""
+        parameter = weight._base if weight._is_view() else weight
+        is_transposed = parameter is not weight
+        if self._weights is None or not isinstance(parameter, nn.Parameter) or not _is_whole(weight, parameter):
+            return _Rounded(weight)
+        version, known = self._weights.get(parameter, (None, None))
+        if version != parameter._version:
+            known = _Rounded(parameter.detach())
+            self._weights[parameter] = parameter._version, known
+        return known.transposed() if is_transposed else known
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply in FP8: [..., in] -> [..., out]."""
         flat = x.reshape(-1, x.shape[-1])
         if not _fits(flat, *weight.shape):
             return super().forward(x, weight, bias)
-        out = _multiply(_Rounded(flat), _Rounded(weight), x.dtype)
+        out = _multiply(_Rounded(flat), self._rounded_weight(weight), x.dtype, is_forward=True)
         out = out if bias is None else out.add_(bias)
         return no_view(out.view(*x.shape[:-1], out.shape[-1]))
 
@@ -56,7 +89,7 @@ class Float8Matmul(MatmulBackend):
         """Compute the input gradient in FP8, [tokens, in]."""
         if not _fits(grad, *weight.shape):
             return super().grad_input(grad, weight)
-        return _multiply(_Rounded(grad, is_gradient=True), _Rounded(weight).transposed(), grad.dtype)
+        return _multiply(_Rounded(grad, is_gradient=True), self._rounded_weight(weight).transposed(), grad.dtype)
 
     def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
         """Add the input gradient, computed in FP8, to `total`."""
@@ -83,27 +116,50 @@ NATIVE, FP8 = MatmulBackend(), Float8Matmul()
 class _Rounded:
     """A matrix rounded to FP8, with one scale.
 
-    Args:
-        x: [rows, columns].
-        is_gradient: selects e5m2 instead of e4m3, since gradients need range and values need precision.
+    Attributes:
+        values: [rows, columns], contiguous, as the kernels require.
+        scale: factor of the values, 0-d.
     """
 
     def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
+        """Round `x`, [rows, columns], to e5m2 if it is a gradient, which needs range, and else to e4m3.
+
+        No value is beyond the end of the range by more than the rounding of a division, which e4m3 and e5m2 round back.
+        """
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
         largest = torch.finfo(dtype).max
+        # One pass, and no temporary for absolute values. fp32, because 16-bit quotients would be rounded twice.
+        peak = torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32)
         # Clamp, because a matrix of zeros has no largest value to scale by.
-        self.scale = (x.detach().abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
-        self.values = (x.float() / self.scale).clamp(-largest, largest).to(dtype)
+        self.scale = (peak / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        quotient = x / self.scale if x.dtype == torch.float32 else x.float().div_(self.scale)
+        self.values = quotient.to(dtype)
 
     def transposed(self) -> _Rounded:
-        """Transpose in place, and make the result contiguous as the kernels require."""
-        self.values = self.values.t().contiguous()
-        return self
+        """Return the transpose, in memory of its own."""
+        result = object.__new__(_Rounded)
+        result.scale, result.values = self.scale, self.values.t().contiguous()
+        return result
 
 
-def _multiply(first: _Rounded, second: _Rounded, dtype: torch.dtype) -> Tensor:
+def _multiply(first: _Rounded, second: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
     """Compute first @ second^T, [rows, columns] and [others, columns] -> [rows, others]."""
-    return torch._scaled_mm(first.values, second.values.t(), scale_a=first.scale, scale_b=second.scale, out_dtype=dtype)
+    return torch._scaled_mm(
+        first.values,
+        second.values.t(),
+        scale_a=first.scale,
+        scale_b=second.scale,
+        out_dtype=dtype,
+        use_fast_accum=is_forward and first.values.is_cuda,
+    )
+
+
+def _is_whole(weight: Tensor, parameter: Tensor) -> bool:
+    """Return whether `weight` is `parameter` itself or its transpose."""
+    if weight is parameter:
+        return True
+    same_place = weight.data_ptr() == parameter.data_ptr() and weight.dim() == parameter.dim() == 2
+    return same_place and weight.shape == parameter.t().shape and weight.stride() == parameter.t().stride()
 
 
 def _fits(x: Tensor, *sizes: int) -> bool:

@@ -173,7 +173,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad)
-        grad_x = ctx.backend.grad_input(flat, weight).view_as(x) if needs[0] else None
+        # The backend knows the parameter itself; recomputation saves another tensor of its values.
+        used = weight if ctx.backend is NATIVE else ctx.weight
+        grad_x = ctx.backend.grad_input(flat, used).view_as(x) if needs[0] else None
         grad_weight = None
         if needs[1] and torch.is_grad_enabled():  # double backward: native products are differentiable
             grad_weight = ctx.backend.grad_weight(flat, matrix(x))

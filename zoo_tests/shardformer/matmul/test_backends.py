@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.matmul.backends import FP8, NATIVE
+from shardformer.matmul import backends
+from shardformer.matmul.backends import FP8, NATIVE, Float8Matmul
 from zoo_tests.harness.ranks import run_on_ranks
 
 
@@ -54,6 +55,59 @@ def test_sizes_that_do_not_fit_are_multiplied_as_ever() -> None:
 def test_zeros_stay_zeros() -> None:
     x, weight, _ = _factors(16, 32, 32)
     assert FP8.forward(torch.zeros_like(x), weight).eq(0).all()
+
+
+def _roundings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ids of all tensors that are rounded from here on."""
+    rounded: list[int] = []
+    original = backends._Rounded.__init__
+
+    def count(self: Any, x: Tensor, is_gradient: bool = False) -> None:
+        rounded.append(x.data_ptr())
+        original(self, x, is_gradient)
+
+    monkeypatch.setattr(backends._Rounded, "__init__", count)
+    return rounded
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_weight_is_rounded_once_in_a_step(is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches: same bits as without reuse; a weight that was written to is rounded again."""
+    x, weight, grad = _factors(16, 32, 48)
+    parameter = nn.Parameter(weight.t().contiguous() if is_transposed else weight.clone())
+    backend, rounded = Float8Matmul(), _roundings(monkeypatch)
+
+    def both() -> tuple[Tensor, Tensor]:
+        used = parameter.t() if is_transposed else parameter
+        return backend.forward(x, used), backend.grad_input(grad, used)
+
+    with torch.no_grad():
+        apart = both()
+        assert rounded.count(parameter.data_ptr()) == 2
+        rounded.clear()
+        with backend.reusing_weights():
+            for found in (both(), both()):
+                assert all(map(torch.equal, found, apart))
+            assert rounded.count(parameter.data_ptr()) == 1
+            parameter.mul_(2.0)
+            assert not torch.equal(both()[0], apart[0])
+        parameter.data.mul_(0.5)  # as the optimizer writes: the parameter's version does not change
+        assert all(map(torch.equal, both(), apart)), "a rounded weight outlives its step"
+
+
+@pytest.mark.parametrize("is_gradient", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fewer_passes_round_to_the_same_bits(dtype: torch.dtype, is_gradient: bool) -> None:
+    """The plain definition: largest value, division and clamp, each a pass over fp32."""
+    kind = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
+    largest = torch.finfo(kind).max
+    for seed, scale in enumerate((1e-30, 1e-6, 1.0, 3e4)):
+        x = (torch.randn(64, 80, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+        unit = (x.abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        expected = (x.float() / unit).clamp(-largest, largest).to(kind)
+        found = backends._Rounded(x, is_gradient)
+        assert torch.equal(found.scale, unit)
+        assert torch.equal(found.values.view(torch.uint8), expected.view(torch.uint8))
 
 
 def _losses(options: dict[str, Any], family: str) -> list[float]:
