@@ -94,11 +94,23 @@ class ContextMask:
         from transformers.masking_utils import causal_mask_function
 
         allowed, everything = self.allowed(self._places(self.axis.rank), self._places(source)), slice(None)
+        if self.function is not causal_mask_function:
+            return [Block(everything, everything, allowed=allowed)]
         # Padding and documents only hide more than a causal mask.
-        blocks = [Block(everything, everything)]
-        if self.function is causal_mask_function:
-            blocks = self._causal(source)
-        return [replace(each, is_causal=False, allowed=allowed[:, :, each.queries][..., each.keys]) for each in blocks]
+        return [
+            each
+            if self._has_no_padding(source, each)
+            else replace(each, is_causal=False, allowed=allowed[:, :, each.queries][..., each.keys])
+            for each in self._causal(source)
+        ]
+
+    def _has_no_padding(self, source: int, block: Block) -> bool:
+        """Return whether the host knows that the keys of a block of a causal mask are all real, in one document."""
+        mask = self.of.mask_on_host
+        if mask is None or self.of.positions is not None:
+            return False
+        places = self.axis.places(self.of.length, source)[block.keys]
+        return bool((mask[:, places[places < self.of.length]] != 0).all())
 
     def _places(self, rank: int) -> Tensor:
         return self.axis.places(self.of.length, rank, self.device)

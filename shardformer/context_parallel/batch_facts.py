@@ -29,6 +29,15 @@ def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[s
             continue
         for part, answer in zip(parts, torch.stack([asks(each) for each in known]).tolist(), strict=True):
             part[name].known_fact = answer
+    for part, given in zip(parts, on_host, strict=True):
+        mask, known = part.get("attention_mask"), given.get("attention_mask")
+        if isinstance(known, Tensor) and known.device.type == "cpu" != mask.device.type:
+            mask.on_host = known
+
+
+def host_copy(mask: Tensor) -> Tensor | None:
+    """Return the attention mask in the memory of the host; None if only the device has it."""
+    return getattr(mask, "on_host", None)
 
 
 def hides_nothing(mask: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.attention.packed_documents import may_be_packed
-from shardformer.context_parallel.batch_facts import hides_nothing, restarts
+from shardformer.context_parallel.batch_facts import hides_nothing, host_copy, restarts
 from shardformer.distributed.collectives import all_gather, pad_dim
 
 # Inputs that are not sharded: masks cover the tokens of all ranks.
@@ -36,12 +36,15 @@ class ContextParallelPass:
         length: tokens of a sequence, without the padding to equal shards.
         real: [batch, length] bool, True for tokens that are not padding; None if all are.
         positions: [batch or 1, length], if documents are packed in a row; None otherwise.
+        mask_on_host: [batch, length], not zero for tokens that are not padding, on the CPU; None if only the device
+            has it.
     """
 
     axis: ZigzagSharding
     length: int
     real: Tensor | None = None
     positions: Tensor | None = None
+    mask_on_host: Tensor | None = None
 
     @property
     def documents(self) -> Tensor:
@@ -135,7 +138,7 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
     if whole is None:
         whole = torch.arange(length, device=tokens.device)[None]
     packed = whole if may_be_packed(inputs) and restarts(whole) else None
-    axis.latest = ContextParallelPass(axis, length, _real(mask), packed)
+    axis.latest = ContextParallelPass(axis, length, _real(mask), packed, None if mask is None else host_copy(mask))
     parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
     # With a mask always present, transformers does not take a jump between two chunks for a new document.
     ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask

@@ -97,6 +97,8 @@ class StepRecorder(TorchDispatchMode):
             if on_device:
                 self._read(args[0])
             return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool or 1
+        elif name == "aten::lift_fresh" and on_device:  # a tensor of numbers of the host, on the meta device
+            self.counts.copies[f"numbers->{self.device_type} @ {_place()}"] += 1
         elif name in ("aten::_to_copy", "aten::copy_") and self._copies(name, args, kwargs):
             if name == "aten::_to_copy" and args[0].is_meta:
                 return torch.ones(args[0].shape, dtype=args[0].dtype)
