@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -97,8 +98,6 @@ class StepRecorder(TorchDispatchMode):
             if on_device:
                 self._read(args[0])
             return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool or 1
-        elif name == "aten::lift_fresh" and on_device:  # a tensor of numbers of the host, on the meta device
-            self.counts.copies[f"numbers->{self.device_type} @ {_place()}"] += 1
         elif name in ("aten::_to_copy", "aten::copy_") and self._copies(name, args, kwargs):
             if name == "aten::_to_copy" and args[0].is_meta:
                 return torch.ones(args[0].shape, dtype=args[0].dtype)
@@ -161,7 +160,23 @@ class StepRecorder(TorchDispatchMode):
 def recorded_on_meta() -> Iterator[StepCounts]:
     """Count what code without autograd does on meta tensors as on a GPU; needs no compiler."""
     recorder = StepRecorder("meta")
-    with recorder, torch.no_grad():
+
+    def counting(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Count tensors of the device that are made from numbers of the host: no operator tells of them."""
+
+        def count(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+            made = make(data, *args, **kwargs)
+            if made.is_meta and not isinstance(data, Tensor):
+                recorder.counts.copies[f"numbers->meta @ {_place()}"] += 1
+            return made
+
+        return count
+
+    with ExitStack() as stack:
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(mock.patch.object(torch, name, counting(getattr(torch, name))))
+        stack.enter_context(recorder)
+        stack.enter_context(torch.no_grad())
         yield recorder.counts
 
 

@@ -1,0 +1,25 @@
+"""Runs the traces that the command reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+
+from booster.errors import ConfigurationError
+from zoo_tests.cuda_trace.steps import Trace, counts_of
+
+
+def main() -> None:
+    for line in sys.stdin:
+        start = time.perf_counter()
+        try:
+            answer = counts_of(Trace(**json.loads(line))).as_json()
+        except ConfigurationError as error:
+            answer = {"error": str(error), "refused": True}
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-8:]
+            answer = {"error": f"{type(error).__name__}: {error}", "where": [f"{f.filename}:{f.lineno}" for f in last]}
+        answer["seconds"] = time.perf_counter() - start
+        print(json.dumps(answer), flush=True)

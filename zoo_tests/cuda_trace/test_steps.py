@@ -1,0 +1,116 @@
+"""Whole steps on a GPU, seen from the host: nothing waits for the device, and collectives get what NCCL accepts.
+
+What breaks here first: `item()`, a mask that selects, a tensor made on the CPU, a non-contiguous gradient. The message
+names the line. `python -m zoo_tests.cuda_trace` runs
+single traces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo_tests.cuda_trace import guard
+from zoo_tests.zoo import FAMILIES
+
+_ROOT = Path(__file__).resolve().parents[2]
+# Layout -> options, and the rank that is traced, of two.
+_LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "tp2": ({"tp_size": 2, "max_norm": 1.0}, 0),
+    "sp2": ({"tp_size": 2, "enable_sequence_parallelism": True}, 0),
+    "pp2 first": ({"pp_size": 2}, 0),
+    "pp2 last": ({"pp_size": 2}, 1),
+    "dp2": ({"dp_size": 2}, 1),
+    "dp2 zero0": ({"dp_size": 2, "zero_stage": 0, "precision": "fp16"}, 0),
+    "cp2": ({"cp_size": 2}, 0),
+    "cp2 all-to-all": ({"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}, 1),
+    "ep2": ({"ep_size": 2}, 1),
+    "fp8": ({"tp_size": 2, "precision": "fp8"}, 0),
+}
+_SAMPLE = {
+    ("llama", "cp2"),
+    ("bert", "tp2"),
+    ("gpt2", "dp2"),
+    ("t5", "pp2 last"),
+    ("mixtral", "ep2"),
+    ("vit", "sp2"),
+}
+_MICROBATCHES = 2
+# Where the host may wait, and how often in a step with `_MICROBATCHES` passes through `_LAYERS` layers.
+_LAYERS = 5
+_STEP = ("plugins/hybrid_parallel/zero/optimizer.py", 1)  # the decision to skip a step that is not finite
+_MASKS = ("transformers/", 4 * _MICROBATCHES)  # transformers asks each mask whether it hides anything
+_EXPERTS = ("shardformer/expert_parallel/token_dispatcher.py", _MICROBATCHES * _LAYERS)  # rows to each rank
+
+
+def _cases() -> list[Any]:
+    found = []
+    for family in FAMILIES:
+        for layout in _LAYOUTS:
+            marks = () if (family, layout) in _SAMPLE else (pytest.mark.campaign,)
+            found.append(pytest.param(family, layout, marks=marks, id=f"{family}-{layout.replace(' ', '-')}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tracer() -> Iterator[subprocess.Popen[str]]:
+    """A process that traces steps: torch has to be imported after its device is registered."""
+    try:
+        guard.library()
+    except guard.NoGuardError as error:
+        pytest.skip(str(error))
+    command, environment = [sys.executable, "-m", "zoo_tests.cuda_trace"], {**os.environ, "PYTHONPATH": str(_ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, cwd=_ROOT, env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+def _trace(tracer: subprocess.Popen[str], family: str, layout: str) -> dict[str, Any]:
+    options, rank = _LAYOUTS[layout]
+    options = {"precision": "bf16", "num_microbatches": _MICROBATCHES, **options}
+    print(
+        json.dumps({"family": family, "options": options, "world_size": 2, "rank": rank}), file=tracer.stdin, flush=True
+    )
+    answer = tracer.stdout.readline()
+    assert answer, "the tracer has died; `python -m zoo_tests.cuda_trace` shows why"
+    return json.loads(answer)
+
+
+@pytest.mark.parametrize(("family", "layout"), _cases())
+def test_a_step_does_not_wait_for_the_device(tracer: subprocess.Popen[str], family: str, layout: str) -> None:
+    counts = _trace(tracer, family, layout)
+    if counts.get("refused"):
+        assert (family, layout) not in _SAMPLE, counts["error"]
+        pytest.skip(f"the layout is refused: {counts['error']}")
+    assert "error" not in counts, f"{counts['error']} at {counts['where']}"
+    assert sum(counts["kernels"].values()) > 100, "no step was recorded"
+    assert not counts["faults"]
+    allowed = (_STEP, _MASKS, _EXPERTS)
+    strange = {place: count for place, count in counts["syncs"].items() if not _is_from(place, *allowed)}
+    assert not strange, "the host waits for the device"
+    for where, most in allowed:
+        times = sum(count for place, count in counts["syncs"].items() if _is_from(place, (where, most)))
+        assert times <= most, f"the host waits {times} times at {where}"
+    late = [place for place in counts["copies"] if "plugins/hybrid_parallel/data/microbatch.py" not in place]
+    assert not late, "something besides the batch is copied between host and device"
+
+
+@pytest.mark.parametrize("compilers", [(), ("false",)])
+def test_a_missing_or_failing_compiler_is_one_sentence(
+    compilers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(guard, "_COMPILERS", compilers)
+    with pytest.raises(guard.NoGuardError, match="need a C\\+\\+ compiler|do not fit the headers of torch"):
+        guard.compile_to(tmp_path / "guard.so")
+
+
+def _is_from(place: str, *lines: tuple[str, int]) -> bool:
+    return any(f"@ {where}" in place for where, _ in lines)
