@@ -304,6 +304,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     def _decide(self, norm: Tensor) -> None:
         """Decide from the norm, which all ranks have, and which is finite only if every gradient of every rank is."""
+        # The one place in a step where the host waits for a GPU; `nonfinite="ignore"` leaves it out.
         self.step_was_skipped = not torch.isfinite(norm).item()
         scale_may_be_why = self.loss_scale.can_shrink
         self.loss_scale.record(self.step_was_skipped)
