@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -178,6 +178,13 @@ def recorded_on_meta() -> Iterator[StepCounts]:
         stack.enter_context(recorder)
         stack.enter_context(torch.no_grad())
         yield recorder.counts
+
+
+def record_wait(what: str) -> None:
+    """Count a wait of the host that is no operator, in the recorders in progress."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, StepRecorder):
+            mode.counts.syncs[f"{what} @ {_place()}"] += 1
 
 
 def _place() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.utils.parameter_names import names_of_parameters
-from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder
+from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder, record_wait
 from zoo_tests.zoo import FAMILIES
 
 CUDA = torch.device("cuda", 0)
@@ -73,7 +73,9 @@ def _run(trace: Trace, rank: int, config: HybridParallelConfig, headers: list[p2
     with ExitStack() as stack:
         stack.enter_context(playing(rank, trace.world_size))
         stack.enter_context(_stand_ins(headers))
-        grid = meshes.build_mesh(*config.parallel.mesh_shape(trace.world_size), ep_size=config.parallel.ep_size)
+        grid = meshes.build_mesh(
+            *config.parallel.mesh_shape(trace.world_size), ep_size=config.parallel.ep_size, device=CUDA
+        )
         stack.enter_context(quiet())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         boosted, optimizer = _boost(model, config, grid, mode)
@@ -118,7 +120,7 @@ def _stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         return to_header(specs)
 
     patches: dict[Any, dict[str, Any]] = {
-        meshes: {"current_device": lambda: CUDA, "pipelines_of": _on_host(meshes.pipelines_of)},
+        meshes: {"pipelines_of": _on_host(meshes.pipelines_of)},
         p2p: {"to_header": keep, "from_header": lambda _: next(received)},
         # Agreement between ranks is on the host.
         GradientReducer: {"_agree_on_used": _on_host(GradientReducer._agree_on_used)},
@@ -126,13 +128,35 @@ def _stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         FakeTensor: {"data_ptr": _address},
         # transformers reads the values of masks, unless it takes the pass for one that is compiled.
         import_utils: {"is_fake_tensor": lambda _: False},
-        torch.cuda: {"get_device_capability": lambda *_: (9, 0), "is_available": lambda: True},
+        torch.cuda: {
+            "get_device_capability": lambda *_: (9, 0),
+            "is_available": lambda: True,
+            "Stream": _Stream,
+            "current_stream": _Stream,
+            "stream": lambda _: nullcontext(),
+        },
     }
     with ExitStack() as stack:
         for owner, replacements in patches.items():
             for name, value in replacements.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
         yield
+
+
+class _Stream:
+    """A stream that only says where the host waits for it."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+
+    def record_event(self) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        record_wait("synchronize")
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
