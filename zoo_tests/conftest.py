@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zoo_tests.harness.poison import poison_fresh_memory
-from zoo_tests.harness.ranks import stop_pools
+from zoo_tests.harness.ranks import DEVICE_VARIABLE, stop_pools
 from zoo_tests.harness.support import SupportMatrix
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-support", action="store_true", help="write docs/results/support.md from what passes")
+    parser.addoption("--device", choices=("cpu", "simcuda"), help="device of the ranks: simcuda is CUDA in host memory")
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
 
 
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     poison_fresh_memory()
+    if config.getoption("--device"):
+        os.environ[DEVICE_VARIABLE] = config.getoption("--device")
     matrix = SupportMatrix(config.getoption("--write-support"), hasattr(config, "workerinput"))
     config.pluginmanager.register(matrix, "support-matrix")
 

@@ -34,6 +34,7 @@ _PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 )
+DEVICE_VARIABLE = "ZOO_TESTS_DEVICE"  # set by `pytest --device`
 _GROUP_TIMEOUT_S = 60.0
 _LOOK_AGAIN = 50  # tasks
 # Layouts leave process groups behind. Each of gloo's has a thread that wakes up a hundred times a second and more: with
@@ -47,18 +48,19 @@ class RankError(AssertionError):
     """One rank or more failed, or did not answer; the message has the traceback or the stack of each."""
 
 
-def distributed(world_size: int, timeout_s: float = 90.0) -> Callable[[Callable], Callable]:
-    """Run the body of a test on `world_size` ranks, each with a gloo process group.
+def distributed(world_size: int, timeout_s: float = 90.0, device: str | None = None) -> Callable[[Callable], Callable]:
+    """Run the body of a test on `world_size` ranks, each with a process group.
 
     Args:
         world_size: number of ranks.
         timeout_s: seconds until ranks that have not answered count as hanging.
+        device: "cpu", or "simcuda" for the simulated CUDA device; None for that of `pytest --device`.
     """
 
     def decorate(test: Callable) -> Callable:
         @functools.wraps(test)
         def on_ranks(*args: Any, **kwargs: Any) -> None:
-            _pool(world_size).run(test, args, kwargs, timeout_s)
+            _pool(world_size, device).run(test, args, kwargs, timeout_s)
 
         on_ranks.runs_on_ranks = True
         return on_ranks
@@ -66,8 +68,15 @@ def distributed(world_size: int, timeout_s: float = 90.0) -> Callable[[Callable]
     return decorate
 
 
-def run_on_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float = 90.0, **kwargs: Any) -> list[Any]:
-    """Run a module-level function on all ranks of a pool.
+def run_on_ranks(
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    timeout_s: float = 90.0,
+    device: str | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run a module-level function on all ranks of a pool; see `distributed` for its device.
 
     Returns:
         What it returned, in the order of ranks.
@@ -75,7 +84,7 @@ def run_on_ranks(world_size: int, function: Callable, *args: Any, timeout_s: flo
     Raises:
         RankError: it failed on some rank, or some rank did not answer in time.
     """
-    return _pool(world_size).run(function, args, kwargs, timeout_s)
+    return _pool(world_size, device).run(function, args, kwargs, timeout_s)
 
 
 def rank_context() -> Any:
@@ -89,10 +98,11 @@ class RankPool:
     Args:
         world_size: number of ranks.
         mutant: the library fault to start the ranks with, see `campaigns/mutations/mutants.py`; None for none.
+        device: "cpu" or "simcuda".
     """
 
-    def __init__(self, world_size: int, mutant: str | None = None) -> None:
-        self.world_size, self.mutant = world_size, mutant
+    def __init__(self, world_size: int, mutant: str | None = None, device: str = "cpu") -> None:
+        self.world_size, self.mutant, self.device = world_size, mutant, device
         self._ranks: LocalRanks | None = None
         self._num_groups = self._num_tasks = 0
 
@@ -133,7 +143,7 @@ class RankPool:
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._ranks = LocalRanks(self.world_size, timeout_s=_GROUP_TIMEOUT_S, preload=_PRELOAD)
-        self._ranks.submit(_prepare, self._directory.name, self.mutant)
+        self._ranks.submit(_prepare, self._directory.name, self.mutant, self.device)
         self._num_tasks = 0
 
     def _give_up(self, results: dict[int, RankResult]) -> str:
@@ -157,7 +167,7 @@ class RankPool:
         return {rank: file.read_text() if file.exists() else "no stack" for rank, file in files.items()}
 
 
-_POOLS: dict[int, RankPool] = {}
+_POOLS: dict[tuple[int, str], RankPool] = {}  # by number of ranks and device
 _mutant: str | None = None
 
 
@@ -175,21 +185,22 @@ def stop_pools() -> None:
     _POOLS.clear()
 
 
-def _pool(world_size: int) -> RankPool:
+def _pool(world_size: int, device: str | None = None) -> RankPool:
+    device = device or os.environ.get(DEVICE_VARIABLE, "cpu")
     if not _POOLS:
         atexit.register(stop_pools)
-    if world_size not in _POOLS:
-        _POOLS[world_size] = RankPool(world_size, _mutant)
-    for size, pool in _POOLS.items():
-        if size != world_size:
+    if (world_size, device) not in _POOLS:
+        _POOLS[world_size, device] = RankPool(world_size, _mutant, device)
+    for which, pool in _POOLS.items():
+        if which != (world_size, device):
             pool.rest()
-    return _POOLS[world_size]
+    return _POOLS[world_size, device]
 
 
 # ----- what runs in a rank -----
 
 
-def _prepare(directory: str, mutant: str | None) -> None:
+def _prepare(directory: str, mutant: str | None, device: str) -> None:
     """Make a new rank one of a pool."""
     import torch._dynamo
     import torch.distributed as dist
@@ -203,6 +214,8 @@ def _prepare(directory: str, mutant: str | None) -> None:
     torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
     if mutant is not None:
         importlib.import_module("zoo_tests.campaigns.mutations.mutants").apply(mutant)
+    if device == "simcuda":
+        importlib.import_module("zoo_tests.simcuda.device").enter()
 
 
 def _destroy_groups() -> None:
