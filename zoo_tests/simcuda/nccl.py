@@ -1,7 +1,6 @@
 """NCCL of the simulated device: what `cuda:nccl` of a process group is, by gloo on copies of the tensors.
 
-An operation is a `_Launch` in the queue of its communicator. gloo works on copies, so that a result appears in the
-tensor at `wait` and not before, and what is done to the tensors meanwhile can be seen.
+An operation is a `Launch` in the queue of its communicator, which runs one after the other.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zoo_tests.simcuda import rules, runtime
+from zoo_tests.simcuda.work import Launch, Work, copy_of
 
 BACKEND = "cpu:gloo,cuda:nccl"
 # Operation -> places of what it writes and of what it reads among its arguments.
@@ -44,7 +44,6 @@ _PLACES = {
 # Those whose tensors may differ in size between ranks.
 _UNEVEN = ("alltoall_", "alltoall_base_", "gather_", "scatter_", "barrier")
 _WHOLE_GROUP = "all"
-_AS_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # what gloo has no type for
 _POLL_S = 0.001
 _VERSION = (2, 27, 0)
 
@@ -129,10 +128,10 @@ class _Communicator:
     def __init__(self, group: _Group, key: str) -> None:
         self.group, self.key = group, key
         self._turns = 0
-        self._queue: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Launch | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def launch(self, launch: _Launch) -> None:
+    def launch(self, launch: Launch) -> None:
         """Append an operation to the queue."""
         if not rules.is_on("one_queue"):
             launch.start()
@@ -164,119 +163,10 @@ class _Communicator:
             launch.run()
 
 
-class _Work(dist.Work):
-    """One operation.
-
-    Args:
-        what: the operation and its tensors.
-        phases: what it does on gloo, each when the one before it is done.
-        results: (tensor of the device, its copy) that appear at `wait`.
-        inputs: tensors of the device that are read.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        phases: list[Callable[[], Any]],
-        results: list[tuple[Tensor, Tensor]],
-        inputs: Sequence[Tensor],
-    ) -> None:
-        super().__init__()
-        self.what, self.line = what, runtime.source_line()
-        self.phases, self._results = phases, results
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        if rules.is_on("poisoned_results"):
-            _poison([tensor for tensor, _ in results], inputs)
-        self._sums: list[tuple[Tensor, int]] = []
-        if rules.is_on("inputs_unchanged"):
-            touched = {id(tensor): tensor for tensor in (*inputs, *(tensor for tensor, _ in results))}
-            self._sums = [(each, runtime.checksum(each)) for each in touched.values() if each.is_contiguous()]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the operation; its results are then in place.
-
-        Raises:
-            RuntimeError: it failed or did not end, or somebody touched its tensors.
-        """
-        limit = timeout.total_seconds() or rules.settings.hangs_after_s
-        if not self.done.wait(limit):
-            raise RuntimeError(
-                f"rank {dist.get_rank()} waits in {runtime.source_line()} for {self.what} of {self.line}, which did "
-                f"not end within {limit:g} s: on GPUs this hangs"
-            )
-        self._finish()
-        return True
-
-    def is_completed(self) -> bool:
-        if self.done.is_set():
-            self._finish()
-        return self.done.is_set()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.error is None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return [tensor for tensor, _ in self._results]
-
-    def end(self, error: BaseException | None) -> None:
-        """Mark the operation as done on the device."""
-        self.error = error
-        if error is None and not rules.is_on("poisoned_results"):
-            self.deliver()
-        self.done.set()
-
-    def deliver(self) -> None:
-        """Put the results in place."""
-        self._sums = []
-        for tensor, copy in self._results:
-            _take_bytes(runtime.host(tensor), copy)
-        self._results = []
-
-    def _finish(self) -> None:
-        if self.error is not None:
-            raise self.error
-        sums, self._sums = self._sums, []
-        for tensor, before in sums:
-            if runtime.checksum(tensor) != before:
-                raise RuntimeError(
-                    f"a tensor of {self.what} of {self.line} was changed before its wait in {runtime.source_line()}"
-                )
-        self.deliver()
-
-
-class _Launch:
-    """Operations that start together."""
-
-    def __init__(self, works: Sequence[_Work]) -> None:
-        self.works = works
-        self._started: list[Any] | None = None
-
-    def start(self) -> None:
-        """Start without a turn in the queue; nobody then waits for the other side of a transfer."""
-        self._started = [work.phases[0]() for work in self.works]
-
-    def run(self) -> None:
-        error = None
-        try:
-            if self._started is not None:
-                _wait_for(self._started)
-            else:
-                for phase in range(max(len(work.phases) for work in self.works)):
-                    _wait_for([work.phases[phase]() for work in self.works if phase < len(work.phases)])
-        except BaseException as caught:
-            error = caught
-        for work in self.works:
-            work.end(error)
-
-
 _GROUPS: dict[str, _Group] = {}
-_outstanding: list[_Work] = []
-_returned: deque[_Work] = deque(maxlen=64)  # Python's half of a work must live until its caller holds it
-_batch: list[_Work] | None = None  # of `batch_isend_irecv`, while it collects
+_outstanding: list[Work] = []
+_returned: deque[Work] = deque(maxlen=64)  # Python's half of a work must live until its caller holds it
+_batch: list[Work] | None = None  # of `batch_isend_irecv`, while it collects
 
 
 def install(library: torch.library.Library) -> None:
@@ -345,7 +235,7 @@ def _collective(name: str) -> Callable:
         first = (outputs or inputs)[0]
         size = "" if name in _UNEVEN else f" {first.dtype} {max(each.numel() for each in (*inputs, *outputs))}"
         communicator.agree("collective_order", f"{name}{size}")
-        copies = {id(tensor): _copy(tensor) for tensor in (*inputs, *outputs)}
+        copies = {id(tensor): copy_of(tensor) for tensor in (*inputs, *outputs)}
         own = tree_map_only(Tensor, lambda tensor: copies[id(tensor)], args[:at])
 
         def start() -> Any:
@@ -353,7 +243,7 @@ def _collective(name: str) -> Callable:
             return dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
         what = f"{name} {first.dtype} {list(first.shape)}"
-        work = _Work(what, [start], [(tensor, copies[id(tensor)]) for tensor in outputs], inputs)
+        work = Work(what, [start], [(tensor, copies[id(tensor)]) for tensor in outputs], inputs)
         _launch(communicator, work)
         return (args[0], work.boxed()) if len(op._schema.returns) == 2 else work.boxed()
 
@@ -378,14 +268,14 @@ def _transfer(tensor: Tensor, boxed: Any, peer: int, is_send: bool) -> Any:
     what = f"transfer {source} -> {target} of {tensor.dtype} {tensor.numel()}"
     if communicator.key != _WHOLE_GROUP:
         communicator.agree("p2p_order", what)
-    copy, tag = _copy(tensor), 4 if communicator.key == _WHOLE_GROUP else 2
+    copy, tag = copy_of(tensor), 4 if communicator.key == _WHOLE_GROUP else 2
     token = torch.zeros(1)
     # The one that receives tells the one that sends: a transfer ends when both have come.
     phases = [
         lambda: _on_gloo(group, copy, peer, tag, is_send),
         lambda: _on_gloo(group, token, peer, tag + 1, not is_send),
     ]
-    work = _Work(what, phases, [] if is_send else [(tensor, copy)], [tensor] if is_send else [])
+    work = Work(what, phases, [] if is_send else [(tensor, copy)], [tensor] if is_send else [])
     _launch(communicator, work)
     return work.boxed()
 
@@ -395,14 +285,14 @@ def _on_gloo(group: _Group, tensor: Tensor, peer: int, tag: int, is_send: bool) 
     return dist.Work.unbox(op([tensor], group.boxed, peer, tag))
 
 
-def _launch(communicator: _Communicator, work: _Work) -> None:
+def _launch(communicator: _Communicator, work: Work) -> None:
     _outstanding[:] = [each for each in _outstanding if not each.done.is_set()]
     _outstanding.append(work)
     _returned.append(work)
     if _batch is not None:
         _batch.append((communicator, work))
     else:
-        communicator.launch(_Launch([work]))
+        communicator.launch(Launch([work]))
 
 
 def _batched(native: Callable) -> Callable:
@@ -415,7 +305,7 @@ def _batched(native: Callable) -> Callable:
         finally:
             collected, _batch = _batch, None
         if collected:
-            collected[0][0].launch(_Launch([work for _, work in collected]))
+            collected[0][0].launch(Launch([work for _, work in collected]))
         return works
 
     return batch_isend_irecv
@@ -435,32 +325,3 @@ def _group_of(group: ProcessGroup) -> _Group:
     if group.group_name not in _GROUPS:
         raise RuntimeError(f"group {group.group_name} has no NCCL, and got a tensor of the device")
     return _GROUPS[group.group_name]
-
-
-def _wait_for(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A CPU copy in a dtype that gloo has."""
-    copy = (runtime.host(tensor) if tensor.is_cuda else tensor.detach()).clone(memory_format=torch.contiguous_format)
-    return copy.view(torch.uint8) if copy.dtype in _AS_BYTES else copy
-
-
-def _take_bytes(target: Tensor, copy: Tensor) -> None:
-    if target.dtype == torch.bool:
-        copy = copy != 0
-    with torch.no_grad():
-        (target.view(copy.dtype) if target.dtype != copy.dtype else target).copy_(copy)
-
-
-def _poison(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Poison what is written, but for parts that are only read."""
-    read = [tensor for tensor in inputs if all(tensor is not result for result in results)]
-    kept = [runtime.host(tensor).clone() for tensor in read if tensor.is_cuda]
-    for result in results:
-        if result.is_contiguous():
-            runtime.poison(result)
-    for tensor, before in zip((tensor for tensor in read if tensor.is_cuda), kept, strict=True):
-        runtime.host(tensor).copy_(before)
