@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zoo_tests.harness.poison import poison_fresh_memory
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, stop_pools
 from zoo_tests.harness.support import SupportMatrix
+from zoo_tests.simcuda import build
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,9 +29,19 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     poison_fresh_memory()
     if config.getoption("--device"):
-        os.environ[DEVICE_VARIABLE] = config.getoption("--device")
+        _choose_device(config.getoption("--device"))
     matrix = SupportMatrix(config.getoption("--write-support"), hasattr(config, "workerinput"))
     config.pluginmanager.register(matrix, "support-matrix")
+
+
+def _choose_device(name: str) -> None:
+    """Let tests on ranks run on a device; the simulated one is built first, if it can be."""
+    if name == "simcuda":
+        try:
+            build.library()
+        except RuntimeError as error:
+            raise pytest.UsageError(str(error)) from None
+    os.environ[DEVICE_VARIABLE] = name
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,11 +32,16 @@ def load() -> str:
     return nccl.BACKEND
 
 
-def enter(backend: str = nccl.BACKEND) -> None:
-    """Load the device and make the process groups of this rank those of `backend`, with the same ranks."""
+def enter() -> None:
+    """Load the device, and give the process groups of this rank to it."""
     load()
-    store, rank, world_size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    join_world(nccl.BACKEND, c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+def join_world(backend: str, store: dist.Store, rank: int, world_size: int) -> None:
+    """Replace the world, if there is one; every call of a rank is the same on all ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     turn = store.add(f"simcuda-world-{rank}", 1)
-    dist.destroy_process_group()
     store = dist.PrefixStore(f"simcuda-{turn}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from plugins.hybrid_parallel.planner import calibrate
 from zoo_tests.harness.ranks import run_on_ranks
-from zoo_tests.simcuda import nccl, rules
+from zoo_tests.simcuda import device, nccl, rules
 from zoo_tests.simcuda.test_training import LAYOUTS, Training, build, reference, train
 
 HANGS_AFTER_S = 3.0
@@ -62,8 +62,8 @@ def pipelines(number: int, hanging: tuple[str, ...]) -> list[Any]:
 def check_pipeline(name: str, active: tuple[str, ...]) -> None:
     world_size, rows, options = PIPELINES[name]
     arguments = "llama", {"rows": rows, **options}, active, HANGS_AFTER_S
-    for device, losses in run_on_ranks(world_size, train, *arguments, device="simcuda"):
-        assert device == "cuda"
+    for kind, losses in run_on_ranks(world_size, train, *arguments, device="simcuda"):
+        assert kind == "cuda"
         assert losses == pytest.approx(reference("llama", rows), rel=1e-5)
 
 
@@ -99,18 +99,12 @@ def test_stage_without_trained_parameters() -> None:
 
 def in_world(backend: str, function: Callable, *args: Any) -> Any:
     """Call a function in a world of another backend; the pool's own world is put back."""
-    store, rank, size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-
-    def change_world(backend: str, name: str) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size)
-
-    change_world(backend, "other")
+    place = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    device.join_world(backend, *place)
     try:
         return function(*args)
     finally:
-        change_world(nccl.BACKEND, "again")
+        device.join_world(nccl.BACKEND, *place)
 
 
 @unmended(6)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from zoo_tests.simcuda import runtime
 
@@ -150,4 +152,12 @@ def install() -> None:
         for name, function in functions.items():
             if hasattr(module, name):
                 setattr(module, name, function)
+    cuda._initialized = True
     cuda.default_generators = (torch.Generator(device="cuda"),)  # the library gives out the default one first
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _reduce)
+
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    """Send a CPU copy to other processes, which may be without the device."""
+    return reductions.reduce_tensor(tensor.cpu() if tensor.is_cuda else tensor)
