@@ -10,11 +10,12 @@ NPROC ?= 4
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: help setup bert convergence test test-fast campaigns lint format bench wheel clean
+.PHONY: help setup bert convergence test test-fast test-cuda campaigns lint format bench wheel clean
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
 	@echo "make test         the whole test suite; make test-fast leaves out the long tail"
+	@echo "make test-cuda    tests on a CUDA device that is simulated in host memory; needs a C++ compiler"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
 	@echo "make convergence  the loss curves of five layouts against the unsharded one"
 	@echo "make bench        the figures of the README, as ratios"
@@ -44,6 +45,10 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) -m "not slow" $(ARGS)
+
+test-cuda: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest zoo_tests/simcuda zoo_tests/parity --device simcuda -m "not slow" \
+		--numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 campaigns: setup
 	$(BIN)/python -m pytest zoo_tests --campaigns -m campaign $(ARGS)

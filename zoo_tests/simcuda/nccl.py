@@ -182,6 +182,11 @@ def install(library: torch.library.Library) -> None:
     runtime.listeners.append(_drain_where_asked)
 
 
+def communicators() -> set[tuple[str, str]]:
+    """The communicators that this rank has: (group, ranks in the group)."""
+    return {(name, key) for name, group in _GROUPS.items() for key in group.communicators}
+
+
 def drain(reason: str) -> None:
     """Wait until the device has nothing left to do.
 

@@ -27,7 +27,9 @@ FINDINGS = {
     5: "a restored `step` of a fused AdamW is on the CPU",
     6: "collectives of CPU tensors in a process group of NCCL alone",
     7: "the process group is gone when the device is asked for",
+    19: "tokens of an expert are counted by an operator that waits for the device",
     22: "the host waits more than once a step",
+    23: "a save makes a communicator for each pair of ranks",
 }
 PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, rows, options)
     "1f1b": (2, 8, {"pp_size": 2, "num_microbatches": 4}),
@@ -134,6 +136,20 @@ def test_fused_optimizer_resumes(tmp_path: Path) -> None:
     assert went_on == pytest.approx(resumed, rel=1e-6)
 
 
+def communicators_of_a_save(directory: str, options: dict[str, Any]) -> set[tuple[str, str]]:
+    training = Training("llama", **options)
+    training.step(0)
+    before = nccl.communicators()
+    training.booster.save_model(training.model, directory)
+    return nccl.communicators() - before
+
+
+@unmended(23)
+def test_save_makes_no_communicators(tmp_path: Path) -> None:
+    for made in run_on_ranks(2, communicators_of_a_save, str(tmp_path), {"tp_size": 2}, device="simcuda"):
+        assert not made
+
+
 def calibrate_here() -> str:
     native, calibrate._kernels = calibrate._kernels, lambda device, precision: (1e12, 1e6, 1e11)  # sized for a GPU
     cases = [calibrate.Case(tp_size=1, sequence=False, rows=2)]
@@ -165,3 +181,17 @@ def test_waits_of_the_host_in_a_step(layout: str) -> None:
     world_size, options = LAYOUTS[layout]
     for found in run_on_ranks(world_size, waits_in_a_step, options, device="simcuda"):
         assert len(found) <= 1, "\n".join(found)
+
+
+def waits_of_experts(options: dict[str, Any]) -> list[str]:
+    training = Training("mixtral", **options)
+    training.step(0)
+    with rules.only(*WARM), rules.host_syncs() as found:
+        training.step(1)
+    return found
+
+
+@unmended(19)
+def test_experts_are_counted_without_a_wait() -> None:
+    for found in run_on_ranks(2, waits_of_experts, {"dp_size": 2, "ep_size": 2}, device="simcuda"):
+        assert not [each for each in found if "bincount" in each], "\n".join(found)

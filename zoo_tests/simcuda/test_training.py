@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -34,7 +41,10 @@ def build(family: str) -> nn.Module:
     if family == "bert":
         dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return BertForSequenceClassification(BertConfig(**sizes, **dropouts, vocab_size=VOCABULARY))
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY))
+    decoder = {"num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    if family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, **decoder, num_local_experts=4))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **decoder))
 
 
 def batch(family: str, step: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -48,7 +58,7 @@ class Training:
     """A boosted model and its loop.
 
     Args:
-        family: "bert" or "llama".
+        family: "bert", "llama" or "mixtral".
         rows: samples of the global batch.
         fused: whether the optimizer is.
         frozen: prefixes of names of parameters that are not trained.
