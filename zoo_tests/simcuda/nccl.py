@@ -62,7 +62,8 @@ class SimulatedNCCL(ProcessGroupGloo):
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
-        _GROUPS[options.group_name] = _Group(self, store, rank, size, options.group_name)
+        ranks = options.global_ranks_in_group or list(range(size))
+        _GROUPS[options.group_name] = _Group(self, store, rank, size, f"{options.group_name} of ranks {ranks}")
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """Nothing: every wait has the limit of the rules."""
@@ -90,18 +91,17 @@ class _Group:
         """A key of the store for the communicators of this generation."""
         return "/".join(map(str, ("simcuda", self.generation, *parts)))
 
-    def communicator(self, ranks: Sequence[int], is_bound: bool) -> _Communicator:
-        """That of these ranks of the group, made when it is first needed."""
-        key = _WHOLE_GROUP if len(ranks) == self.size else ":".join(map(str, sorted(ranks)))
-        return self._named(key, ranks, is_bound)
+    def communicator(self, is_bound: bool, peer: int | None = None) -> _Communicator:
+        """The one of the whole group, or that for transfers between this rank and `peer`; made when first needed.
 
-    def pair(self, peer: int, is_bound: bool, is_batched: bool) -> _Communicator:
-        """That for a transfer between this rank and `peer`."""
-        if is_bound or is_batched:
-            return self._named(_WHOLE_GROUP, range(self.size), is_bound)
-        return self._named(f"{min(self.rank, peer)}:{max(self.rank, peer)}", (self.rank, peer), is_bound)
-
-    def _named(self, key: str, ranks: Sequence[int], is_bound: bool) -> _Communicator:
+        Args:
+            is_bound: whether the group has a device: then it has one communicator, made with the group.
+            peer: a rank of the group.
+        """
+        if peer is None or is_bound:
+            key, ranks = _WHOLE_GROUP, range(self.size)
+        else:
+            key, ranks = f"{min(self.rank, peer)}:{max(self.rank, peer)}", (self.rank, peer)
         if key not in self.communicators:
             if rules.is_on("lazy_communicators") and not is_bound:
                 self._meet(key, ranks)
@@ -166,7 +166,7 @@ class _Communicator:
 _GROUPS: dict[str, _Group] = {}
 _outstanding: list[Work] = []
 _returned: deque[Work] = deque(maxlen=64)  # Python's half of a work must live until its caller holds it
-_batch: list[Work] | None = None  # of `batch_isend_irecv`, while it collects
+_batch: list[tuple[_Communicator, Work]] | None = None  # of `batch_isend_irecv`, while it collects
 
 
 def install(library: torch.library.Library) -> None:
@@ -236,7 +236,7 @@ def _collective(name: str) -> Callable:
             outputs = []  # its own tensor stays as it is
         if name == "barrier":
             runtime.tell("sync", "barrier")
-        communicator = group.communicator(range(group.size), outer.bound_device_id is not None)
+        communicator = group.communicator(outer.bound_device_id is not None)
         first = (outputs or inputs)[0]
         size = "" if name in _UNEVEN else f" {first.dtype} {max(each.numel() for each in (*inputs, *outputs))}"
         communicator.agree("collective_order", f"{name}{size}")
@@ -268,7 +268,7 @@ def _transfer(tensor: Tensor, boxed: Any, peer: int, is_send: bool) -> Any:
     outer = ProcessGroup.unbox(boxed)
     group = _group_of(outer)
     rules.check_tensors("send" if is_send else "recv", [tensor])
-    communicator = group.pair(peer, outer.bound_device_id is not None, _batch is not None)
+    communicator = group.communicator(outer.bound_device_id is not None, peer if _batch is None else None)
     source, target = (group.rank, peer) if is_send else (peer, group.rank)
     what = f"transfer {source} -> {target} of {tensor.dtype} {tensor.numel()}"
     if communicator.key != _WHOLE_GROUP:

@@ -90,7 +90,7 @@ class Work(dist.Work):
         self._sums = []
         for tensor, copy in self._results:
             _take_bytes(runtime.host(tensor), copy)
-        self._results = []
+        self._results, self.phases = [], []
 
     def _finish(self) -> None:
         if self.error is not None:
