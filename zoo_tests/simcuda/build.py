@@ -55,8 +55,9 @@ def _compile(compiler: str, target: Path) -> None:
             )
             for source, made in objects.items()
         ]
-        for process in running:
-            _check(process.returncode, process.communicate(timeout=_LIMIT_S)[1], process)
+        errors = [process.communicate(timeout=_LIMIT_S)[1] for process in running]
+        for process, text in zip(running, errors, strict=True):
+            _check(process.returncode, text)
         made = f"{directory}/library.so"
         libraries = [f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]
         linked = subprocess.run(
@@ -67,9 +68,7 @@ def _compile(compiler: str, target: Path) -> None:
         target.with_suffix(".new").replace(target)
 
 
-def _check(code: int | None, errors: str, process: subprocess.Popen | None = None) -> None:
-    if process is not None:
-        code = process.returncode
+def _check(code: int, errors: str) -> None:
     if code != 0:
         first = next((line for line in errors.splitlines() if "error" in line), errors.strip()[-300:])
         raise RuntimeError(f"the simulated CUDA device does not fit the headers of torch {torch.__version__}: {first}")

@@ -29,7 +29,11 @@ def load_library() -> bool:
     global lib
     if lib is not None:
         return False
-    lib = ctypes.CDLL(str(build.library()))
+    path = build.library()
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"the simulated CUDA device does not fit torch {torch.__version__}: {error}") from None
     for name in ("simcuda_allocated", "simcuda_peak", "simcuda_current_stream"):
         getattr(lib, name).restype = ctypes.c_int64
     lib.simcuda_checksum.restype = ctypes.c_uint64
