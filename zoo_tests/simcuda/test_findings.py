@@ -1,6 +1,6 @@
-"""What the library does not do right on CUDA: a test for each finding, which passes when it is mended.
+"""Faults of the CUDA path that a reading of the code found: hangs of pipelines, tensors on the wrong device, waits.
 
-Each `xfail` is strict: what is mended loses its mark. The numbers are those of the list of findings.
+Each test failed before its fault was mended. An `xfail` is strict: what is mended loses its mark.
 """
 
 from __future__ import annotations
@@ -20,17 +20,6 @@ from zoo_tests.simcuda.test_training import LAYOUTS, Training, build, reference,
 
 HANGS_AFTER_S = 5.0
 WARM = tuple(rules.DEFAULT - {"lazy_communicators"})  # every communicator exists before the first step
-FINDINGS = {
-    1: "communicators of pairs are made while stages run, and block the hosts",
-    2: "a receive is posted before an action that may wait for the whole device",
-    4: "the norm of a stage without trained parameters is a CPU tensor",
-    5: "a restored `step` of a fused AdamW is on the CPU",
-    6: "collectives of CPU tensors in a process group of NCCL alone",
-    7: "the process group is gone when the device is asked for",
-    19: "tokens of an expert are counted by an operator that waits for the device",
-    22: "the host waits more than once a step",
-    23: "a save makes a communicator for each pair of ranks",
-}
 PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, rows, options)
     "1f1b": (2, 8, {"pp_size": 2, "num_microbatches": 4}),
     "1f1b-few": (2, 8, {"pp_size": 2, "num_microbatches": 2}),
@@ -43,22 +32,10 @@ PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, row
     "zbv": (2, 8, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zbv"}),
     "dualpipev": (2, 8, {"pp_size": 2, "num_microbatches": 4, "pp_style": "dualpipev"}),
 }
-# Of "gpipe" a GPU's host makes the communicator while it waits for a transfer; the simulation's host cannot.
-HANG_MAKING_COMMUNICATORS = ("1f1b-unequal", "gpipe", "gpipe-unequal", "interleaved-one")
-HANG_LOADING_KERNELS = (*HANG_MAKING_COMMUNICATORS, "1f1b", "1f1b-few", "zero_bubble", "zbv")
 
 
-def unmended(number: int) -> Any:
-    return pytest.mark.xfail(strict=True, reason=f"finding {number}: {FINDINGS[number]}")
-
-
-def pipelines(number: int, hanging: tuple[str, ...]) -> list[Any]:
-    """A case for each pipeline; every other one is left to the whole suite, because a hang takes its time."""
-    cases = []
-    for place, name in enumerate(PIPELINES):
-        marks = [unmended(number)] if name in hanging else []
-        cases.append(pytest.param(name, marks=[*marks, pytest.mark.slow] if place % 2 else marks))
-    return cases
+# Every other one is left to the whole suite.
+PARAMETERS = [pytest.param(name, marks=pytest.mark.slow if number % 2 else ()) for number, name in enumerate(PIPELINES)]
 
 
 def check_pipeline(name: str, active: tuple[str, ...]) -> None:
@@ -69,17 +46,17 @@ def check_pipeline(name: str, active: tuple[str, ...]) -> None:
         assert losses == pytest.approx(reference("llama", rows), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", pipelines(1, HANG_MAKING_COMMUNICATORS))
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_pipeline_makes_communicators_when_they_are_needed(name: str) -> None:
     check_pipeline(name, tuple(rules.DEFAULT))
 
 
-@pytest.mark.parametrize("name", pipelines(1, HANG_LOADING_KERNELS))
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_pipeline_loads_kernels(name: str) -> None:
     check_pipeline(name, (*rules.DEFAULT, "module_loading"))
 
 
-@pytest.mark.parametrize("name", pipelines(2, tuple(PIPELINES)))
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_pipeline_waits_for_the_device_in_any_action(name: str) -> None:
     check_pipeline(name, (*WARM, "random_drains"))
 
@@ -87,7 +64,6 @@ def test_pipeline_waits_for_the_device_in_any_action(name: str) -> None:
 # ----- collectives on the wrong device -----
 
 
-@unmended(4)
 def test_stage_without_trained_parameters() -> None:
     options = {
         "pp_size": 2,
@@ -109,7 +85,6 @@ def in_world(backend: str, function: Callable, *args: Any) -> Any:
         device.join_world(nccl.BACKEND, *place)
 
 
-@unmended(6)
 @pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2"])
 def test_process_group_of_nccl_alone(layout: str) -> None:
     _, options = LAYOUTS[layout]
@@ -130,7 +105,6 @@ def resume_fused(directory: str) -> tuple[float, float]:
     return tuple([training.step(number) for number in (1, 2)][-1] for training in (first, second))
 
 
-@unmended(5)
 def test_fused_optimizer_resumes(tmp_path: Path) -> None:
     ((went_on, resumed),) = run_on_ranks(1, resume_fused, str(tmp_path / "checkpoint"), device="simcuda")
     assert went_on == pytest.approx(resumed, rel=1e-6)
@@ -144,7 +118,6 @@ def communicators_of_a_save(directory: str, options: dict[str, Any]) -> set[tupl
     return nccl.communicators() - before
 
 
-@unmended(23)
 def test_save_makes_no_communicators(tmp_path: Path) -> None:
     for made in run_on_ranks(2, communicators_of_a_save, str(tmp_path), {"tp_size": 2}, device="simcuda"):
         assert not made
@@ -159,7 +132,6 @@ def calibrate_here() -> str:
         calibrate._kernels = native
 
 
-@unmended(7)
 def test_calibration_of_this_machine() -> None:
     assert run_on_ranks(1, calibrate_here, device="simcuda") == ["this-machine"]
 
@@ -175,7 +147,6 @@ def waits_in_a_step(options: dict[str, Any]) -> list[str]:
     return found[:-1]  # the last one reads the loss for this test
 
 
-@unmended(22)
 @pytest.mark.parametrize("layout", ["single", "tp2", "dp2", "pp2"])
 def test_waits_of_the_host_in_a_step(layout: str) -> None:
     world_size, options = LAYOUTS[layout]
@@ -191,7 +162,6 @@ def waits_of_experts(options: dict[str, Any]) -> list[str]:
     return found
 
 
-@unmended(19)
 def test_experts_are_counted_without_a_wait() -> None:
     for found in run_on_ranks(2, waits_of_experts, {"dp_size": 2, "ep_size": 2}, device="simcuda"):
         assert not [each for each in found if "bincount" in each], "\n".join(found)

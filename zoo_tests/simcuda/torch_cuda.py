@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -87,7 +88,7 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
         max_threads_per_multi_processor=2048,
         shared_memory_per_block=49152,
         L2_cache_size=2**25,
-        uuid="simulated",
+        uuid=f"simulated-{os.getpid()}",  # a device a process
     )
 
 
