@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS
 from plugins.hybrid_parallel.planner import calibrate
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.simcuda import device, nccl, rules
@@ -141,17 +142,20 @@ def test_calibration_of_this_machine() -> None:
 
 def waits_in_a_step(options: dict[str, Any]) -> list[str]:
     training = Training("llama", **options)
-    training.step(0)
+    for early in range(FIRST_STEPS):  # whose batches are compared over ranks
+        training.step(early)
     with rules.only(*WARM), rules.host_syncs() as found:
-        training.step(1)
+        training.step(FIRST_STEPS)
     return found[:-1]  # the last one reads the loss for this test
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2", "dp2", "pp2"])
 def test_waits_of_the_host_in_a_step(layout: str) -> None:
+    """One for the norm; transformers itself reads each attention mask once."""
     world_size, options = LAYOUTS[layout]
     for found in run_on_ranks(world_size, waits_in_a_step, options, device="simcuda"):
-        assert len(found) <= 1, "\n".join(found)
+        own = [each for each in found if "transformers/masking_utils.py" not in each]
+        assert len(own) <= 1, "\n".join(found)
 
 
 def waits_of_experts(options: dict[str, Any]) -> list[str]:

@@ -241,8 +241,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "several labels of a sample count once": Edit(
         "shardformer.loss.text",
-        "torch.tensor(labels.numel(), device=labels.device)",
-        "torch.tensor(len(labels), device=labels.device)",
+        "torch.full((), labels.numel(), device=labels.device)",
+        "torch.full((), len(labels), device=labels.device)",
         (f"{HEADS}[bert-multi_label-dp2-zero1-num_microbatches=2]",),
     ),
     "routers balance padding too": Edit(
