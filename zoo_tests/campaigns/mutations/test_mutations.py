@@ -1,6 +1,6 @@
 """The tests notice faults: a sample of the mutants (all of them: `python -m zoo_tests.campaigns.mutations`).
 
-The suite has one of each kind: a sum that is left out, a weight of the loss, random numbers, clipping, schedules.
+The suite has one of each kind: a sum that is left out, a weight of the loss, clipping, schedules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _REPOSITORY = Path(__file__).parents[3]
 _SAMPLE = (
     "no tied-weight sync",
     "mean of means",
-    "own dropout mask on every rank",
     "clipping counts one stage",
     "weights that wait are forgotten",
 )
