@@ -86,7 +86,7 @@ def measure(lengths: tuple[int, ...], repeats: int) -> list[list[object]]:
 
 
 def report(quick: bool) -> str:
-    lengths, repeats = ((256, 512), 3) if quick else (LENGTHS, 5)
+    lengths, repeats = ((256, 512), 3) if quick else (LENGTHS, 3)
     rows = run_ranks(measure, 2, lengths, repeats)
     columns = [
         "N_CTX",
