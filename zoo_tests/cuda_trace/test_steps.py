@@ -54,7 +54,7 @@ def _cases() -> list[Any]:
     found = []
     for family in FAMILIES:
         for layout in _LAYOUTS:
-            marks = () if (family, layout) in _SAMPLE else (pytest.mark.campaign,)
+            marks = pytest.mark.slow if (family, layout) in _SAMPLE else pytest.mark.campaign
             found.append(pytest.param(family, layout, marks=marks, id=f"{family}-{layout.replace(' ', '-')}"))
     return found
 

@@ -94,6 +94,7 @@ def _decoder(name: str, **options: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -129,6 +129,7 @@ def _check_further_ways(native: nn.Module, boosted: Any, family: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_further_ways_to_generate_with_heads_that_ranks_share_unevenly() -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
