@@ -39,18 +39,11 @@ def test_script_runs(script: Script, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", BY_COMMAND, ids=lambda script: script.name)
-def test_script_runs_by_the_command(script: Script, tmp_path: Path) -> None:
-    """The complete script of the README, started as the README says, leaves the model that it promises."""
+def test_script_leaves_its_model(script: Script, tmp_path: Path) -> None:
+    """The complete script of the README leaves the model that it promises; `.ci/run` starts it by its command."""
     from transformers import BertForSequenceClassification
 
-    path = tmp_path / "script.py"
-    path.write_text(script.source)
-    command = [sys.executable, "-m", "booster", "run", "--nproc-per-node", "4", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_on_ranks(4, run_here, script.source, script.name, str(tmp_path), timeout_s=_TIMEOUT_S)
     _, report = BertForSequenceClassification.from_pretrained(tmp_path / "runs/tiny-bert", output_loading_info=True)
     assert not any(report.values()), report
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import convergence
 import pytest
 from convergence import command, largest_relative_difference, main, parse_arguments
 from layouts import GLOBAL_BATCH_SIZE, LAYOUTS, MICROBATCH_SIZE, REFERENCE
 
-from zoo_tests.examples.scripts import REPOSITORY
+from zoo_tests.examples.scripts import run_on_pool
 
 
 def test_every_layout_sees_the_same_global_batch() -> None:
@@ -41,11 +42,18 @@ def test_unknown_layouts_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "'tp3' is not a layout; use unsharded, tp2" in capsys.readouterr().err
 
 
+def _run_on_pool(command: list[str], **_: object) -> None:
+    """Run a command of the benchmark without a process of its own."""
+    script = next(number for number, part in enumerate(command) if part.endswith(".py"))
+    ranks = int(command[command.index("--nproc-per-node") + 1]) if "--nproc-per-node" in command else 1
+    run_on_pool(Path(command[script]).stem, *command[script + 1 :], ranks=ranks)
+
+
 @pytest.mark.slow
 def test_a_layout_follows_the_reference_and_finished_runs_are_reused(
     mrpc_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setattr(convergence.subprocess, "run", _run_on_pool)
     # 21 pairs: the second global batch holds 5, whose last micro-batch holds 1.
     files = ["--data-dir", str(mrpc_directory), "--output", str(tmp_path)]
     arguments = [*files, "--model", "tiny", "--epochs", "2", "--lr", "1e-3", "--layouts", "unsharded,pp2-zero1"]

@@ -65,17 +65,38 @@ def _table_cases(family: str, members: Family) -> Iterator[Case]:
 
     Four ranks cut a table wherever two do. A policy that only renames another's table has been proved by that one.
     """
-    kernels = _kernels(family, members)
-    recomputation = {} if family in _WITHOUT_RECOMPUTATION else _RECOMPUTATION
-    both = dict(TWO_MICROBATCHES)
-    if _only_renames(family):
-        both |= kernels | recomputation
-    else:
-        yield _case(family, members, "tp4", kernels)
-        yield _case(family, members, "pp4", recomputation)
-    yield _case(family, members, "tp2pp2", both, sequence_parallel=members.sequence_parallel)
+    options = _options_of_four(family, members)
+    together = dict(TWO_MICROBATCHES)
+    for layout in _layouts_of_four(family):
+        yield _case(family, members, layout, options.pop(layout))
+    for others in options.values():
+        together |= others
+    yield _case(family, members, "tp2pp2", together, sequence_parallel=members.sequence_parallel)
     if _supports_ulysses(family, members):
         yield _case(family, members, "tp2", _ALL_TO_ALL)
+
+
+def _layouts_of_four(family: str) -> tuple[str, ...]:
+    """Families take turns with four parts of one axis; what rides along there rides along on both axes otherwise."""
+    if _only_renames(family):
+        return ()
+    return (("pp4", "tp4")[sorted(FAMILIES).index(family) % 2],)
+
+
+def _options_of_four(family: str, members: Family) -> dict[str, dict[str, Any]]:
+    recomputation = {} if family in _WITHOUT_RECOMPUTATION else _RECOMPUTATION
+    return {"tp4": _kernels(family, members), "pp4": recomputation}
+
+
+def _campaign_cases() -> list[Case]:
+    """The layout of four ranks on which a family has no turn."""
+    return [
+        _case(family, members, layout, options)
+        for family, members in FAMILIES.items()
+        if family not in ENGINE_FAMILIES and not _only_renames(family)
+        for layout, options in _options_of_four(family, members).items()
+        if layout not in _layouts_of_four(family)
+    ]
 
 
 def _case(family: str, members: Family, layout: str, options: dict[str, Any], sequence_parallel: bool = False) -> Case:
@@ -127,10 +148,12 @@ def _is_fast(case: Case) -> bool:
     return is_engine and case.layout in FAST_LAYOUTS and case.zero_stage == 1
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=str(case), marks=() if _is_fast(case) else pytest.mark.slow) for case in cases()],
-)
+def _parameters() -> list:
+    suite = [pytest.param(case, id=str(case), marks=() if _is_fast(case) else pytest.mark.slow) for case in cases()]
+    return suite + [pytest.param(case, id=str(case), marks=pytest.mark.campaign) for case in _campaign_cases()]
+
+
+@pytest.mark.parametrize("case", _parameters())
 def test_trains_like_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)
 

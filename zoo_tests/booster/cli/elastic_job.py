@@ -10,13 +10,28 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification
 
 from booster import Booster, launch_from_torch
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 SAMPLES, EPOCHS = 14, 3
+
+
+class Classifier(nn.Module):
+    """Token ids [batch, seq] -> logits [batch, 2]; importing transformers would take most of the test's time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.hidden, self.last = nn.Embedding(50, 16), nn.Linear(16, 24), nn.Linear(24, 2)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.last(torch.tanh(self.hidden(self.tokens(input_ids).mean(1))))
+
+
+def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(logits, batch["labels"])
 
 
 def main() -> None:
@@ -31,15 +46,14 @@ def main() -> None:
 def train(folder: Path, dies_after: int) -> list[float]:
     """Train from the newest checkpoint in `folder`; the last rank dies after that step (0: never)."""
     torch.manual_seed(3)
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, seed=3))
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
-    )
+    booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, seed=3))
+    model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     samples = [
         {"input_ids": torch.arange(7) * index % 50, "labels": torch.tensor(index % 2)} for index in range(SAMPLES)
     ]
-    model, optimizer, loader = booster.boost(model, optimizer, DataLoader(samples, batch_size=4, shuffle=True))
+    loader = DataLoader(samples, batch_size=2, shuffle=True)
+    model, optimizer, _, loader = booster.boost(model, optimizer, loss_of, loader)
     state, losses = {"model": model, "optimizer": optimizer, "dataloader": loader}, []
     if booster.latest_checkpoint(folder):
         losses = booster.load_checkpoint(folder, **state, resume="latest")["losses"]

@@ -37,7 +37,7 @@ def test_all_ranks_join_alike() -> None:
 
 @pytest.mark.slow
 def test_uncaught_error_ends_all_ranks() -> None:
-    result = start_job("uncaught", "1", num_ranks=4).ended()
+    result = start_job("uncaught", "1").ended()
     assert result.code == 1
     assert result.seconds < LIMIT_S
     assert result.err.count("Traceback") == 1

@@ -26,7 +26,7 @@ TRIALS = (
     pytest.param(Trial("raising", "loader", 0, FLAT), marks=pytest.mark.campaign),
     Trial("skipping", "step", 3, FLAT),
 )
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 RESTARTING = ("-m", "booster", "run", "--nproc-per-node", "4", "--max-restarts", "1")
 FLAT_JSON = '{"tp_size": 2}'
 
@@ -96,25 +96,25 @@ def test_torchrun_starts_the_ranks_again(job: Callable[..., WatchedJob]) -> None
 
 @pytest.mark.slow
 def test_a_rank_that_takes_too_long_is_named_with_the_operation(job: Callable[..., WatchedJob]) -> None:
-    """Plain torchrun. Rank 1 is slow, which is no fault; but the others were told to wait for 5 s only."""
-    outcome = job("sleeping", "loader", "1", FLAT_JSON, launcher=TORCHRUN, TIMEOUT_S="5").outcome()
+    """Plain torchrun. Rank 1 is slow, which is no fault; but the others were told to wait for 12 s only."""
+    outcome = job("sleeping", "loader", "1", FLAT_JSON, launcher=TORCHRUN, TIMEOUT_S="12").outcome()
     line = outcome.lines[0]
     assert "waited in vain in " in line, line
     assert "in booster.execute_pipeline (call 4)" in line
     assert "rank 1 is after optimizer.step (call 3)" in line or "rank 1 is in booster.execute_pipeline (call 4)" in line
-    assert "timeout_s=5; use launch_from_torch(timeout_s=...)" in line
+    assert "timeout_s=12; use launch_from_torch(timeout_s=...)" in line
     assert len(outcome.lines) == 1
 
 
 def start_by_hand(job: Callable[..., WatchedJob], fault: str, rank: int, **environment: str) -> list[WatchedJob]:
-    """Four ranks without a launcher; rank 0 holds the store."""
+    """Three ranks without a launcher; rank 0 holds the store."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
     return [
-        job(fault, "step", str(rank), FLAT_JSON, launcher=(), RANK=str(number), LOCAL_RANK=str(number), **world)
-        for number in range(4)
+        job(fault, "step", str(rank), "{}", launcher=(), RANK=str(number), LOCAL_RANK=str(number), **world)
+        for number in range(3)
     ]
 
 
