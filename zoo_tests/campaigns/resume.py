@@ -29,7 +29,7 @@ from zoo_tests.harness.train_sharded import boost
 
 TRIED = ("single", "dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "pp2dp2", "dp4")
 PRECISIONS = ("fp32", "fp16", "bf16")
-SAMPLES, BATCH, EPOCHS = 21, 2, 3
+SAMPLES, BATCH, EPOCHS = 13, 2, 3
 _DROPOUT = (("hidden_dropout_prob", 0.2), ("attention_probs_dropout_prob", 0.2))
 
 # A step as bits: loss, learning rate, loss scale, checksum of the batch, what the loop drew.

@@ -6,14 +6,12 @@ What fails here first is an example that the code has left behind: the traceback
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from zoo_tests.docs.pages import ALONE, COMMAND, PAGES, REPOSITORY, Script, scripts_of
-from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.docs.pages import ALONE, COMMAND, PAGES, Script, scripts_of
+from zoo_tests.harness.ranks import rank_context, run_on_ranks
 
 SCRIPTS = [script for page in PAGES for script in scripts_of(page)]
 IN_POOL = [script for script in SCRIPTS if script.how not in (COMMAND, ALONE)]
@@ -51,18 +49,10 @@ def test_script_leaves_its_model(script: Script, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", BY_PYTHON, ids=lambda script: script.name)
 def test_script_runs_by_itself(script: Script, tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(script.source)
-    ended = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    process = rank_context().Process(target=run_here, args=(script.source, script.name, str(tmp_path)))
+    process.start()
+    process.join(_TIMEOUT_S)
+    assert process.exitcode == 0, "see the traceback in what the test printed"
 
 
 def test_there_is_a_script_for_the_main_job() -> None:

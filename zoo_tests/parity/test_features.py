@@ -29,6 +29,8 @@ _CLIP = 0.05  # far below the norms of these models: it bites at every step
 def _case(family: str, layout: str, *, zero: int = 1, sp: bool = False, **recipe: Any) -> Case:
     options = tuple(recipe.pop("options", {}).items())
     recipe = {"head": _HEADS.get(family), **recipe, "config": tuple(recipe.get("config", {}).items())}
+    if "optimizer" not in recipe and "dp" not in layout:
+        recipe["steps"] = 1  # without a state or replicas, a second step only repeats the first
     return Case(
         recipe=Recipe(family=family, **recipe), layout=layout, zero_stage=zero, sequence_parallel=sp, options=options
     )

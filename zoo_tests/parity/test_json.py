@@ -30,7 +30,7 @@ def _case(family: str, layout: str, zero: int = 1, recipe: dict[str, Any] | None
     head = HEADS.get(family) or FAMILIES[family].main_head
     precision = FAMILIES[family].precision
     return Case(
-        recipe=Recipe(family=family, head=head, **{"precision": precision, **(recipe or {})}),
+        recipe=Recipe(family=family, head=head, **{"precision": precision, "steps": 1, **(recipe or {})}),
         layout=layout,
         zero_stage=zero,
         options=tuple(options.items()),
@@ -47,7 +47,12 @@ def _mapping(*stages: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
 FAST = [
     _case("bert", "tp2", sharding_dim=0),
     _case("llama", "tp2pp2", sharding_dim=-1),
-    _case("gpt2", "tp2pp2", device_mapping=_mapping((3, 0), (1, 2)), recipe={"optimizer": "adamw", "max_norm": 0.05}),
+    _case(
+        "gpt2",
+        "tp2pp2",
+        device_mapping=_mapping((3, 0), (1, 2)),
+        recipe={"optimizer": "adamw", "steps": 2, "max_norm": 0.05},
+    ),
 ]
 _DIMS = (0, -1)
 # Each family with one of the dims, in turn; the campaign has both.
@@ -60,7 +65,7 @@ CAMPAIGN = [pair[1 - number % 2] for number, pair in enumerate(_SHARDED)]
 SUITE = [
     *(pair[number % 2] for number, pair in enumerate(_SHARDED)),
     _case("bert", "tp2dp2", sharding_dim=0, zero=0, recipe={"optimizer": "momentum", "max_norm": 0.05}),
-    _case("llama", "tp2dp2", sharding_dim=-1, recipe={"optimizer": "adamw", "max_norm": 0.05}),
+    _case("llama", "tp2dp2", sharding_dim=-1, recipe={"optimizer": "adamw", "steps": 2, "max_norm": 0.05}),
     _case("gpt2", "tp2pp2", sharding_dim=-1, pp_style="zbv", num_microbatches=4),
     _case("llama", "tp4", device_mapping=_mapping(("cpu:2", "cpu:0", "cpu:3", "cpu:1")), recipe={"max_norm": 0.05}),
     _case("bert", "pp4", device_mapping=_mapping((2,), (3,), (0,), (1,))),

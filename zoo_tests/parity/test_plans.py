@@ -27,6 +27,7 @@ _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
 _FAST = ("megatron_bert", "biogpt", "olmo2")
 _EVERY = 4  # of the families is in the suite, all others in the campaign
+_LARGE = ("muse_glimmer", "glm4v", "minicpmv4_6")  # in the campaign alone: each takes as long as ten others
 
 
 def _inexact() -> set[tuple[str, str]]:
@@ -49,7 +50,7 @@ def _cases() -> Iterator:
             bad = {name for name, where in inexact if where in ("plain", layout)}
             head = next((head for head in heads if head.name not in bad), None)
             if head is not None:
-                marks = pytest.mark.campaign if number % _EVERY else pytest.mark.slow
+                marks = pytest.mark.campaign if number % _EVERY or family in _LARGE else pytest.mark.slow
                 yield pytest.param(head, layout, id=f"{head.name}-{layout}", marks=() if family in _FAST else marks)
                 break
 

@@ -139,14 +139,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func._schema.name
+        if name.startswith("prim"):  # a query such as `tensor.device`: C++ ends the process if it raises
+            return _run(func, name, args, kwargs or {})
         self.num_operators += 1
         if self.num_operators > MOST_OPERATORS:
             raise TooManyOperators(f"a pass has more than {MOST_OPERATORS:,} operators")
         if name == "aten::_local_scalar_dense":  # `item()`: fake tensors have no values
             return 0.0 if args[0].dtype.is_floating_point else 0
         result = _run(func, name, args, kwargs or {})
-        if name.startswith("prim"):
-            return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in outputs:

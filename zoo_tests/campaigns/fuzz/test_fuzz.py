@@ -16,7 +16,7 @@ from zoo_tests.campaigns.fuzz.shrink import shrink
 from zoo_tests.campaigns.fuzz.space import draw
 from zoo_tests.campaigns.fuzz.trial import Outcome, Trials
 
-_SEEDS, _CASES = (12, 13), 6
+_CASES = 6
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,9 @@ def trials() -> Iterator[Trials]:
         yield trials
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", _SEEDS)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(12, marks=pytest.mark.campaign), pytest.param(13, marks=pytest.mark.slow)]
+)
 def test_random_scripts(trials: Trials, seed: int) -> None:
     outcomes = {command(case): trials.run(case) for case in (draw(seed, index) for index in range(_CASES))}
     failures = {line: outcome.text for line, outcome in outcomes.items() if outcome.is_failure}

@@ -12,6 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.planner import op_recorder, profile
 from zoo_tests.booster.cli.test_commands import outcome
 
 
@@ -88,7 +89,11 @@ def test_mistakes(options: tuple[str, ...], sentence: str, model: str, capsys: p
 
 
 @pytest.mark.slow
-def test_a_model_that_scans_its_tokens_is_refused_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_scans_its_tokens_is_refused_in_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (op_recorder, profile):
+        monkeypatch.setattr(module, "MOST_OPERATORS", 5_000)  # a tenth: the test would take ten times as long
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
     config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))

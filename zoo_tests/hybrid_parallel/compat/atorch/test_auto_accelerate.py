@@ -20,7 +20,6 @@ from booster import launch_from_torch
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import DeepSpeed3DParallelConfig, auto_accelerate
 from plugins.hybrid_parallel.compat.atorch.strategy import plugin_of
-from zoo_tests.booster.cli.started import Started
 from zoo_tests.harness.ranks import run_on_ranks
 
 _STEPS, _ROWS, _LENGTH, _VOCAB = 3, 8, 12, 97
@@ -97,13 +96,12 @@ def test_a_strategy_is_applied(strategy: Any) -> None:
     assert type(best) is type(strategy)
 
 
-def search(folder: str) -> None:
-    """A job's rank: find a strategy, and then find that none is left.
+def _search(path: Path) -> None:
+    """Find a strategy, and then find that none is left.
 
     Planned for a device by its name: measuring this machine beside other tests would take long.
     """
     launch_from_torch(seed=3)
-    path = Path(folder)
     options: dict[str, Any] = {"device": "H100", "precision": "fp32", "num_candidates": 3, "num_steps": 1}
     report = _train(None, str(path / "strategy.json"), **options)
     status = auto_accelerate(
@@ -120,10 +118,7 @@ def search(folder: str) -> None:
 
 @pytest.mark.slow
 def test_without_one_the_fastest_that_is_tried_is_kept(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(f"from {__name__} import search\n\nsearch({str(tmp_path)!r})\n")
-    ended = Started("-m", "booster", "run", "--nproc-per-node", "2", str(script)).ended()
-    assert ended.code == 0, ended.err
+    run_on_ranks(2, _search, tmp_path)
     path, plain = tmp_path / "strategy.json", _plain()
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for losses, best, args in reports:
