@@ -6,6 +6,7 @@ What breaks here first: a method's settings, or a layout that is tried. Look in 
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def _search(path: Path) -> None:
 
     Planned for a device by its name: measuring this machine beside other tests would take long.
     """
+    # The planner starts a process, which daemons such as the pool's ranks may not.
+    multiprocessing.current_process()._config["daemon"] = False
     launch_from_torch(seed=3)
     options: dict[str, Any] = {"device": "H100", "precision": "fp32", "num_candidates": 3, "num_steps": 1}
     report = _train(None, str(path / "strategy.json"), **options)
