@@ -51,8 +51,9 @@ def _engine_cases(family: str, members: Family) -> Iterator[Case]:
     for number, (layout, sizes) in enumerate(LAYOUTS.items()):
         if layout not in ("single", *FAST_LAYOUTS) and number % 3 == turn:
             continue
-        # Without replicas nothing is shared out, and ZeRO-1 is ZeRO-0.
-        for zero_stage in (0, 1) if sizes.dp_size * sizes.cp_size > 1 else (1,):
+        # Without replicas nothing is shared out, and ZeRO-1 is ZeRO-0; with them, ZeRO-0 has a family for each layout.
+        has_zero_0 = sizes.dp_size * sizes.cp_size > 1 and (number + 1) % 3 == turn
+        for zero_stage in (0, 1) if has_zero_0 else (1,):
             for sequence_parallel in (False, True) if sizes.tp_size > 1 else (False,):
                 yield Case(recipe=recipe, layout=layout, zero_stage=zero_stage, sequence_parallel=sequence_parallel)
     yield _case(family, members, "tp2pp2", _kernels(family, members))

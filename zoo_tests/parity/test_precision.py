@@ -52,8 +52,8 @@ def test_16_bit(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param("bert", "tp2pp2", marks=pytest.mark.slow),
-        pytest.param("llama", "pp2dp2", marks=pytest.mark.slow),
+        pytest.param("bert", "tp2pp2", marks=pytest.mark.campaign),
+        pytest.param("llama", "pp2dp2", marks=pytest.mark.campaign),
         pytest.param("gpt2", "tp2dp2", marks=pytest.mark.slow),
     ],
 )

@@ -26,7 +26,7 @@ def nursery() -> Nursery:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [10, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("number", [5, pytest.param(50, marks=pytest.mark.campaign)])
 def test_ranks_are_killed_inside_of_saves(number: int, nursery: Nursery, tmp_path: Path) -> None:
     found = [carry_out(kill, tmp_path / str(index), nursery) for index, kill in enumerate(kills(number * 6 // 5))]
     outcomes = [outcome for outcome in found if outcome is not None][:number]

@@ -89,8 +89,9 @@ def test_layouts_open_each_others_checkpoints(source: tuple[str, int], target: t
     _check(_case(*source), _case(*target), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(0, marks=pytest.mark.campaign), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_masters_travel_too(zero_stage: int, tmp_path: Path) -> None:
     source, target = ("tp2dp2", 2), ("dp2", 2)
     _check(_case(*source, "bf16", zero_stage), _case(*target, "bf16", 1 - zero_stage), tmp_path)

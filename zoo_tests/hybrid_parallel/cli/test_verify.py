@@ -311,8 +311,13 @@ def test_a_mistake_on_a_rank_is_the_callers() -> None:
         run_on_local_ranks(verify_faults.a_rank_is_mistaken, 2, timeout_s=30.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow, id="SIGINT"),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.campaign, id="SIGKILL"),
+    ],
+)
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     script = (
         "from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks\n"
