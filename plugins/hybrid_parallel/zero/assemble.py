@@ -15,7 +15,10 @@ def assemble(param: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> Te
         return local.clone()
     shapes = [spec.on_rank(rank).local_shape for rank in range(spec.world_size)]
     shards = [local.new_empty(shape) for shape in shapes]
-    # Shards may differ in size: one broadcast each.
+    if len(set(shapes)) == 1:
+        dist.all_gather(shards, local.contiguous(), group=group)
+        return spec.assemble(shards)
+    # An all-gather needs shards of one size: one broadcast each.
     for rank, shard in enumerate(shards):
         if rank == spec.rank:
             shard.copy_(local)
