@@ -56,6 +56,7 @@ def _run(directory: Path, *arguments: str, text: str | None = None) -> subproces
     )
 
 
+@pytest.mark.slow
 def test_the_alias_works_beside_modules_of_the_same_names(others: Path) -> None:
     done = _run(others, "script.py", text=_SCRIPT)
     assert (done.returncode, done.stdout) == (0, "trained beside 42\n"), done.stderr

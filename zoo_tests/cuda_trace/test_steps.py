@@ -103,6 +103,7 @@ def test_a_step_does_not_wait_for_the_device(tracer: subprocess.Popen[str], fami
     assert not late, "something besides the batch is copied between host and device"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compilers", [(), ("false",)])
 def test_a_missing_or_failing_compiler_is_one_sentence(
     compilers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

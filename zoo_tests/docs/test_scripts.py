@@ -31,6 +31,7 @@ def run_here(source: str, name: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("script", IN_POOL, ids=lambda script: script.name)
+@pytest.mark.slow
 def test_script_runs(script: Script, tmp_path: Path) -> None:
     run_on_ranks(script.num_ranks, run_here, script.source, script.name, str(tmp_path), timeout_s=_TIMEOUT_S)
 

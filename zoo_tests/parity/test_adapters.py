@@ -202,6 +202,7 @@ def test_fused_operators_leave_adapters_in(family: str, tmp_path: Path) -> None:
     check_case(_case(family, "tp2", options=(("enable_jit_fused", True),)), tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_in_sixteen_bit(tmp_path: Path) -> None:
     case = _case("llama", "tp2dp2", options=(("gradient_checkpointing", "full"),))
     check_case(case.but(precision="bf16", optimizer="adamw", steps=2), tmp_path, weights=False)

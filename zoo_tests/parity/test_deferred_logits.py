@@ -73,11 +73,11 @@ _TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 DEFERRING = [
     _case("bert", "masked_lm", "tp2"),
     _case("llama", "causal_lm", "tp2pp2", sp=True, config=_TIED),
+]
+SLOW = [
     _case("gpt2", "lm_head", "pp2dp2"),
     _case("llama", "causal_lm", "tp2", precision="fp16", steps=3),
     _case("llama", "causal_lm", "pp2", pp_style="zero_bubble", num_microbatches=4, config=_UNTIED),
-]
-SLOW = [
     _case("bert", "masked_lm", "single"),
     _case("bert", "pretraining", "tp2pp2"),
     _case("llama", "causal_lm", "tp4", sp=True, config=_UNTIED),

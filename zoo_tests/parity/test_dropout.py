@@ -120,6 +120,7 @@ def test_heads_are_dropped_differently_on_every_rank() -> None:
         assert not torch.allclose(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "sp", "choice"),
     [("tp2", False, "full"), ("tp2", True, "full"), ("tp2pp2", False, "full"), ("tp2", True, "selective")],

@@ -48,9 +48,7 @@ _OVERLAP = {"enable_sequence_overlap": True}
 _RECOMPUTED_OVERLAP = {**_OVERLAP, "gradient_checkpointing": "full"}
 
 FAST = [
-    _case("bert", "tp2pp2", sp=True, options=_FUSED),
     _case("llama", "tp2pp2", sp=True, options=_OVERLAP),
-    _case("bert", "tp2pp2", options=_FLASH),
     _case("llama", "tp2", options=_FLASH),
     # Clipping counts replicated, tied, sequence-parallel and copied parameters once.
     _case("llama", "tp4", sp=True, optimizer="momentum", max_norm=_CLIP, config=_TIED),
@@ -58,18 +56,20 @@ FAST = [
     _case("bert", "pp2dp2", zero=0, optimizer="momentum", max_norm=_CLIP),
     # Micro-batches that differ in size, and schedules.
     _case("bert", "pp2", rows=5, optimizer="adamw", options={"num_microbatches": 3}),
-    _case("llama", "pp2", rows=7, config=_TIED, options={"pp_style": "gpipe", "num_microbatches": 2}),
     # Heads that the ranks do not divide: 2, 2, 1, 1, alone and in groups around a key/value head.
     _case("llama", "tp4", sp=True, optimizer="momentum", max_norm=_CLIP, config=_SIX_HEADS),
     # Parameters that are not trained or not used.
     _case("bert", "dp2", frozen=("bert.embeddings", "bert.encoder.layer.1"), optimizer="adamw"),
+]
+
+SLOW = [
+    _case("bert", "tp2pp2", sp=True, options=_FUSED),
+    _case("bert", "tp2pp2", options=_FLASH),
+    _case("llama", "pp2", rows=7, config=_TIED, options={"pp_style": "gpipe", "num_microbatches": 2}),
     _case("gpt2", "pp2dp2", head="double_heads", frozen=("transformer.h.0",)),
     _case("bert", "tp2pp2", options={"gradient_checkpointing": "full"}),
     # fp32: transformers' eager softmax of this family turns the mask of fp64 into minus infinity, and padding into NaN.
     _case("llama", "tp2pp2", sp=True, config=_EAGER, optimizer="momentum", precision="fp32"),
-]
-
-SLOW = [
     _case("llama", "tp4", optimizer="adamw", config={"hidden_size": 40, **_FIVE_GROUPS}),
     _case("qwen3", "tp2pp2", sp=True, max_norm=_CLIP, config=_FIVE_GROUPS),
     _case("mistral", "tp4", head="sequence", config=_SIX_HEADS, options=_FUSED),

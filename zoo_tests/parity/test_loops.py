@@ -75,6 +75,7 @@ def _accumulate_in_pipeline(case: Case) -> None:
     _check_gradients(boosted, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("layout", ["dp2", "pp2dp2"])
 def test_gradients_of_two_calls_add_up(layout: str, zero_stage: int) -> None:
@@ -119,6 +120,7 @@ def _check_evaluation(boosted: Boosted, plain: nn.Module, case: Case, batch: Bat
     plain.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     ("family", "head", "layout"),
@@ -180,6 +182,7 @@ def _train_without_any_label(case: Case) -> None:
     assert boosted.pipeline_backward(boosted.share(case.recipe.batch(1))).item() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "head", "layout", "max_norm"),
     [
@@ -223,6 +226,7 @@ def _padded_right(batch: Batch) -> Batch:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), [("bert", "pp2dp2"), ("llama", "tp2dp2"), ("gpt2", "dp4")])
 def test_replicas_with_other_sequence_lengths(family: str, layout: str) -> None:
     case = Case(recipe=Recipe(family=family, head=MAIN[family]), layout=layout)
@@ -253,6 +257,7 @@ def _train_an_epoch(case: Case, rows: int) -> None:
     assert next(batches, None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 19, 17])
 @pytest.mark.parametrize("layout", ["pp2dp2", "tp2dp2"])
 def test_an_epoch_ends_with_a_full_a_short_and_a_nearly_empty_batch(layout: str, rows: int) -> None:
@@ -268,6 +273,7 @@ def _train_on_embeddings(case: Case) -> None:
     _train_on(case, [batch | {"inputs_embeds": embeddings}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp2"])
 @pytest.mark.parametrize("family", MAIN)
 def test_embeddings_as_inputs(family: str, layout: str) -> None:

@@ -229,20 +229,26 @@ def _named(scenario: Scenario, model: nn.Module) -> Iterator[tuple[str, Tensor]]
 
 CASES = [
     ("llama", "tp2pp2"),
+    ("whole vocabulary", "tp2"),
+    ("family's policy", "tp2"),
+]
+SLOW = [
     ("llama", "tp2dp2"),
     ("gpt2", "tp2pp2"),
     ("gpt2", "tp2dp2"),
     ("patched", "tp2pp2"),
     ("patched, in halves", "pp2"),
     ("helper", "tp2pp2"),
-    ("whole vocabulary", "tp2"),
     ("whole vocabulary, helper", "tp2"),
     ("own head", "tp2pp2"),
-    ("family's policy", "tp2"),
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda value: value,
+)
 def test_trains_like_plain_training(name: str, layout: str, tmp_path: Path) -> None:
     scenario, sizes = SCENARIOS[name], LAYOUTS[layout]
     found = run_on_ranks(sizes[0] * sizes[1] * sizes[2], train_in_3d, name, sizes, str(tmp_path))

@@ -55,7 +55,8 @@ def test_error_in_guard_ends_ranks_whose_main_threads_are_blocked() -> None:
     assert result.seconds < LIMIT_S
 
 
-@pytest.mark.parametrize("where", [pytest.param("all", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["all", "1"])
 def test_users_mistake_is_one_line(where: str) -> None:
     result = start_job("mistake", where).ended()
     assert (result.code, result.err) == (1, f"error: {SENTENCE}\n")
@@ -95,7 +96,7 @@ def test_a_rank_that_ends_by_itself_is_named_with_its_exit_code() -> None:
     )
 
 
-@pytest.mark.parametrize("start", [start_job, start_alone])
+@pytest.mark.parametrize("start", [pytest.param(start_job, marks=pytest.mark.slow), start_alone])
 def test_ctrl_c_ends_all_ranks(start: Callable[[str, str], Started]) -> None:
     job = start("long", "0")
     job.interrupt()
@@ -104,6 +105,7 @@ def test_ctrl_c_ends_all_ranks(start: Callable[[str, str], Started]) -> None:
     assert result.seconds < CTRL_C_LIMIT_S
 
 
+@pytest.mark.slow
 def test_script_alone_is_a_job_of_one_rank() -> None:
     result = start_alone("nothing").ended()
     assert (result.code, result.err) == (0, "")
@@ -115,6 +117,7 @@ def test_users_mistake_in_one_process() -> None:
     assert (result.code, result.err) == (1, f"error: {SENTENCE}\n")
 
 
+@pytest.mark.slow
 def test_half_set_environment_is_refused() -> None:
     result = start_alone("nothing", RANK="0", LOCAL_RANK="0").ended()
     assert result.code == 1

@@ -105,7 +105,7 @@ _RESUMED = [("tp2", "bf16"), ("tp2", "fp16"), ("pp2", "bf16"), ("dp2", "fp32")]
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        pytest.param(*case, marks=() if case in _RESUMED else pytest.mark.campaign)
+        pytest.param(*case, marks=pytest.mark.slow if case in _RESUMED else pytest.mark.campaign)
         for case in itertools.product(("tp2", "pp2", "dp2"), ("fp32", "bf16", "fp16"))
     ],
 )
@@ -119,6 +119,7 @@ def test_resuming_on_the_same_layout_gives_the_same_bits(layout: str, precision:
 # ----- other optimizers, the loader -----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adafactor", "NAdam", "Rprop", "Adagrad", "SGD"])
 def test_states_of_other_optimizers_between_one_and_two_replicas(name: str, tmp_path: Path) -> None:
     """Scalars, rows and columns of matrices, missing states of unused parameters."""

@@ -222,6 +222,7 @@ def test_a_layout_that_is_too_large_says_where() -> None:
         _predictor().predict(Layout(1, 1, 2, num_microbatches=2), limit=2**20)
 
 
+@pytest.mark.slow
 def test_bars(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plan = search(_predictor(4), Space(2, 4, "bf16", num_layers=4), count=2)

@@ -87,6 +87,7 @@ def _losses(recipe: Recipe, is_lazy: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied over the stages, and not
 @distributed(4)
 def test_trains_on_from_what_it_read(family: str) -> None:
@@ -171,6 +172,7 @@ def test_every_family_is_built_the_same(family: str) -> None:
     _check_layout(_case(family, "tp2pp2"))
 
 
+@pytest.mark.slow
 def test_adapters_are_built_the_same() -> None:
     _check_layout(_case("llama", "tp2pp2", adapters=("q_proj", "down_proj")))
 

@@ -60,6 +60,7 @@ def _train_as_said(options: dict[str, Any]) -> list[Report]:
     return [_train(options, *said, ordinary) for said in _SAID for ordinary in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

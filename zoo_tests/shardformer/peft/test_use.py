@@ -50,6 +50,7 @@ def _check(found: nn.Module, expected: nn.Module) -> Tensor:
     return logits
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_switching_and_merging(tmp_path: Path) -> None:
     plain, sharded = _two_adapters(), _two_adapters()

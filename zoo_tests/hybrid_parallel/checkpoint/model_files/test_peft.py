@@ -54,6 +54,7 @@ def _pieces(boosted: Boosted) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in boosted.model.unwrap().named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
     [("llama", "tp2pp2", "tp2"), ("gpt2", "tp2", "pp2"), ("bert", "pp2", "tp2"), ("t5", "tp2", "dp2")],

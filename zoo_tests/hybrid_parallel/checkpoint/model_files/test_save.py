@@ -228,6 +228,7 @@ def _save_twice(case: Case, directory: Path, fault: str, rank: int) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["pwrite", "fsync", "posix_fallocate", "open"])
 @pytest.mark.parametrize(("layout", "rank"), [("pp2", 1), ("tp2", 0), ("dp2", 1)])
 def test_an_error_on_one_rank_leaves_the_earlier_model(layout: str, rank: int, fault: str, tmp_path: Path) -> None:
