@@ -10,12 +10,13 @@ NPROC ?= 4
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: help setup bert convergence test test-fast test-cuda campaigns lint format bench wheel clean
+.PHONY: help setup bert convergence test test-fast test-cuda gpu campaigns lint format bench wheel clean
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
 	@echo "make test         the whole test suite; make test-fast leaves out the long tail"
 	@echo "make test-cuda    tests on a CUDA device that is simulated in host memory; needs a C++ compiler"
+	@echo "make gpu          on a machine with a GPU: tests and measures it in 8 minutes, and writes runs/gpu.md"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
 	@echo "make convergence  the loss curves of five layouts against the unsharded one"
 	@echo "make bench        the figures of the README, as ratios"
@@ -52,6 +53,9 @@ ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda -m "not sl
 test-cuda: setup
 	$(ON_CUDA) zoo_tests/simcuda $(ARGS)
 	$(ON_CUDA) zoo_tests/parity -k "not outside_of_the_vocabulary" $(ARGS)
+
+gpu: setup
+	$(BIN)/python -m zoo_tests.gpu $(ARGS)
 
 campaigns: setup
 	$(BIN)/python -m pytest zoo_tests --campaigns -m campaign $(ARGS)

@@ -1,27 +1,36 @@
 """Training on one device: the booster against plain transformers, torch.compile and Liger kernels.
 
-On a GPU the shapes are realistic; without one they are small, to check that everything runs, and the ratios are for the
-CPU. Every way trains in bf16 with fp32 weights (autocast, or our master weights) and a fused AdamW.
+On a GPU the shapes are realistic, and each way is measured alone, because the memory holds no two of these models with
+their optimizer states. Otherwise they are small, to check that everything runs, and ways alternate. Every way trains in
+bf16 with fp32 weights (autocast, or our master weights) and a fused AdamW.
 """
 
 from __future__ import annotations
 
-import copy
+import gc
 import importlib.util
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from benchmarks.harness import ratio, run_ranks, table, turns
+from benchmarks.harness import run_ranks, table, turns
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 
 Step = Callable[[], None]
+# Calls a function with these arguments on one rank, which has a process group.
+Runner = Callable[..., Any]
+_TIMEOUT_S = 300.0
+_WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Shape:
 
     Attributes:
         model, config: class names in transformers.
-        real, small: configuration values with a GPU, and without one.
+        real, small: configuration values on a GPU, and elsewhere.
         rows, length: size of the batch on a GPU; images have no length.
         liger: name of the model family in Liger-Kernel; empty if it has none.
         more: configuration values for both.
@@ -111,14 +120,15 @@ SHAPES = {
 }
 
 
-def build(shape: Shape, on_gpu: bool) -> nn.Module:
+def build(shape: Shape, device: torch.device, is_real: bool) -> nn.Module:
     torch.manual_seed(0)
-    values = {**(shape.real if on_gpu else shape.small), **shape.more}
-    return getattr(transformers, shape.model)(getattr(transformers, shape.config)(**values))
+    config = getattr(transformers, shape.config)(**(shape.real if is_real else shape.small), **shape.more)
+    with device:
+        return getattr(transformers, shape.model)(config)
 
 
-def batch_of(shape: Shape, model: nn.Module, device: torch.device, on_gpu: bool) -> dict[str, torch.Tensor]:
-    rows, length = (shape.rows, shape.length) if on_gpu else (4, min(shape.length, 128))
+def batch_of(shape: Shape, model: nn.Module, device: torch.device, is_real: bool) -> dict[str, torch.Tensor]:
+    rows, length = (shape.rows, shape.length) if is_real else (4, min(shape.length, 128))
     if not length:
         pixels = torch.randn(rows, 3, model.config.image_size, model.config.image_size, device=device)
         return {"pixel_values": pixels, "labels": torch.randint(1000, (rows,), device=device)}
@@ -151,19 +161,29 @@ def our_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Step:
     return step
 
 
-def with_liger(model: nn.Module, family: str) -> nn.Module | None:
-    """Apply Liger's kernels to the model; return None if there are none for it."""
-    if not family or importlib.util.find_spec("liger_kernel") is None or not torch.cuda.is_available():
-        return None
+def compiled_step(model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> Step:
+    """Compile each of the repeated layers: one compilation serves all of them, which takes seconds, not minutes."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile()
+    return plain_step(model, batch, device)
+
+
+def liger_step(shape: Shape, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> Step:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model)
-    return model
+    return plain_step(model, batch, device)
 
 
-def matmul_peak(device: torch.device) -> float:
+def has_liger(shape: Shape, device: torch.device) -> bool:
+    """Return whether Liger's kernels are installed and serve this family and device."""
+    return bool(shape.liger) and device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+def matmul_peak(device: torch.device, is_real: bool) -> float:
     """Measure the FLOP/s of a large bf16 matrix product on this device, in this run."""
-    size = 8192 if device.type == "cuda" else 1024
+    size = 8192 if is_real else 1024
     first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def products() -> None:
@@ -196,45 +216,96 @@ def flops(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
     return rows * length * (6 * weights + attention)
 
 
-def measure(name: str, repeats: int) -> dict[str, Any]:
-    """Return the seconds per step of each way and turn, the model's FLOPs and the device's peak FLOP/s."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    shape = SHAPES[name]
-    plain = build(shape, on_gpu).to(device)
-    batch = batch_of(shape, plain, device, on_gpu)
-    steps = {"plain": plain_step(plain, batch, device)}
-    steps["ours"] = our_step(copy.deepcopy(plain), batch)
-    compiled = torch.compile(copy.deepcopy(plain))
-    steps["compiled"] = plain_step(compiled, batch, device)
-    liger = with_liger(copy.deepcopy(plain), shape.liger)
-    if liger is not None:
-        steps["liger"] = plain_step(liger, batch, device)
+def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
+    """Measure one shape on this rank's device.
 
-    def timed(step: Step) -> Step:
-        def work() -> None:
+    Returns:
+        "times": way -> seconds of each step, or a text about why there are none; "flops": those of a step; "peak":
+        the device's FLOP/s.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    shape = SHAPES[name]
+
+    def make(way: str) -> Step:
+        model = build(shape, device, is_real)
+        batch = batch_of(shape, model, device, is_real)
+        if way == "ours":
+            step = our_step(model, batch)
+        elif way == "liger":
+            step = liger_step(shape, model, batch, device)
+        else:
+            step = (compiled_step if way == "compiled" else plain_step)(model, batch, device)
+
+        def timed() -> None:
             step()
             _wait(device)
 
-        return work
+        return timed
 
-    found = turns({way: timed(step) for way, step in steps.items()}, repeats, warm_up=3)
-    return {"times": found, "flops": flops(plain, batch), "peak": matmul_peak(device), "rank": dist.get_rank()}
+    ways = ["plain", "ours", "compiled", *(["liger"] if has_liger(shape, device) else [])]
+    times: dict[str, list[float] | str] = {}
+    for together in [[way] for way in ways] if is_real else [ways]:
+        try:
+            times |= turns({way: make(way) for way in together}, repeats, _WARM_UP)
+        except torch.OutOfMemoryError:
+            times |= dict.fromkeys(together, "out of memory")
+        if is_real:  # before the next model is built
+            gc.collect()
+            torch.cuda.empty_cache()
+    meta = torch.device("meta")
+    counted = build(shape, meta, is_real)
+    work = flops(counted, batch_of(shape, counted, meta, is_real))
+    return {"times": times, "flops": work, "peak": matmul_peak(device, is_real)}
 
 
-def report(quick: bool) -> str:
-    on_gpu = torch.cuda.is_available()
+def report(quick: bool, run: Runner | None = None, until: float = float("inf")) -> str:
+    """Write the table.
+
+    Args:
+        quick: measure the first two shapes with few repeats.
+        run: runs `measure` with small shapes; None for a new process on the GPU, or on the CPU.
+        until: time (`time.monotonic`) at which a measurement is given up, and the next ones are left out.
+    """
+    on_gpu = run is None and torch.cuda.is_available()
+    if run is None:
+        run = partial(_on_gpu, until) if on_gpu else _on_cpu
     rows: list[list[object]] = []
     for name in list(SHAPES)[:2] if quick else SHAPES:
-        found = run_ranks(measure, 1, name, 3 if quick else 9)
-        times = found["times"]
-        others = [ratio(times, "ours", way) if way in times else "-" for way in ("plain", "compiled", "liger")]
-        seconds = sorted(times["ours"])[len(times["ours"]) // 2]
-        rows.append([name, *others, f"{found['flops'] / seconds / found['peak']:.0%}"])
-    where = torch.cuda.get_device_name() if on_gpu else "this CPU, small shapes; GPU: not measured"
+        if time.monotonic() > until:
+            rows.append([name, *["no time left"] * 4])
+            continue
+        try:
+            rows.append(_row(name, run(measure, name, 3 if quick else 9, on_gpu)))
+        except RankFailure as failure:
+            rows.append([name, *[f"failed: {failure}"] * 4])
+    where = torch.cuda.get_device_name() if on_gpu else "small shapes; no GPU was measured"
     return table(
         f"Training on one device, bf16 ({where}): the booster's speed relative to others",
-        ["model", "plain transformers", "with torch.compile", "with Liger kernels", "of the measured matrix peak"],
+        ["model", "plain transformers", "each layer compiled", "with Liger kernels", "of the measured matrix peak"],
         rows,
-        "The last column counts 6 operations a parameter and token and attention (half of it where it is causal).",
+        "Ratios of median step times; above 1.0 the booster is faster. The last column counts 6 operations a parameter "
+        "and token and attention (half of it where it is causal).",
     )
+
+
+def _row(name: str, found: dict[str, Any]) -> list[object]:
+    times, ours = found["times"], found["times"]["ours"]
+    others = [_compared(ours, times.get(way, "-")) for way in ("plain", "compiled", "liger")]
+    share = ours if isinstance(ours, str) else f"{found['flops'] / statistics.median(ours) / found['peak']:.0%}"
+    return [name, *others, share]
+
+
+def _compared(ours: list[float] | str, theirs: list[float] | str) -> float | str:
+    """Return the speed of ours relative to theirs, or the text about why one of them has none."""
+    if isinstance(ours, str):
+        return f"ours: {ours}"
+    return theirs if isinstance(theirs, str) else statistics.median(theirs) / statistics.median(ours)
+
+
+def _on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
+    return run_ranks(function, 1, *arguments)
+
+
+def _on_gpu(until: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    limit = min(_TIMEOUT_S, until - time.monotonic())
+    return run_on_local_ranks(function, 1, *arguments, timeout_s=limit, device="cuda")[0]

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zoo_tests.gpu import device as gpu
 from zoo_tests.harness.poison import poison_fresh_memory
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, stop_pools
 from zoo_tests.harness.support import SupportMatrix
@@ -20,7 +21,8 @@ from zoo_tests.simcuda import build
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-support", action="store_true", help="write docs/results/support.md from what passes")
-    parser.addoption("--device", choices=("cpu", "simcuda"), help="device of the ranks: simcuda is CUDA in host memory")
+    devices = "device of the ranks: simcuda is CUDA in host memory, gpu the GPUs of this machine"
+    parser.addoption("--device", choices=("cpu", "simcuda", "gpu"), help=devices)
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
 
 
@@ -42,6 +44,8 @@ def _choose_device(name: str) -> None:
             build.library()
         except RuntimeError as error:
             raise pytest.UsageError(str(error)) from None
+    if name == "gpu" and (problem := gpu.problem()):
+        raise pytest.UsageError(problem)
     os.environ[DEVICE_VARIABLE] = name
 
 

@@ -34,6 +34,7 @@ _PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 )
+_DEVICES = {"simcuda": "zoo_tests.simcuda.device", "gpu": "zoo_tests.gpu.device"}
 DEVICE_VARIABLE = "ZOO_TESTS_DEVICE"  # set by `pytest --device`
 _GROUP_TIMEOUT_S = 60.0
 _LOOK_AGAIN = 50  # tasks
@@ -54,7 +55,8 @@ def distributed(world_size: int, timeout_s: float = 90.0, device: str | None = N
     Args:
         world_size: number of ranks.
         timeout_s: seconds until ranks that have not answered count as hanging.
-        device: "cpu", or "simcuda" for the simulated CUDA device; None for that of `pytest --device`.
+        device: "cpu", "simcuda" for the simulated CUDA device, or "gpu" for GPUs, which several ranks share where there
+            are too few; None for that of `pytest --device`.
     """
 
     def decorate(test: Callable) -> Callable:
@@ -98,7 +100,7 @@ class RankPool:
     Args:
         world_size: number of ranks.
         mutant: the library fault to start the ranks with, see `campaigns/mutations/mutants.py`; None for none.
-        device: "cpu" or "simcuda".
+        device: "cpu", "simcuda" or "gpu".
     """
 
     def __init__(self, world_size: int, mutant: str | None = None, device: str = "cpu") -> None:
@@ -214,8 +216,8 @@ def _prepare(directory: str, mutant: str | None, device: str) -> None:
     torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
     if mutant is not None:
         importlib.import_module("zoo_tests.campaigns.mutations.mutants").apply(mutant)
-    if device == "simcuda":
-        importlib.import_module("zoo_tests.simcuda.device").enter()
+    if device != "cpu":
+        importlib.import_module(_DEVICES[device]).enter()
 
 
 def _destroy_groups() -> None:

@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS
 from plugins.hybrid_parallel.planner import calibrate
 from zoo_tests.harness.ranks import run_on_ranks
-from zoo_tests.simcuda import device, nccl, rules
+from zoo_tests.harness.world import join_world
+from zoo_tests.simcuda import nccl, rules
 from zoo_tests.simcuda.test_training import LAYOUTS, Training, build, reference, train
 
 HANGS_AFTER_S = 5.0
@@ -79,11 +80,11 @@ def test_stage_without_trained_parameters() -> None:
 def in_world(backend: str, function: Callable, *args: Any) -> Any:
     """Call a function in a world of another backend; the pool's own world is put back."""
     place = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    device.join_world(backend, *place)
+    join_world(backend, *place)
     try:
         return function(*args)
     finally:
-        device.join_world(nccl.BACKEND, *place)
+        join_world(nccl.BACKEND, *place)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2"])

@@ -1,0 +1,57 @@
+"""Several ranks on GPUs: losses of three steps are those of plain torch on one of them.
+
+With a GPU for each rank they communicate by NCCL. With fewer, all ranks share the first GPU, and their tensors travel
+through host memory over gloo (`staging.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo_tests.gpu.training import generate, on_ranks, resume, train
+
+FP32 = 1e-4  # as in test_one_rank.py
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, options)
+    "tp2": (2, {"tp_size": 2}),
+    "pp2": (2, {"pp_size": 2, "num_microbatches": 4}),
+    "pp2, zero-bubble": (2, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zbv"}),
+    "dp2, ZeRO-1": (2, {"dp_size": 2, "zero_stage": 1, "zero_bucket_size_in_mb": 0.05}),
+    "cp2, ring": (2, {"cp_size": 2}),
+    "cp2, all-to-all": (2, {"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
+    "tp2, sequence parallelism": (2, {"tp_size": 2, "enable_sequence_parallelism": True}),
+    "tp2-pp2": (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}),
+    "tp2-dp2": (4, {"tp_size": 2}),
+}
+OTHERS = [  # of the families that differ most, where they differ
+    ("bert", "tp2-pp2"),
+    ("gpt2", "tp2"),
+    ("t5", "pp2"),
+    ("mixtral", "tp2"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), [*(("llama", layout) for layout in LAYOUTS), *OTHERS])
+def test_layout(family: str, layout: str) -> None:
+    world_size, options = LAYOUTS[layout]
+    for losses, plain in on_ranks(world_size, train, family, options):
+        assert losses == pytest.approx(plain, rel=FP32)
+
+
+def test_experts_on_two_ranks() -> None:
+    for losses, plain in on_ranks(2, train, "mixtral", {"ep_size": 2}):
+        assert losses == pytest.approx(plain, rel=FP32)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_checkpoint_opens_under_another_layout(asynchronous: bool, tmp_path: Path) -> None:
+    before, after = {"dp_size": 2}, {"tp_size": 2}
+    for went_on, resumed in on_ranks(2, resume, str(tmp_path / "saved"), before, after, asynchronous):
+        assert resumed == pytest.approx(went_on, rel=FP32)
+
+
+def test_generate() -> None:
+    for tokens, plain in on_ranks(2, generate, {"tp_size": 2}):
+        assert tokens == plain

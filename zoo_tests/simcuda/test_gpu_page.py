@@ -1,0 +1,78 @@
+"""`make gpu` on the simulated device: every line of it runs, and what it says is what happened."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import single_device
+from zoo_tests.gpu import __main__ as script
+from zoo_tests.harness.ranks import run_on_ranks
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="zoo_tests.gpu.test_a" name="one"/>
+<testcase classname="zoo_tests.gpu.test_a" name="two"><failure message="assert 1 == 2&#10; +  where">x</failure></testcase>
+<testcase classname="zoo_tests.gpu.test_a" name="three"><skipped message="flash_attn is not installed"/></testcase>
+<testcase classname="zoo_tests.gpu.test_a" name="four"><error message="fixture failed">trace</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_page(tmp_path: Path) -> None:
+    page = tmp_path / "runs" / "gpu.md"
+    only = "test_fp32 and bert or flash_attention_3"
+    ended = script.main(["--device", "simcuda", "--quick", "--only", only, "--minutes", "6", "--output", str(page)])
+    assert ended == 0, page.read_text()
+    text = page.read_text()
+    assert "| test_one_rank: test_fp32[bert] | passed |" in text and "skipped: flash_attn_interface" in text
+    assert "1 passed, 0 failed, 1 skipped" in text
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| Llama")]
+    assert len(rows) == 2 and all(float(row[1]) > 0 for row in rows), text
+
+
+def measure_as_on_a_gpu() -> tuple[dict[str, Any], list[object]]:
+    """Each way measured alone, with too little memory for one of them; and the row of the table."""
+    tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    tiny = replace(single_device.SHAPES["BERT-large"], real=tiny, rows=2, length=8)
+    with (
+        mock.patch.dict(single_device.SHAPES, tiny=tiny),
+        mock.patch.object(single_device, "matmul_peak", return_value=1e12),
+        mock.patch.object(single_device, "compiled_step", side_effect=torch.OutOfMemoryError),
+    ):
+        found = single_device.measure("tiny", 1, True)
+    return found, single_device._row("tiny", found)
+
+
+def test_ways_that_do_not_fit_together() -> None:
+    ((found, row),) = run_on_ranks(1, measure_as_on_a_gpu, device="simcuda")
+    assert set(found["times"]) == {"plain", "ours", "compiled"} and found["times"]["compiled"] == "out of memory"
+    assert row[0] == "tiny" and row[1] > 0 and row[2:4] == ["out of memory", "-"] and row[4].endswith("%")
+
+
+def test_what_pytest_says(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = {each.name: (each.state, each.text) for each in script._outcomes(tmp_path / "report.xml")}
+    assert found == {
+        "test_a: one": ("passed", ""),
+        "test_a: two": ("failed", "assert 1 == 2 + where"),
+        "test_a: three": ("skipped", "flash_attn is not installed"),
+        "test_a: four": ("failed", "fixture failed"),
+    }
+
+
+def test_tests_that_do_not_end_have_failed() -> None:
+    ((name, state, text),) = [vars(each).values() for each in script.run_tests("simcuda", None, time.monotonic() + 0.5)]
+    assert (name, state, text) == ("all tests", "failed", "they did not end in time")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capsys: pytest.CaptureFixture) -> None:
+    """One sentence, and another exit code than that of failed tests."""
+    assert script.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("make gpu: no GPU can be used: torch") and said.count("\n") == 1
