@@ -96,7 +96,7 @@ class GuardedModel(ModelWrapper):
         """
         raise ConfigurationError(
             "torch.compile cannot trace the communication of a boosted model; leave it out, or use "
-            "enable_jit_fused=True, which compiles the operators between products"
+            "compile_layers=True, which compiles each layer between these"
         )
 
     @staticmethod

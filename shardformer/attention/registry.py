@@ -20,7 +20,7 @@ from shardformer.attention.backends import SDPA, keeps_scores, sdpa_without_slow
 from shardformer.attention.kernel_limits import XFORMERS
 from shardformer.attention.named_kernels import reads_its_name, under_its_name
 from shardformer.attention.xformers_kernel import xformers_attention
-from shardformer.distributed.random import parallel_region
+from shardformer.distributed.random import in_parallel_region
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 
 _PREFIX = "sharded_"
@@ -126,8 +126,8 @@ def call_kernel(
     is_alike = getattr(module, "attention_is_replicated", False) or not hasattr(module, "sharded_attention_rank")
     if not kwargs.get("dropout") or is_alike:
         return kernel(module, query, key, value, attention_mask, **kwargs)
-    with parallel_region(module.sharded_attention_rank):
-        return kernel(module, query, key, value, attention_mask, **kwargs)
+    rank = module.sharded_attention_rank
+    return in_parallel_region(rank, kernel, module, query, key, value, attention_mask, **kwargs)
 
 
 def kernel_named(implementation: str, module: nn.Module) -> Any:

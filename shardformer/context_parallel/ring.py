@@ -17,11 +17,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.context_parallel.blockwise import Block, Softmax, attend, attend_backward, merge, with_dense_heads
+from shardformer.utils.untraced import untraced
 
 # Source rank of the keys -> the blocks in which this rank's queries attend to them.
 Blocks = Callable[[int], Sequence[Block]]
 
 
+@untraced
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, softmax: Softmax, group: ProcessGroup
 ) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardformer.shard_spec import ShardSpec
+from shardformer.utils.untraced import untraced
 
 # torch 2.13 renames both; earlier releases have the old names only.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -181,11 +182,13 @@ class _GatherRows(torch.autograd.Function):
         return grad[ctx.start : ctx.stop] * ctx.size, None
 
 
+@untraced
 def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Apply `f`: identity forward, all-reduce backward, because every rank reads the same input."""
     return _Copy.apply(x, group)
 
 
+@untraced
 def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Apply `g`: all-reduce forward, identity backward, because every rank has the full gradient of the sum.
 
@@ -196,16 +199,19 @@ def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
+@untraced
 def split_to_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Take this rank's equal slice of `dim`, padded with zeros, forward; all-gather backward."""
     return _Split.apply(x, dim, group)
 
 
+@untraced
 def gather_from_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """All-gather along `dim` forward, to its size `length` without padding; take this rank's slice backward."""
     return _Gather.apply(x, dim, group, length)
 
 
+@untraced
 def split_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
     """Take this rank's shard of the last dim of [..., features] forward; sum the assembled gradient backward.
 
@@ -215,6 +221,7 @@ def split_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
     return _SplitFeatures.apply(x, spec, group)
 
 
+@untraced
 def gather_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
     """Assemble distinct shards of the last dim to [..., features] forward; take this rank's shard backward.
 
@@ -224,6 +231,7 @@ def gather_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
     return _GatherFeatures.apply(x, spec, group)
 
 
+@untraced
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Gather the rows of all ranks, whose numbers may differ: [sum of rows, ...].
 
@@ -274,6 +282,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange_rows(grad, *ctx.sizes, ctx.group), None, None, None
 
 
+@untraced
 def all_gather(
     x: Tensor, dim: int, group: ProcessGroup, length: int | None = None, gathered: Tensor | None = None
 ) -> Tensor:
@@ -286,17 +295,20 @@ def all_gather(
     return _AllGather.apply(x, dim, group, length, gathered)
 
 
+@untraced
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Apply `g-bar*`: reduce-scatter along `dim`, padded with zeros, forward; all-gather backward."""
     return _ReduceScatter.apply(x, dim, group)
 
 
+@untraced
 def all_to_all(x: Tensor, split_dim: int, join_dim: int, group: ProcessGroup) -> Tensor:
     """Split `split_dim` over the ranks and concatenate along `join_dim`; backward is the reverse exchange."""
     sent = torch.stack(x.chunk(dist.get_world_size(group), split_dim))  # [ranks, ...]
     return torch.cat(_AllToAll.apply(sent, None, None, group).unbind(), join_dim)
 
 
+@untraced
 def all_to_all_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     """Exchange rows, [sum of `sent`, features] -> [sum of `received`, features]; backward is the reverse exchange."""
     return _AllToAll.apply(x, sent, received, group)

@@ -9,9 +9,9 @@ therefore restores the sharded regions too; there is no second state to save.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardformer.utils.derived_modules import derive
+from shardformer.utils.untraced import untraced
+
+Result = TypeVar("Result")
 
 _SEED_LIMIT = 2**62
 
@@ -41,6 +44,13 @@ def parallel_region(rank: int) -> Iterator[None]:
         torch.set_rng_state(cpu_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)
+
+
+@untraced
+def in_parallel_region(rank: int, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call `function` in a `parallel_region`."""
+    with parallel_region(rank):
+        return function(*args, **kwargs)
 
 
 class SharedStream:

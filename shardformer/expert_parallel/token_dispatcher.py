@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import all_to_all_uneven, gather_from_region, local_slice, split_to_region
+from shardformer.utils.untraced import untraced
 
 # (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]) -> [tokens, hidden]
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,6 +39,7 @@ class TokenDispatcher:
         self.num_experts, self.group, self.tp_group = num_experts, group, tp_group
         self.num_ranks = dist.get_world_size(group)
 
+    @untraced
     def __call__(
         self, experts: ExpertsForward, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:

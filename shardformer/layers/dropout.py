@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.random import parallel_region
+from shardformer.distributed.random import in_parallel_region
 from shardformer.layers.parallel_module import ParallelModule
 
 
@@ -53,8 +53,7 @@ class ParallelDropout(ParallelModule):
         """Drop elements of `x`, [batch, seq, hidden]."""
         if not self.training or self.p == 0.0:
             return x
-        with parallel_region(self.rank):
-            return F.dropout(x, self.p, True, self.inplace)
+        return in_parallel_region(self.rank, F.dropout, x, self.p, True, self.inplace)
 
     def extra_repr(self) -> str:
         """Describe the layer for `repr`."""

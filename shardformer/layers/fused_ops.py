@@ -73,6 +73,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     """Compute silu(gate) * value (arXiv 2002.05202) on tensors of equal shape."""
+    if torch.compiler.is_compiling():  # a graph around it fuses the body with more
+        return _swiglu_body(gate, value)
     return _SwiGLU.apply(gate, value)
 
 
@@ -119,6 +121,8 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 
     The two are never swapped. x: [..., features], bias: [features].
     """
+    if torch.compiler.is_compiling():
+        return _GELU[approximate][0](x, bias.to(x.dtype))
     return _BiasGelu.apply(x, bias.to(x.dtype), approximate)
 
 
@@ -146,6 +150,8 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Modu
     """
     active = dropout.training and dropout.p > 0
     keep = dropout(torch.ones_like(x)) if active else torch.ones((), dtype=x.dtype, device=x.device)
+    if torch.compiler.is_compiling():
+        return _bias_dropout_add_body(x, bias.to(x.dtype), keep, residual)
     return _BiasDropoutAdd.apply(x, bias.to(x.dtype), keep, residual)
 
 

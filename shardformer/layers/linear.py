@@ -31,6 +31,7 @@ from shardformer.matmul.weight_grad import MatmulLayer
 from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
 from shardformer.utils.outer_call import call_through
+from shardformer.utils.untraced import untraced
 
 
 class ColumnParallelLinear(ParallelModule, MatmulLayer):
@@ -248,6 +249,7 @@ class SharedInput:
         for layer in self.layers:
             layer._shared_input = self
 
+    @untraced
     def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
         """Return the output of one layer; the first call for an input computes those of all layers."""
         # A pending gather writes its values later, which counts as a new version.
@@ -353,6 +355,7 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     return ProcessGroups.of_world().get_or_create(("copies", *members), create)
 
 
+@untraced
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
     """Compute [..., in] -> [..., local out] for each layer; all of them read `x`."""
     weights = [layer.matrix for layer in layers]

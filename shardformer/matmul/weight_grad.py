@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardformer.matmul.autocast import autocast
 from shardformer.matmul.backends import NATIVE, MatmulBackend, no_view
+from shardformer.utils.untraced import untraced
 
 # (parameter, function that computes its gradient)
 DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
@@ -103,7 +104,7 @@ def weight_gradient(
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up the rows `ids` of `weight`, [rows, hidden]: [..., hidden]; row `padding_idx` gets no gradient."""
-    has_own = has_grad_buffer(weight) and weight.is_leaf
+    has_own = weight.is_leaf and _writes_to_buffer(weight)
     return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
 
 
@@ -140,9 +141,26 @@ def linear(
 ) -> Tensor:
     """Compute x W^T + b: [..., in] -> [..., out]."""
     x, weight, bias = autocast(x, weight, bias)
-    splits = store is not None and store.splits
-    is_native = backend is NATIVE and not (splits or has_grad_buffer(weight if weight.is_leaf else weight._base))
-    return F.linear(x, weight, bias) if is_native else _Linear.apply(x, weight, bias, backend, store)
+    if backend is NATIVE and not (store is not None and store.splits) and not _writes_to_buffer(weight):
+        return F.linear(x, weight, bias)
+    return _own_linear(x, weight, bias, backend, store)
+
+
+def _writes_to_buffer(weight: Tensor) -> bool:
+    """Return whether the backward pass of a product has to write the gradient of `weight` to its buffer.
+
+    A compiled graph does not: its gradients reach their buffers like those of other operators.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return has_grad_buffer(weight if weight.is_leaf else weight._base)
+
+
+@untraced
+def _own_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, backend: MatmulBackend, store: WeightGradStore | None
+) -> Tensor:
+    return _Linear.apply(x, weight, bias, backend, store)
 
 
 def matrix(x: Tensor) -> Tensor:

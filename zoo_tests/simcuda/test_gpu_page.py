@@ -17,7 +17,7 @@ from zoo_tests.harness.ranks import run_on_ranks
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="zoo_tests.gpu.test_a" name="one"/>
-<testcase classname="zoo_tests.gpu.test_a" name="two"><failure message="assert 1 == 2&#10; +  where">x</failure></testcase>
+<testcase classname="zoo_tests.gpu.test_a" name="two"><failure message="assert 1 == 2&#10; + where"/></testcase>
 <testcase classname="zoo_tests.gpu.test_a" name="three"><skipped message="flash_attn is not installed"/></testcase>
 <testcase classname="zoo_tests.gpu.test_a" name="four"><error message="fixture failed">trace</error></testcase>
 </testsuite></testsuites>"""

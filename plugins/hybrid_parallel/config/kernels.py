@@ -20,6 +20,7 @@ class KernelOptions(OptionGroup):
         gradient_checkpointing: "full" recomputes every layer in the backward pass; a fraction in (0, 1] recomputes this
             share of each stage's layers, counted from its first; "selective" recomputes the attention kernels that
             store their scores; None keeps all activations.
+        compile_layers: compile each layer with `torch.compile`; off by default, because no GPU has measured it.
     """
 
     enable_fused_normalization: bool = option(False, SWITCH)
@@ -46,3 +47,4 @@ class KernelOptions(OptionGroup):
             0.5,
         ),
     )
+    compile_layers: bool = option(False, SWITCH)

@@ -89,12 +89,41 @@ class HybridParallelConfig:
             )
         if self.kernels.enable_sequence_overlap and not parallel.enable_sequence_parallelism:
             problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
+        problems += self._check_compilation() if self.kernels.compile_layers else []
         if policy.expert_capacity_factor is not None and parallel.cp_size != 1:
             problems.append(
                 f"expert_capacity_factor={policy.expert_capacity_factor} needs whole sequences, which "
                 f"cp_size={parallel.cp_size} cuts; use cp_size=1 or expert_capacity_factor=None"
             )
         return problems
+
+    def _check_compilation(self) -> list[str]:
+        """Return one sentence for each option that `compile_layers` excludes."""
+        kernels = self.kernels
+        problems = []
+        if kernels.enable_sequence_overlap:
+            problems.append(
+                "compile_layers=True cannot trace tokens that are still being gathered; use "
+                "enable_sequence_overlap=False, or compile_layers=False"
+            )
+        if self.debugging.debug:
+            problems.append("debug=True looks into every module, which compile_layers=True merges; use one of them")
+        breaks = self._breaks_of_graphs()
+        if kernels.gradient_checkpointing not in (None, "selective") and breaks:
+            problems.append(
+                f"gradient_checkpointing={kernels.gradient_checkpointing!r} with compile_layers=True needs whole "
+                f"layers in a graph, which {breaks[0]} interrupts; use gradient_checkpointing=None, or "
+                "compile_layers=False"
+            )
+        return problems
+
+    def _breaks_of_graphs(self) -> list[str]:
+        """Return the options whose operations run between the graphs of a compiled layer."""
+        sizes = {name: getattr(self.parallel, name) for name in ("tp_size", "cp_size", "ep_size")}
+        breaks = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        if self.mixed_precision.precision == "fp8":
+            breaks.append("precision='fp8'")
+        return breaks + ([f"pp_style={self.pipeline.pp_style!r}"] if self.schedule.splits_backward else [])
 
 
 _GROUPS: dict[str, type[OptionGroup]] = {each.name: type(each.default) for each in fields(HybridParallelConfig)}

@@ -76,7 +76,7 @@ def _without_compiler(model: nn.Module) -> nn.Module:
     if compiled:
         _logger.warning(
             "%s was compiled and is trained uncompiled: torch.compile cannot trace communication between ranks; "
-            "enable_jit_fused=True compiles the operators between products",
+            "compile_layers=True compiles each layer between these",
             type(found).__name__,
         )
     return found

@@ -18,10 +18,12 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardCont
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.device import current_device
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
 from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
+from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.setup.model_contents import check_contents
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
@@ -96,6 +98,8 @@ def check_options_against_model(
     check_shared_parameters(optimizers, names)
     warn_of_untrained(optimizers, model.named_parameters())
     check_recomputation(config.kernels.gradient_checkpointing, model)
+    if config.kernels.compile_layers:
+        check_compilation(model, current_device())
     if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):
         raise ConfigurationError(
             f"{names[0]} of the {type(model).__name__} is on the meta device, without values; build the model on a "
@@ -184,6 +188,8 @@ def wrap_model(
         directory = Path(config.debugging.record_schedule)
         recorder = raise_on_all_ranks(lambda: ScheduleRecorder(directory, mesh))
     runtime = PipelineRuntime(model, mesh, config.schedule, config.chunks_per_rank, recorder)
+    if config.kernels.compile_layers:
+        compile_layers(model)
     # Watched before any optimizer, because its hooks take the gradients away.
     wrapped = HybridParallelModel(runtime, context, ModuleWatch(model) if config.debugging.debug else None)
     loss_scale = LossScale()

@@ -1,0 +1,71 @@
+"""The option `compile_layers`: `torch.compile` of each layer of a sharded model (regional compilation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigurationError
+from shardformer.layers.fused_ops import has_compiler
+from shardformer.utils.untraced import prepare_tracing
+
+_BACKEND = "inductor"
+# All layers of a kind share one compilation, and one limit, which towers and decoders of several kinds exceed.
+_RECOMPILE_LIMIT = 64
+
+
+def check_compilation(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model whose layers cannot be compiled.
+
+    Raises:
+        ConfigurationError: it has no layers to compile, or this machine has no compiler for the device.
+    """
+    if not any(_layers(model)):
+        raise ConfigurationError(
+            f"compile_layers=True finds no layers of transformers in {type(model).__name__}; use compile_layers=False"
+        )
+    if not has_compiler(device.type):
+        needed = "Triton" if device.type == "cuda" else "a C++ compiler such as g++"
+        raise ConfigurationError(
+            f"compile_layers=True needs {needed}, which is not installed; install it or use compile_layers=False"
+        )
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer in place for training; names of parameters stay, and what does not train runs eagerly.
+
+    Random numbers are those of eager operators. A second shape of the inputs makes sizes symbolic in the graphs, so
+    that further shapes need no compilation.
+    """
+    from torch._dynamo import config
+
+    prepare_tracing()
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
+    options = {"fallback_random": True} if _BACKEND == "inductor" else None
+    for layer in _layers(model):
+        compiled = torch.compile(layer._call_impl, backend=_BACKEND, options=options)
+        layer._compiled_call_impl = _only_in_training(layer, compiled)
+
+
+def _only_in_training(layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call of `layer`: compiled in training, eager where caches of generation change from call to call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        trains = layer.training and torch.is_grad_enabled()
+        return (compiled if trains else layer._call_impl)(*args, **kwargs)
+
+    return call
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that transformers recomputes, that is, its layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _layers(child)

@@ -1,0 +1,35 @@
+"""Functions that `torch.compile` calls between its graphs and never traces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_UNTRACED: list[Any] = []
+
+
+def untraced(function: Callable[..., Any]) -> Any:
+    """Keep a function out of the graphs of compiled layers: it communicates, or writes to memory that they do not know.
+
+    A traced collective would be replaced by another one, and a gradient buffer would be written while it is traced.
+    `torch.compiler.disable` imports the compiler, which takes longer than this package; `prepare_tracing` calls it.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call.between_graphs(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    call.between_graphs = function
+    _UNTRACED.append(call)
+    return call
+
+
+def prepare_tracing() -> None:
+    """Import the compiler, and exclude the functions that `untraced` has marked; call this before anything compiles."""
+    for call in _UNTRACED:
+        call.between_graphs = torch.compiler.disable(call.__wrapped__)

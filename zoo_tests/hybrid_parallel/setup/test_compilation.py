@@ -1,0 +1,175 @@
+"""`compile_layers`: the losses and weights are those of eager layers, and few graphs serve all layers and shapes.
+
+What breaks here first: a gradient buffer that is written while a graph is traced, a collective that a graph replaces,
+a guard on something that differs from layer to layer or from step to step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from booster import Booster
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.setup import compilation
+from zoo_tests.harness.ranks import run_on_ranks
+
+RAGGED = {"lengths": (12, 9, 14, 11)}
+ROWS, VOCABULARY = 4, 64
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+# Layout or option -> family, number of ranks, options.
+SAMPLE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank": ("llama", 1, RAGGED),
+    "recomputed": ("llama", 1, {"gradient_checkpointing": "full", "enable_jit_fused": True}),
+    "tp2": ("bert", 2, {"tp_size": 2}),
+    "pp2": ("llama", 2, {"pp_size": 2, "num_microbatches": 2}),
+    "dp2": ("llama", 2, {"zero_stage": 1, "overlap_allgather": True}),
+}
+MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dropout": ("bert", 1, {"precision": "bf16", **RAGGED}),
+    "fp8": ("llama", 1, {"precision": "fp8", **RAGGED}),
+    "tp2, lengths": ("llama", 2, {"tp_size": 2, **RAGGED}),
+    "tp2, sequence parallelism": ("llama", 2, {"tp_size": 2, "enable_sequence_parallelism": True, **RAGGED}),
+    "pp2, split backward": ("llama", 2, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zbv", "layers": 4}),
+    "cp2": ("llama", 2, {"cp_size": 2, **RAGGED}),
+    "kinds of layers": ("t5", 1, RAGGED),
+}
+# Compilations: one for each kind of layer, and one more with symbolic sizes as soon as sizes change.
+WHOLE_LAYERS = {"one rank": 2, "recomputed": 1, "pp2": 1, "dp2": 1, "dropout": 2, "kinds of layers": 8}
+
+
+def build(family: str, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
+    if family == "bert":
+        return BertForSequenceClassification(BertConfig(**sizes))
+    if family == "t5":
+        sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
+        return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=VOCABULARY, decoder_start_token_id=0))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
+
+
+def batch(family: str, step: int, rows: slice, length: int = 12) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (ROWS, length), generator=generator)
+    mask = torch.arange(length) < torch.randint(5, length, (ROWS, 1), generator=generator)
+    labels = ids[:, 0] % 2 if family == "bert" else ids.masked_fill(~mask, -100)
+    return {"input_ids": ids[rows], "attention_mask": mask.long()[rows], "labels": labels[rows]}
+
+
+class Trained:
+    """What training gave: losses, weights, number of graphs, and the reasons why graphs were broken."""
+
+    def __init__(self, family: str, layers: int = 2, lengths: tuple[int, ...] = (12, 12), **options: Any) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(1)
+        self.plugin, model = HybridParallelPlugin(seed=1, **options), build(family, layers)
+        self.booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer = self.booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        own = ROWS // self.plugin.dp_size
+        rows = slice(self.plugin.dp_rank * own, (self.plugin.dp_rank + 1) * own)
+        self.losses = [self.step(batch(family, step, rows, length)) for step, length in enumerate(lengths)]
+        self.weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        self.num_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+
+    def step(self, given: dict[str, Tensor]) -> float:
+        loss = self.booster.execute_pipeline(iter([given]), self.model, optimizer=self.optimizer).loss
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def compare(family: str, backend: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Train with eager and with compiled layers; the number of graphs, and how often they were broken."""
+    eager = Trained(family, **options)
+    with torch._dynamo.config.patch(disable=False), mock.patch.object(compilation, "_BACKEND", backend):
+        compiled = Trained(family, compile_layers=True, **options)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if "precision" not in options else {"rtol": 2e-2, "atol": 2e-3}
+    torch.testing.assert_close(compiled.losses, eager.losses, rtol=tolerance["rtol"], atol=0)
+    torch.testing.assert_close(compiled.weights, eager.weights, **tolerance)
+    assert compiled.num_graphs > 0
+    return compiled.num_graphs, compiled.num_breaks
+
+
+@pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.campaign) for name in MORE)])
+def test_training_is_that_of_eager_layers(name: str) -> None:
+    family, world_size, options = {**SAMPLE, **MORE}[name]
+    for num_graphs, num_breaks in run_on_ranks(world_size, compare, family, "aot_eager", options):
+        if name in WHOLE_LAYERS:
+            assert (num_graphs, num_breaks) == (WHOLE_LAYERS[name], 0)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("family", "options"), [("bert", {}), ("t5", {}), ("llama", {"tp_size": 2})], ids=str)
+def test_training_with_kernels_of_the_compiler(family: str, options: dict[str, Any]) -> None:
+    run_on_ranks(2 if options else 1, compare, family, "inductor", options, timeout_s=300)
+
+
+def generate_compiled() -> tuple[list[list[int]], list[list[int]], int, set[str]]:
+    with torch._dynamo.config.patch(disable=False), mock.patch.object(compilation, "_BACKEND", "aot_eager"):
+        trained = Trained("llama", compile_layers=True)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        asked = {"input_ids": batch("llama", 0, slice(2))["input_ids"], "max_new_tokens": 4, "do_sample": False}
+        tokens = trained.model.eval().generate(**asked).tolist()
+        new_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    plain = build("llama", 2)
+    names = set(plain.state_dict())
+    plain.load_state_dict(trained.weights)
+    return tokens, plain.eval().generate(**asked).tolist(), new_graphs, names ^ set(trained.weights)
+
+
+def test_generation_runs_eagerly() -> None:
+    """A cache differs from layer to layer and from token to token; names of weights are the model's own."""
+    ((tokens, plain, new_graphs, other_names),) = run_on_ranks(1, generate_compiled)
+    assert tokens == plain and new_graphs == 0 and not other_names
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"debug": True}, r"debug=True looks into every module, which compile_layers=True merges; use one of them"),
+        (
+            {"tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True},
+            r"compile_layers=True cannot trace .*; use enable_sequence_overlap=False",
+        ),
+        ({"tp_size": 2, "gradient_checkpointing": "full"}, r"'full' with compile_layers=True .* tp_size=2 interrupts"),
+        ({"cp_size": 2, "gradient_checkpointing": 0.5}, r"0.5 with compile_layers=True .* cp_size=2 interrupts"),
+        ({"precision": "fp8", "gradient_checkpointing": "full"}, r"precision='fp8' interrupts; use gradient_"),
+        ({"pp_size": 2, "pp_style": "zbv", "gradient_checkpointing": "full"}, r"pp_style='zbv' interrupts"),
+        ({"compile_layers": "inductor"}, r"compile_layers='inductor' is neither True nor False"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        HybridParallelConfig.from_options(**{"compile_layers": True, **options})
+
+
+def test_models_and_machines_that_do_not_fit() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(ConfigurationError, match="finds no layers of transformers in Linear; use compile_layers=False"):
+        compilation.check_compilation(nn.Linear(2, 2), cpu)
+    model = build("llama", 1)
+    for device, needed in ((cpu, "C\\+\\+ compiler"), (gpu, "Triton")):
+        with (
+            mock.patch.object(compilation, "has_compiler", return_value=False),
+            pytest.raises(ConfigurationError, match=f"needs .*{needed}.*; install it or use compile_layers=False"),
+        ):
+            compilation.check_compilation(model, device)
