@@ -25,6 +25,7 @@ from benchmarks.harness import run_ranks, table, turns
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
+from shardformer.layers.fused_ops import has_compiler
 
 Step = Callable[[], None]
 # Calls a function with these arguments on one rank, which has a process group.
@@ -149,8 +150,8 @@ def plain_step(model: nn.Module, batch: dict[str, torch.Tensor], device: torch.d
     return step
 
 
-def our_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Step:
-    booster = Booster(plugin=HybridParallelPlugin(precision="bf16", enable_all_optimization=True))
+def our_step(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) -> Step:
+    booster = Booster(plugin=HybridParallelPlugin(precision="bf16", enable_all_optimization=True, **options))
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
 
     def step() -> None:
@@ -229,8 +230,8 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
     def make(way: str) -> Step:
         model = build(shape, device, is_real)
         batch = batch_of(shape, model, device, is_real)
-        if way == "ours":
-            step = our_step(model, batch)
+        if way in ("ours", "ours compiled"):
+            step = our_step(model, batch, compile_layers=way == "ours compiled")
         elif way == "liger":
             step = liger_step(shape, model, batch, device)
         else:
@@ -242,7 +243,9 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
 
         return timed
 
-    ways = ["plain", "ours", "compiled", *(["liger"] if has_liger(shape, device) else [])]
+    ways = ["plain", "ours", "compiled"]
+    ways += ["ours compiled"] if has_compiler(device.type) else []
+    ways += ["liger"] if has_liger(shape, device) else []
     times: dict[str, list[float] | str] = {}
     for together in [[way] for way in ways] if is_real else [ways]:
         try:
@@ -272,25 +275,32 @@ def report(quick: bool, run: Runner | None = None, until: float = float("inf")) 
     rows: list[list[object]] = []
     for name in list(SHAPES)[:2] if quick else SHAPES:
         if time.monotonic() > until:
-            rows.append([name, *["no time left"] * 4])
+            rows.append([name, *["no time left"] * 5])
             continue
         try:
             rows.append(_row(name, run(measure, name, 3 if quick else 9, on_gpu)))
         except RankFailure as failure:
-            rows.append([name, *[f"failed: {failure}"] * 4])
+            rows.append([name, *[f"failed: {failure}"] * 5])
     where = torch.cuda.get_device_name() if on_gpu else "small shapes; no GPU was measured"
     return table(
         f"Training on one device, bf16 ({where}): the booster's speed relative to others",
-        ["model", "plain transformers", "each layer compiled", "with Liger kernels", "of the measured matrix peak"],
+        [
+            "model",
+            "plain transformers",
+            "each layer compiled",
+            "with Liger kernels",
+            "ours with `compile_layers`",
+            "of the measured matrix peak",
+        ],
         rows,
-        "Ratios of median step times; above 1.0 the booster is faster. The last column counts 6 operations a parameter "
-        "and token and attention (half of it where it is causal).",
+        "Ratios of median step times; above 1.0 the booster, without `compile_layers`, is faster. The last column "
+        "counts 6 operations a parameter and token and attention (half of it where it is causal).",
     )
 
 
 def _row(name: str, found: dict[str, Any]) -> list[object]:
     times, ours = found["times"], found["times"]["ours"]
-    others = [_compared(ours, times.get(way, "-")) for way in ("plain", "compiled", "liger")]
+    others = [_compared(ours, times.get(way, "-")) for way in ("plain", "compiled", "liger", "ours compiled")]
     share = ours if isinstance(ours, str) else f"{found['flops'] / statistics.median(ours) / found['peak']:.0%}"
     return [name, *others, share]
 

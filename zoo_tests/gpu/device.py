@@ -46,7 +46,10 @@ def are_shared(world_size: int) -> bool:
 
 def enter() -> None:
     """Give this rank a GPU, and a world of NCCL, or of gloo where all ranks share the first GPU."""
+    from torch._dynamo import config
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    config.disable = False  # other tests turn the compiler off
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # products then have the same bits from run to run
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if torch.cuda.device_count() < world_size:

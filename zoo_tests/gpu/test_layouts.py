@@ -6,6 +6,7 @@ through host memory over gloo (`staging.py`).
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ OTHERS = [  # of the families that differ most, where they differ
 def test_layout(family: str, layout: str) -> None:
     world_size, options = LAYOUTS[layout]
     for losses, plain in on_ranks(world_size, train, family, options):
+        assert losses == pytest.approx(plain, rel=FP32)
+
+
+def test_compiled_layers_on_two_ranks() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    for losses, plain in on_ranks(2, train, "llama", {"tp_size": 2, "compile_layers": True}):
         assert losses == pytest.approx(plain, rel=FP32)
 
 

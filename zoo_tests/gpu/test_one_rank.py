@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "micro-batches": {"num_microbatches": 4},
     "LoRA": {"adapters": True},
     "no ZeRO": {"zero_stage": 0},
+    "compiled layers": {"compile_layers": True},
+    "compiled layers, recomputed": {"compile_layers": True, "gradient_checkpointing": "full"},
 }
 
 
@@ -38,6 +40,8 @@ def test_fp32(family: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option(name: str) -> None:
+    if "compile_layers" in OPTIONS[name] and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
     ((losses, plain),) = on_ranks(1, train, "llama", OPTIONS[name])
     assert losses == pytest.approx(plain, rel=FP32)
 
