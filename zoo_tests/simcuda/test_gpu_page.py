@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import single_device
+from plugins.hybrid_parallel.distributed.local_ranks import RankFailure
 from zoo_tests.gpu import __main__ as script
 from zoo_tests.harness.ranks import run_on_ranks
 
@@ -45,13 +46,42 @@ def measure_as_on_a_gpu() -> tuple[dict[str, Any], list[object]]:
         mock.patch.object(single_device, "compiled_step", side_effect=torch.OutOfMemoryError),
     ):
         found = single_device.measure("tiny", 1, True)
+        with mock.patch.object(single_device, "our_step", side_effect=ValueError("a | b\n")):
+            found["of a failure"] = single_device.measure("tiny", 1, True)["times"]["ours"]
     return found, single_device._row("tiny", found)
 
 
 def test_ways_that_do_not_fit_together() -> None:
     ((found, row),) = run_on_ranks(1, measure_as_on_a_gpu, device="simcuda")
     assert set(found["times"]) == {"plain", "ours", "compiled"} and found["times"]["compiled"] == "out of memory"
+    assert found["of a failure"] == "ValueError: a / b"
     assert row[0] == "tiny" and row[1] > 0 and row[2:5] == ["out of memory", "-", "-"] and row[5].endswith("%")
+
+
+def test_table_of_a_gpu() -> None:
+    """A process for each shape; what fails or has no time left is a row, and the others are measured."""
+    measured = {"times": {"plain": [2.0], "ours": [1.0], "ours compiled": [0.5]}, "flops": 1e12, "peak": 2e12}
+    answers = [[measured], RankFailure("rank 0 did not answer"), *[[measured]] * 4]
+    with (
+        mock.patch.object(single_device, "run_on_local_ranks", side_effect=answers) as run,
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
+    ):
+        table = single_device.report(quick=False, until=time.monotonic() + 60)
+        late = single_device.report(quick=True, until=time.monotonic() - 1)
+    lines = table.splitlines()
+    assert "(a GPU)" in lines[0] and "| Llama 1B | 2.000 | - | - | 2.000 | 50% |" in lines
+    assert sum("RankFailure: rank 0 did not answer" in line for line in lines) == 1
+    assert late.count("no time left") == 2 * 5 and run.call_count == len(answers)
+    assert all(call.kwargs["device"] == "cuda" and call.kwargs["timeout_s"] <= 60 for call in run.call_args_list)
+    assert all(call.args[-1] is True for call in run.call_args_list), "the shapes were not real"
+
+
+def test_description_of_a_gpu() -> None:
+    assert run_on_ranks(1, script._gpu, device="simcuda") == [
+        "1 x simulated CUDA device, 8 GiB, compute capability 9.0"
+    ]
+    assert run_on_ranks(1, script._nccl, device="simcuda") == ["2.27.0"]
 
 
 def test_what_pytest_says(tmp_path: Path) -> None:
