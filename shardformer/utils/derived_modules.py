@@ -73,7 +73,9 @@ def _reduce(module: nn.Module) -> tuple[Any, ...]:
     while vars(native).get("__reduce__") is _reduce:
         methods, native = native.__bases__
         added.append(methods)
-    return _make, (native, *reversed(added)), vars(module)
+    # As in `nn.Module.__getstate__`: the compiled call of a layer would run the original in a copy.
+    state = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
+    return _make, (native, *reversed(added)), state
 
 
 def _make(native: type[nn.Module], *added: type[nn.Module]) -> nn.Module:

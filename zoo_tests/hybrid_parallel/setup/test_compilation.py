@@ -6,6 +6,8 @@ a guard on something that differs from layer to layer or from step to step.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -27,6 +29,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.setup import compilation
+from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import run_on_ranks
 
 RAGGED = {"lengths": (12, 9, 14, 11)}
@@ -187,3 +190,19 @@ def test_models_and_machines_that_do_not_fit() -> None:
             pytest.raises(ConfigurationError, match=f"needs .*{needed}.*; install it or use compile_layers=False"),
         ):
             compilation.check_compilation(model, device)
+
+
+class _Derived(nn.Module):
+    """Methods of a layer that works differently."""
+
+
+def test_copies_are_not_compiled() -> None:
+    """The compiled call of a layer would run the original with the original's weights."""
+    model = build("llama", 2)
+    model.model.layers[1] = derive(model.model.layers[1], _Derived)
+    with mock.patch.object(compilation, "_BACKEND", "aot_eager"):
+        compilation.compile_layers(model)
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(layer._compiled_call_impl is None for layer in made.model.layers)
+        assert isinstance(made.model.layers[1], _Derived)
