@@ -1,4 +1,4 @@
-// The device itself: memory, pinned memory, streams and events, random numbers, and the hooks by which torch finds it.
+// The device itself: memory, pinned memory, events, random numbers, and the hooks by which torch finds it.
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -20,6 +20,9 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr int kPoison = 0xFF;  // NaN in every floating dtype, -1 in integers
+const std::string kAllocation = "its allocation";
+
+std::atomic<int> chosen{0}, visible{1};  // devices
 
 void* allocate_poisoned(size_t bytes) {
   size_t room = (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -42,11 +45,14 @@ struct DeviceMemory final : c10::Allocator {
     if (bytes == 0) return {nullptr, device()};
     auto* block = new Block{allocate_poisoned(bytes), bytes};
     acquire(bytes);
-    return {block->data, block, &DeviceMemory::free, device()};
+    c10::DataPtr data{block->data, block, &DeviceMemory::free, device()};
+    streams::allocated(block->data, bytes, kAllocation);
+    return data;
   }
   static void free(void* context) {
     auto* block = static_cast<Block*>(context);
     release(block->bytes);
+    streams::released(block->data);
     std::free(block->data);
     delete block;
   }
@@ -89,6 +95,9 @@ struct Arrival {
 std::vector<Arrival> arrivals;  // under pinned_mutex
 std::atomic<bool> copies_are_late{true};
 
+void report_wait(const std::string& what);
+void synchronize();
+
 void deliver() {
   std::vector<Arrival> due;
   {
@@ -98,13 +107,11 @@ void deliver() {
   for (auto& arrival : due) arrival.pinned.copy_(arrival.data);
 }
 
-// ----- streams and events: every kernel is done when its launch returns, so that only the numbers are kept -----
-
-thread_local c10::StreamId current_stream = 0;
-std::atomic<c10::StreamId> last_stream{0};
+// ----- streams and events -----
 
 struct Event {
   std::chrono::steady_clock::time_point time;
+  streams::Clock clock;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -113,35 +120,51 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return device(); }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(visible); }
 
-  static c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
-  c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
+  static c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, simcuda::device(), id); }
+  c10::Stream getStream(c10::Device) const override { return stream(streams::current()); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
-  c10::Stream getNewStream(c10::Device, int) const override { return stream(++last_stream); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(++last_stream); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(streams::create()); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(streams::create()); }
   c10::Stream exchangeStream(c10::Stream next) const override {
-    auto previous = stream(current_stream);
-    current_stream = next.id();
+    auto previous = stream(streams::current());
+    streams::set_current(next.id());
     return previous;
   }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { report_sync("stream.synchronize"); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { report_sync("device synchronize"); }
-
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new Event();
-    static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
+  bool queryStream(const c10::Stream& asked) const override {
+    streams::host_waits(streams::record(asked.id()));
+    return true;
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  void synchronizeStream(const c10::Stream& waited) const override {
+    report_wait("stream.synchronize");
+    streams::host_waits(streams::record(waited.id()));
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize(); }
+
+  void record(void** event, const c10::Stream& here, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event();
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), streams::record(here.id())};
+  }
+  void block(void* event, const c10::Stream& waiting) const override {
+    if (event != nullptr) streams::wait(waiting.id(), static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    if (event != nullptr) streams::host_waits(static_cast<Event*>(event)->clock);
+    return true;
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  void synchronizeEvent(void*) const override { report_sync("event.synchronize"); }
+  void synchronizeEvent(void* event) const override {
+    report_wait("event.synchronize");
+    if (event != nullptr) streams::host_waits(static_cast<Event*>(event)->clock);
+  }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     auto span = static_cast<Event*>(to)->time - static_cast<Event*>(from)->time;
     return std::chrono::duration<double, std::milli>(span).count();
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    streams::record_stream(data.get(), stream.id());
+  }
 };
 c10::impl::DeviceGuardImplRegistrar guard_registration(c10::DeviceType::CUDA, new Guard());
 
@@ -179,13 +202,13 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex current_device() const override { return 0; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  int getNumGPUs() const override { return visible; }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(visible); }
+  c10::DeviceIndex current_device() const override { return device().index(); }
+  c10::DeviceIndex getCurrentDevice() const override { return device().index(); }
   void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return device().index(); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return device().index(); }
   c10::Device getDeviceFromPtr(void*) const override { return device(); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
@@ -196,7 +219,7 @@ struct Hooks final : at::CUDAHooksInterface {
     if (!gave_default.exchange(true)) return default_generator();
     return at::Generator(c10::make_intrusive<DeviceGenerator>());
   }
-  void deviceSynchronize(c10::DeviceIndex) const override { report_sync("device synchronize"); }
+  void deviceSynchronize(c10::DeviceIndex) const override { synchronize(); }
 };
 // torch makes its hooks at the first question and keeps them, and something has asked before this library came: the
 // object that it keeps becomes one of ours. Neither class has members.
@@ -217,7 +240,20 @@ void observe(const char* kind, const std::string& what) {
   if (auto tell = observer.load()) TORCH_CHECK(tell(kind, what.c_str()) == 0, refusal);
 }
 
+// The host waits, for what the caller says.
+void report_wait(const std::string& what) {
+  observe("sync", what);
+  deliver();
+}
+
+void synchronize() {
+  report_wait("device synchronize");
+  streams::host_waits_for_all();
+}
+
 }  // namespace
+
+c10::Device device() { return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(chosen)); }
 
 c10::Allocator* memory() { return &device_memory; }
 
@@ -253,9 +289,11 @@ void copy_later(const at::Tensor& pinned, const at::Tensor& data) {
 }
 
 void report_sync(const std::string& what) {
-  observe("sync", what);
-  deliver();
+  report_wait(what);
+  streams::host_waits(streams::record(streams::current()));
 }
+
+void report_race(const std::string& what) { observe("race", what); }
 
 bool observes_kernels() { return kernels_observed != 0; }
 
@@ -286,12 +324,16 @@ void simcuda_observe_kernels(int which) {
   simcuda::launched.clear();
 }
 void simcuda_delay_copies(int late) { simcuda::copies_are_late = late != 0; }
-void simcuda_deliver() { simcuda::deliver(); }
+void simcuda_synchronize() { simcuda::synchronize(); }
+void simcuda_check_streams(int order, int freed) { simcuda::streams::check(order != 0, freed != 0); }
+void simcuda_show_devices(int count) { simcuda::visible = count; }
+void simcuda_set_device(int index) { simcuda::chosen = index; }
+int simcuda_current_device() { return simcuda::chosen; }
 int64_t simcuda_allocated() { return simcuda::allocated; }
 int64_t simcuda_peak() { return simcuda::peak; }
 void simcuda_reset_peak() { simcuda::peak = simcuda::allocated.load(); }
-int64_t simcuda_current_stream() { return simcuda::current_stream; }
-void simcuda_set_stream(int64_t id) { simcuda::current_stream = id; }
+int64_t simcuda_current_stream() { return simcuda::streams::current(); }
+void simcuda_set_stream(int64_t id) { simcuda::streams::set_current(id); }
 void simcuda_poison(void* data, size_t bytes, int is_bool) { std::memset(data, is_bool ? 1 : simcuda::kPoison, bytes); }
 uint64_t simcuda_checksum(const void* data, size_t bytes) {
   uint64_t sum = 14695981039346656037ull;

@@ -26,11 +26,13 @@ def load() -> str:
         _library = torch.library.Library("c10d", "IMPL")
         torch_cuda.install()
         nccl.install(_library)
+        runtime.listeners.append(rules.refuse_races)
         rules.apply()
     return nccl.BACKEND
 
 
 def enter() -> None:
-    """Load the device, and give the process groups of this rank to it."""
+    """Load the device, and give the process groups of this rank to it; of several devices, rank n takes number n."""
     load()
+    torch_cuda.set_device(dist.get_rank() % torch_cuda.device_count())
     join_world(nccl.BACKEND, c10d._get_default_store(), dist.get_rank(), dist.get_world_size())

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zoo_tests.simcuda import rules, runtime
+from zoo_tests.simcuda.flight_record import Counter, dump
 from zoo_tests.simcuda.work import Launch, Work, copy_of
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -63,7 +65,13 @@ class SimulatedNCCL(ProcessGroupGloo):
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
         ranks = options.global_ranks_in_group or list(range(size))
-        _GROUPS[options.group_name] = _Group(self, store, rank, size, f"{options.group_name} of ranks {ranks}")
+        group = _Group(self, store, rank, size, f"{options.group_name} of ranks {ranks}")
+        _GROUPS[options.group_name] = group
+        self._counter = group.counter
+
+    def _get_sequence_number_for_group(self) -> int:
+        """NCCL counts collectives alone."""
+        return self._counter.collectives
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """Nothing: every wait has the limit of the rules."""
@@ -80,6 +88,7 @@ class _Group:
         self.boxed = self._inner.boxed()
         self.communicators: dict[str, _Communicator] = {}
         self.generation = 0  # of communicators, the same on all ranks
+        self.counter = Counter()
 
     def close(self) -> None:
         """Forget all communicators, on all ranks; the next operations make new ones."""
@@ -127,7 +136,7 @@ class _Communicator:
 
     def __init__(self, group: _Group, key: str) -> None:
         self.group, self.key = group, key
-        self._turns = 0
+        self._turns, self.stream = 0, torch.cuda.Stream()
         self._queue: queue.SimpleQueue[Launch | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -173,6 +182,7 @@ def install(library: torch.library.Library) -> None:
     """Make this the NCCL of this process."""
     c10d.ProcessGroupNCCL, c10d._NCCL_AVAILABLE = SimulatedNCCL, True
     torch.cuda.nccl.version = lambda: _VERSION
+    torch._C._distributed_c10d._dump_nccl_trace_json = dump
     kernels = {name: _collective(name) for name in _PLACES} | {"send": _send, "recv_": _receive}
     with warnings.catch_warnings(action="ignore"):  # that torch's own kernels are replaced
         for name, kernel in kernels.items():
@@ -201,6 +211,7 @@ def drain(reason: str) -> None:
             )
         if work.error is None:
             work.deliver()
+        work.let_go()
     _outstanding.clear()
 
 
@@ -228,6 +239,9 @@ def _collective(name: str) -> Callable:
 
     def run(*args: Any) -> Any:
         outer = ProcessGroup.unbox(args[at])
+        if _is_fake(outer):
+            works = op(*tree_map_only(Tensor, runtime.host, args))
+            return (args[0], works[-1]) if isinstance(works, tuple) else works
         group, works_here = _group_of(outer), None if roots is None else args[roots] == outer.rank()
         outputs = [] if written is None else tree_leaves(args[written])
         inputs = tree_leaves(args[read])
@@ -248,7 +262,8 @@ def _collective(name: str) -> Callable:
             return dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
         what = f"{name} {first.dtype} {list(first.shape)}"
-        work = Work(what, [start], [(tensor, copies[id(tensor)]) for tensor in outputs], inputs)
+        work = Work(what, [start], [(tensor, copies[id(tensor)]) for tensor in outputs], inputs, communicator.stream)
+        group.counter.note(name, outer.group_name, inputs, work)
         _launch(communicator, work)
         return (args[0], work.boxed()) if len(op._schema.returns) == 2 else work.boxed()
 
@@ -280,7 +295,9 @@ def _transfer(tensor: Tensor, boxed: Any, peer: int, is_send: bool) -> Any:
         lambda: _on_gloo(group, copy, peer, tag, is_send),
         lambda: _on_gloo(group, token, peer, tag + 1, not is_send),
     ]
-    work = Work(what, phases, [] if is_send else [(tensor, copy)], [tensor] if is_send else [])
+    written, read = ([], [tensor]) if is_send else ([(tensor, copy)], [])
+    work = Work(what, phases, written, read, communicator.stream)
+    group.counter.note("send" if is_send else "recv", outer.group_name, [tensor], work, is_transfer=True)
     _launch(communicator, work)
     return work.boxed()
 
@@ -291,7 +308,9 @@ def _on_gloo(group: _Group, tensor: Tensor, peer: int, tag: int, is_send: bool) 
 
 
 def _launch(communicator: _Communicator, work: Work) -> None:
-    _outstanding[:] = [each for each in _outstanding if not each.done.is_set()]
+    for ended in [each for each in _outstanding if each.done.is_set()]:
+        ended.let_go()
+        _outstanding.remove(ended)
     _outstanding.append(work)
     _returned.append(work)
     if _batch is not None:
@@ -324,6 +343,11 @@ def _forgetting(native: Callable) -> Callable:
             _GROUPS.pop(name).close()
 
     return destroy_process_group
+
+
+def _is_fake(group: ProcessGroup) -> bool:
+    """Whether this is torch's group of one process that plays a rank of many: its operations do nothing."""
+    return isinstance(group._get_backend(torch.device("cuda")), FakeProcessGroup)
 
 
 def _group_of(group: ProcessGroup) -> _Group:

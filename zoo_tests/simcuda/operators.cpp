@@ -35,8 +35,8 @@ at::Tensor host(const at::Tensor& tensor) {
   return alias;
 }
 
-// A tensor of the device that takes over the memory of a CPU tensor.
-at::Tensor on_device(const at::Tensor& tensor) {
+// A tensor of the device that takes over the memory of a CPU tensor, which the operator `name` made.
+at::Tensor on_device(const at::Tensor& tensor, const std::string& name) {
   struct Kept {
     at::Tensor tensor;
     size_t bytes;
@@ -46,6 +46,7 @@ at::Tensor on_device(const at::Tensor& tensor) {
   auto free = [](void* context) {
     auto* kept = static_cast<Kept*>(context);
     release(kept->bytes);
+    streams::released(kept->tensor.storage().data());
     delete kept;
   };
   c10::DataPtr data(tensor.storage().mutable_data(), kept, free, device());
@@ -54,6 +55,7 @@ at::Tensor on_device(const at::Tensor& tensor) {
   auto moved = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype());
   moved.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  streams::allocated(tensor.storage().data(), kept->bytes, name);
   return moved;
 }
 
@@ -99,6 +101,8 @@ class Call {
   void run(Stack& stack) {
     check();
     if (observes_kernels()) report_kernel(name_ + dtype_name());
+    if (streams::are_checked() && !is_view()) use_memory();
+    if (kSynchronising.count(name_)) report_sync(name_);
     auto originals = arguments_;
     for (auto& argument : arguments_) argument = to_host(argument);
     Stack results = arguments_;
@@ -154,7 +158,31 @@ class Call {
     }
     bool mixes = any_device && any_host && !kIndexing.count(name_);
     TORCH_CHECK(!mixes, "Expected all tensors to be on the same device, but ", name_, " got some on cuda:0 and some on cpu");
-    if (kSynchronising.count(name_)) report_sync(name_);
+  }
+
+  // Whether it reads nothing, and returns another view of an argument.
+  bool is_view() const {
+    const auto& returns = op_.schema().returns();
+    return std::any_of(returns.begin(), returns.end(), [](const c10::Argument& value) {
+      return value.alias_info() != nullptr && !value.alias_info()->isWrite();
+    });
+  }
+
+  void use_memory() const {
+    streams::Launch launch(name_, streams::current());
+    for (size_t number = 0; number < arguments_.size(); ++number) {
+      const auto& argument = arguments_[number];
+      const auto* alias = op_.schema().arguments()[number].alias_info();
+      bool writes = alias != nullptr && alias->isWrite();
+      if (argument.isTensor()) {
+        launch.use(argument.toTensor(), writes);
+      } else if (argument.isTensorList()) {
+        for (const at::Tensor& tensor : argument.toTensorList()) launch.use(tensor, writes);
+      } else if (argument.isOptionalTensorList()) {
+        for (const auto& tensor : argument.toOptionalTensorVector())
+          if (tensor) launch.use(*tensor, writes);
+      }
+    }
   }
 
   std::string dtype_name() const {
@@ -203,7 +231,7 @@ class Call {
     for (const auto& [alias, original] : aliases_)
       if (result.storage().data() != nullptr && result.storage().data() == alias.storage().data())
         return at::native::as_strided_tensorimpl(original, result.sizes(), result.strides(), result.storage_offset());
-    return on_device(result);
+    return on_device(result, name_);
   }
 
   c10::IValue to_device(const c10::IValue& value) {
@@ -265,8 +293,14 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, *stack).ru
 
 // ----- what has no CPU kernel to fall back on -----
 
+void check_device(std::optional<c10::Device> asked) {
+  bool is_other = asked && asked->is_cuda() && asked->has_index() && *asked != device();
+  TORCH_CHECK(!is_other, "this process trains on ", device(), ", and a tensor is made on ", *asked);
+}
+
 at::Tensor empty(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<c10::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<c10::Device> asked, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  check_device(asked);
   auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
   return at::detail::empty_generic(
       C10_AS_INTARRAYREF_SLOW(sizes), memory(), keys, c10::dtype_or_default(dtype), format);
@@ -274,7 +308,8 @@ at::Tensor empty(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype,
 
 at::Tensor empty_with_strides(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
                               std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                              std::optional<c10::Device>, std::optional<bool>) {
+                              std::optional<c10::Device> asked, std::optional<bool>) {
+  check_device(asked);
   return empty_strided(C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), c10::dtype_or_default(dtype));
 }
 
@@ -283,6 +318,12 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   bool to_host = !self.is_cuda(), to_device = !source.is_cuda();
   bool crosses = (to_host || to_device) && !inside_torch_fallback;
   bool blocks = crosses && !(non_blocking && (to_device || is_pinned(self.const_data_ptr())));
+  if (streams::are_checked()) {
+    static const std::string name = "aten::copy_";
+    streams::Launch launch(name, streams::current());
+    launch.use(source, false);
+    launch.use(self, true);
+  }
   if (blocks) report_sync(to_host ? "copy to the host" : "copy to the device");
   if (observes_kernels() && !to_host && !to_device) report_kernel("aten::copy_");
   if (crosses && to_host && !blocks) {
@@ -320,7 +361,14 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
   return target;
 }
 
+void use(const at::Tensor& tensor, int64_t stream, bool writes, std::string_view what) {
+  if (!streams::are_checked()) return;
+  std::string name(what);
+  streams::Launch(name, stream).use(tensor, writes);
+}
+
 at::Scalar local_scalar(const at::Tensor& tensor) {
+  use(tensor, streams::current(), false, "item");
   report_sync("item");
   return at::_local_scalar_dense(host(tensor));
 }
@@ -331,7 +379,7 @@ at::Tensor& set_nothing(at::Tensor& self) {
   return self.set_(storage, 0, {0}, {});
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}
+void record_stream(at::Tensor& self, c10::Stream stream) { streams::record_stream(self.storage().data(), stream.id()); }
 
 }  // namespace
 }  // namespace simcuda
@@ -359,8 +407,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
 }
 
-// For Python: a CPU tensor with the memory of a tensor of the device.
+// For Python: a CPU tensor with the memory of a tensor of the device, and the use of one by a stream.
 TORCH_LIBRARY(simcuda, library) {
   library.def("host(Tensor tensor) -> Tensor");
   library.impl("host", c10::DispatchKey::CUDA, TORCH_FN(simcuda::host));
+  library.def("use(Tensor tensor, int stream, bool writes, str what) -> ()");
+  library.impl("use", c10::DispatchKey::CUDA, TORCH_FN(simcuda::use));
 }

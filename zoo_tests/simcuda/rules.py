@@ -15,13 +15,17 @@
 - `poisoned_results`: what an operation writes holds NaN until its `wait`.
 - `inputs_unchanged`: what it reads or writes is not touched until then.
 - `late_copies`: a copy to pinned memory that does not block holds NaN until the host has waited for the device.
+- `stream_order`: of two streams that use the same memory, one of them to write, an event makes the later one wait.
+- `record_stream`: memory is not given out again while another stream may still use it, which the stream that it was
+  allocated on does not come after, and for which nobody called `record_stream`.
 
 Other rules hold always: kernels refuse tensors of several devices, and random numbers come from the device's own
 generator. Not a rule, because no number of them is wrong: waits of the host, which `host_syncs` lists by source line
 and `sync_budget` limits.
 
 Where the simulation is stricter than a GPU: `wait` blocks the host, not only the stream, so that a host never runs
-ahead of a transfer that it waits for, and meanwhile makes no communicator that another one needs.
+ahead of a transfer that it waits for, and meanwhile makes no communicator that another one needs. Memory that was freed
+too early is refused at the next allocation of its stream, whatever its size.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ ALL = (
     "poisoned_results",
     "inputs_unchanged",
     "late_copies",
+    "stream_order",
+    "record_stream",
 )
 DRAINS = ("module_loading", "random_drains")
 DEFAULT = frozenset(ALL) - frozenset(DRAINS)
@@ -133,6 +139,7 @@ def apply() -> None:
     every, first = is_on("random_drains"), is_on("module_loading")
     runtime.lib.simcuda_observe_kernels(2 if every else 1 if first else 0)
     runtime.lib.simcuda_delay_copies(is_on("late_copies"))
+    runtime.lib.simcuda_check_streams(is_on("stream_order"), is_on("record_stream"))
     _loaded.clear()
     runtime.tell("rules", "changed")
 
@@ -164,6 +171,16 @@ def check_tensors(operation: str, tensors: Iterable[Tensor]) -> None:
             raise RuntimeError(f"{what}: tensors must be contiguous, and this one has strides {tensor.stride()}")
         if is_on("dtypes") and tensor.dtype not in _DTYPES:
             raise RuntimeError(f"{what}: NCCL has no such dtype")
+
+
+def refuse_races(kind: str, what: str) -> None:
+    """Raise what the library has found of two streams, at the line that runs now.
+
+    Raises:
+        RuntimeError: always, for a race.
+    """
+    if kind == "race":
+        raise RuntimeError(f"{what} (at {runtime.source_line()})")
 
 
 # ----- waits of the host -----

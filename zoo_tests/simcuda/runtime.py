@@ -17,7 +17,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _OWN = ("zoo_tests/simcuda/",)
 
 lib: ctypes.CDLL | None = None
-listeners: list[Listener] = []  # told of ("kernel", name) and ("sync", what the host waits for)
+listeners: list[Listener] = []  # told of ("kernel", name), ("sync", what the host waits for), ("race", of two streams)
 
 
 def load_library() -> bool:
@@ -62,8 +62,20 @@ def tell(kind: str, what: str) -> None:
 
 def host(tensor: Tensor) -> Tensor:
     """The same memory as a CPU tensor."""
+    if not tensor.is_cuda:
+        return tensor.detach()
     with torch.no_grad():
         return torch.ops.simcuda.host(tensor.detach())
+
+
+def use_on(stream: torch.Stream, tensor: Tensor, writes: bool, what: str) -> None:
+    """Note that work on a stream reads or writes a tensor.
+
+    Raises:
+        RuntimeError: another stream uses it, and no event orders the two.
+    """
+    if tensor.is_cuda:
+        torch.ops.simcuda.use(tensor.detach(), stream.stream_id, writes, what)
 
 
 def poison(tensor: Tensor) -> None:

@@ -141,22 +141,36 @@ def test_calibration_of_this_machine() -> None:
 # ----- waits of the host -----
 
 
-def waits_in_a_step(options: dict[str, Any]) -> list[str]:
-    training = Training("llama", **options)
+def waits_in_a_step(family: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The waits of the host in `execute_pipeline`, and in `optimizer.step`."""
+    training = Training(family, **options)
     for early in range(FIRST_STEPS):  # whose batches are compared over ranks
         training.step(early)
-    with rules.only(*WARM), rules.host_syncs() as found:
-        training.step(FIRST_STEPS)
-    return found[:-1]  # the last one reads the loss for this test
+    share = training.share(FIRST_STEPS)
+    with rules.only(*WARM):
+        with rules.host_syncs() as in_the_loop:
+            training.booster.execute_pipeline(iter([share]), training.model, optimizer=training.optimizer)
+        with rules.host_syncs() as in_the_update:
+            training.optimizer.step()
+    return in_the_loop, in_the_update
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2", "dp2", "pp2"])
+BUDGETED = {
+    **{name: ("llama", *LAYOUTS[name]) for name in LAYOUTS},
+    "bert-tp2": ("bert", *LAYOUTS["tp2"]),
+    "fp16": ("llama", 2, {"dp_size": 2, "precision": "fp16"}),
+    "ragged": ("llama", 2, {"pp_size": 2, "num_microbatches": 3, "pp_style": "zero_bubble"}),
+}
+
+
+@pytest.mark.parametrize("layout", BUDGETED)
 def test_waits_of_the_host_in_a_step(layout: str) -> None:
-    """One for the norm; transformers itself reads each attention mask once."""
-    world_size, options = LAYOUTS[layout]
-    for found in run_on_ranks(world_size, waits_in_a_step, options, device="simcuda"):
-        own = [each for each in found if "transformers/masking_utils.py" not in each]
-        assert len(own) <= 1, "\n".join(found)
+    """One for the norm, and none for micro-batches; transformers itself reads each attention mask once."""
+    family, world_size, options = BUDGETED[layout]
+    for in_the_loop, in_the_update in run_on_ranks(world_size, waits_in_a_step, family, options, device="simcuda"):
+        own = [each for each in in_the_loop if "transformers/masking_utils.py" not in each]
+        assert not own, "\n".join(in_the_loop)
+        assert len(in_the_update) <= 1, "\n".join(in_the_update)
 
 
 def waits_of_experts(options: dict[str, Any]) -> list[str]:

@@ -79,7 +79,7 @@ def test_table_of_a_gpu() -> None:
 
 def test_description_of_a_gpu() -> None:
     assert run_on_ranks(1, script._gpu, device="simcuda") == [
-        "1 x simulated CUDA device, 8 GiB, compute capability 9.0"
+        "4 x simulated CUDA device, 8 GiB, compute capability 9.0"
     ]
     assert run_on_ranks(1, script._nccl, device="simcuda") == ["2.27.0"]
 

@@ -23,13 +23,17 @@ from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.simcuda import rules
 
 STEPS, ROWS, LENGTH, VOCABULARY = 3, 8, 12, 64
+_EXCHANGE = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, options)
     "single": (1, {}),
     "tp2": (2, {"tp_size": 2}),
     "tp2-sequence": (2, {"tp_size": 2, "enable_sequence_parallelism": True}),
     "pp2": (2, {"pp_size": 2, "num_microbatches": 4}),
     "dp2": (2, {"dp_size": 2, "zero_stage": 1, "zero_bucket_size_in_mb": 0.02}),
+    "dp2-zero0": (2, {"dp_size": 2, "zero_stage": 0}),
+    "tp2-exchange": (2, {"tp_size": 2, **_EXCHANGE}),
     "cp2": (2, {"cp_size": 2}),
+    "cp2-exchange": (2, {"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
     "tp2pp2": (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4}),
 }
 FAMILIES = ("bert", "llama")
@@ -76,12 +80,15 @@ class Training:
         self.booster = Booster(plugin=self.plugin)
         self.model, self.optimizer = self.booster.boost(model, optimizer)[:2]
 
-    def step(self, number: int) -> float:
-        """One step; its loss."""
+    def share(self, number: int) -> dict[str, torch.Tensor]:
+        """This replica's part of a step's batch."""
         own = self.rows // self.plugin.dp_size
         whole = batch(self.family, number, self.rows)
-        share = {name: value[self.plugin.dp_rank * own :][:own] for name, value in whole.items()}
-        loss = self.booster.execute_pipeline(iter([share]), self.model, optimizer=self.optimizer).loss
+        return {name: value[self.plugin.dp_rank * own :][:own] for name, value in whole.items()}
+
+    def step(self, number: int) -> float:
+        """One step; its loss."""
+        loss = self.booster.execute_pipeline(iter([self.share(number)]), self.model, optimizer=self.optimizer).loss
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()

@@ -17,6 +17,8 @@ from zoo_tests.simcuda import runtime
 CAPABILITY = (9, 0)
 NAME = "simulated CUDA device"
 TOTAL_MEMORY = 8 * 2**30
+_DEVICE = "ZOO_TESTS_DEVICE"  # of harness/ranks.py, which would import the library before the device is there
+_MACHINE = 4  # devices, one for each rank of any test
 
 
 class Stream(torch.Stream):
@@ -44,7 +46,7 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def _stream(number: int) -> Stream:
-    return Stream(stream_id=number, device_index=0, device_type=1)
+    return Stream(stream_id=number, device_index=current_device(), device_type=1)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
@@ -62,15 +64,29 @@ def stream(chosen: torch.Stream | None) -> Iterator[None]:
         set_stream(outer)
 
 
+def device_count() -> int:
+    """How many devices a process sees: those of the machine under `pytest --device simcuda`, otherwise its own."""
+    return _MACHINE if os.environ.get(_DEVICE) == "simcuda" else 1
+
+
+def current_device() -> int:
+    return runtime.lib.simcuda_current_device()
+
+
 def set_device(device: Any) -> None:
+    """Choose the device of this process, which uses no other."""
     index = device if isinstance(device, int) else torch.device(device).index
-    if index not in (None, -1, 0):
-        raise RuntimeError(f"CUDA error: invalid device ordinal ({device}); this process sees one device, cuda:0")
+    if index in (None, -1):
+        return
+    if not 0 <= index < device_count():
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal ({device}); this process sees {device_count()} device(s)"
+        )
+    runtime.lib.simcuda_set_device(index)
 
 
 def synchronize(device: Any = None) -> None:
-    runtime.tell("sync", "device synchronize")
-    runtime.lib.simcuda_deliver()
+    runtime.lib.simcuda_synchronize()
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
@@ -88,7 +104,7 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
         max_threads_per_multi_processor=2048,
         shared_memory_per_block=49152,
         L2_cache_size=2**25,
-        uuid=f"simulated-{os.getpid()}",  # a device a process
+        uuid=f"simulated-{os.getpid() if device_count() == 1 else current_device()}",
     )
 
 
@@ -119,11 +135,11 @@ def install() -> None:
         "init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
+        "device_count": device_count,
+        "current_device": current_device,
         "set_device": set_device,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
+        "_exchange_device": lambda device: current_device(),
+        "_maybe_exchange_device": lambda device: current_device(),
         "synchronize": synchronize,
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_name": lambda device=None: NAME,
@@ -154,7 +170,8 @@ def install() -> None:
             if hasattr(module, name):
                 setattr(module, name, function)
     cuda._initialized = True
-    cuda.default_generators = (torch.Generator(device="cuda"),)  # the library gives out the default one first
+    lib.simcuda_show_devices(device_count())
+    cuda.default_generators = (torch.Generator(device="cuda"),) * device_count()  # the library gives the default first
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, _reduce)
 

@@ -7,6 +7,7 @@ meanwhile is noticed.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from zoo_tests.simcuda import rules, runtime
 
 _AS_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # what gloo has no type for
+_SOON_S, _POLL_S = 0.5, 0.1
 
 
 class Work(dist.Work):
@@ -28,6 +30,7 @@ class Work(dist.Work):
         phases: what it does on gloo, each when the one before it is done.
         results: (tensor of the device, its copy) that appear at `wait`.
         inputs: tensors of the device that are read.
+        stream: the one of its communicator, which waits for the current one; `wait` makes the current one wait for it.
     """
 
     def __init__(
@@ -36,12 +39,18 @@ class Work(dist.Work):
         phases: list[Callable[[], Any]],
         results: list[tuple[Tensor, Tensor]],
         inputs: Sequence[Tensor],
+        stream: torch.Stream,
     ) -> None:
         super().__init__()
         self.what, self.line = what, runtime.source_line()
         self.phases, self._results = phases, results
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self._held = (*inputs, *(tensor for tensor, _ in results))  # torch keeps their memory until `wait`
+        stream.wait_stream(torch.cuda.current_stream())
+        for number, tensor in enumerate(self._held):
+            runtime.use_on(stream, tensor, number >= len(inputs), what)
+        self._stream, self._end = stream, stream.record_event()
         if rules.is_on("poisoned_results"):
             _poison([tensor for tensor, _ in results], inputs)
         self._sums: list[tuple[Tensor, int]] = []
@@ -56,16 +65,25 @@ class Work(dist.Work):
             RuntimeError: it failed or did not end, or somebody touched its tensors.
         """
         limit = timeout.total_seconds() or rules.settings.hangs_after_s
-        if not self.done.wait(limit):
+        if not (self.done.wait(_SOON_S) or self._ends_within(limit - _SOON_S)):
             raise RuntimeError(
                 f"rank {dist.get_rank()} waits in {runtime.source_line()} for {self.what} of {self.line}, which did "
                 f"not end within {limit:g} s: on GPUs this hangs"
             )
+        torch.cuda.current_stream().wait_event(self._end)
         self._finish()
         return True
 
+    def _ends_within(self, limit_s: float) -> bool:
+        """Wait as a host does for a GPU: the failure monitor reads the line at which it waits."""
+        deadline = time.monotonic() + limit_s
+        while not self.done.is_set() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # in torch.cuda.synchronize()
+        return self.done.is_set()
+
     def is_completed(self) -> bool:
         if self.done.is_set():
+            self._end.query()
             self._finish()
         return self.done.is_set()
 
@@ -92,6 +110,13 @@ class Work(dist.Work):
             _take_bytes(runtime.host(tensor), copy)
         self._results, self.phases = [], []
 
+    def let_go(self) -> None:
+        """Do what torch's watchdog does for an operation that nobody waits for: its memory lives until it has ended."""
+        for tensor in self._held:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+        self._held = ()
+
     def _finish(self) -> None:
         if self.error is not None:
             raise self.error
@@ -102,6 +127,7 @@ class Work(dist.Work):
                     f"a tensor of {self.what} of {self.line} was changed before its wait in {runtime.source_line()}"
                 )
         self.deliver()
+        self._held = ()
 
 
 class Launch:
@@ -136,7 +162,7 @@ def _wait_for(works: Sequence[Any]) -> None:
 
 def copy_of(tensor: Tensor) -> Tensor:
     """A CPU copy in a dtype that gloo has."""
-    copy = (runtime.host(tensor) if tensor.is_cuda else tensor.detach()).clone(memory_format=torch.contiguous_format)
+    copy = runtime.host(tensor).clone(memory_format=torch.contiguous_format)
     return copy.view(torch.uint8) if copy.dtype in _AS_BYTES else copy
 
 

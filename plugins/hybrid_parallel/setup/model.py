@@ -37,6 +37,7 @@ from plugins.hybrid_parallel.zero.grouping import (
     warn_of_untrained,
 )
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
+from shardformer.attention.kernel_limits import AMPERE, capability_of
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.fp8 import check_fp8, multiply_in_fp8
@@ -137,6 +138,8 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         ConfigurationError: if the model's family cannot be sharded as asked, with all reasons, or if ranks built
             different models.
     """
+    if config.mixed_precision.precision != "fp32":
+        raise_on_all_ranks(lambda: _check_precision(mesh.device, config.mixed_precision.precision))
     recompute(config.kernels.gradient_checkpointing, model)
     pipeline = config.pipeline
     parts = (pipeline.num_microbatches or mesh.size("pp")) * mesh.size("dp")
@@ -160,6 +163,20 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     return wrap_model(model, config, mesh, seed, origin, shared)
 
 
+def _check_precision(device: torch.device, precision: str) -> None:
+    """Refuse FP8 on a GPU without it; log where a GPU only emulates bf16, as in plain PyTorch."""
+    if precision == "fp8":
+        with _mistakes():
+            check_fp8(device)
+    capability = capability_of(device)
+    if precision == "bf16" and capability is not None and capability < AMPERE:
+        _logger.warning(
+            "precision='bf16' is emulated, and slow, on a GPU of compute capability %d.%d, which is below 8.0; use "
+            "precision='fp16'",
+            *capability,
+        )
+
+
 def wrap_model(
     model: nn.Module,
     config: HybridParallelConfig,
@@ -174,9 +191,6 @@ def wrap_model(
         origin: description of the whole model.
         shared: the parameters that several stages hold, see `shard_model`.
     """
-    if config.mixed_precision.precision == "fp8":
-        with _mistakes():
-            check_fp8(mesh.device)
     leave_sums(model)  # the buckets sum gradients
     masters = _cast(model, DTYPES.get(config.mixed_precision.precision), config.mixed_precision.master_weights)
     context = ShardContext(origin, _tied(shared, config, mesh), _stream(mesh, seed))
