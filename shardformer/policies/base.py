@@ -91,6 +91,7 @@ class Policy(ABC):
             (`USUAL_HEAD_LOSSES`) if its forward calls transformers' `loss_function`, and that of its forward otherwise.
         supports_ulysses: whether the attention supports an all-to-all that trades sequence shards for head shards.
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
+        applies_to_16_bit: whether a model that is not sharded needs the policy too, once its parameters are in 16 bit.
         uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
             the weights.
         replicate_unlisted: whether modules that the table does not name are replicated instead of causing an error.
@@ -107,6 +108,7 @@ class Policy(ABC):
     splits_towers = False
     supports_ulysses = True
     repeats_layers = False
+    applies_to_16_bit = False
     uneven_heads = False
     replicate_unlisted = False
     cuts_attention = True

@@ -71,6 +71,12 @@ def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
     return supported.get(f"{cls.__module__}.{cls.__name__}")
 
 
+def needs_policy_in_16_bit(model: nn.Module) -> bool:
+    """Return whether a model whose parameters are cast to 16 bit needs its policy even if it is not sharded."""
+    found = next((policy for cls in type(model).__mro__ if (policy := family_policy_of(cls)) is not None), None)
+    return found is not None and found.applies_to_16_bit
+
+
 def policy_for(model: nn.Module) -> Policy:
     """Return the policy of the model's class, or of its nearest base class that has one.
 

@@ -138,8 +138,9 @@ class ZeroEmbedding(StagePlaceholder):
     """Placeholder for an embedding that is added to another; the received hidden state already includes it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return zero (0-d), which adds nothing."""
-        return torch.zeros(())
+        """Return zero (0-d), which adds nothing, on the device: models move it there, and the host would wait."""
+        hidden = self.stage_input.hidden
+        return torch.zeros(()) if hidden is None else hidden.new_zeros(())
 
 
 class IdentityPlaceholder(StagePlaceholder):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers.utils import import_utils
 
+from plugins.hybrid_parallel import train_step
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed import mesh as meshes
@@ -29,7 +30,7 @@ from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder, record_wait
 from zoo_tests.zoo import FAMILIES
 
 CUDA = torch.device("cuda", 0)
-_STEPS = 2  # the last one is counted: by then shapes are known and buffers are allocated
+STEPS = 2  # the last one is counted: by then shapes are known and buffers are allocated
 _LARGE = 100  # batches that were seen before, so that no batch is compared across ranks
 
 
@@ -44,6 +45,7 @@ class Trace:
         rank: the rank that is run.
         rows: samples of its batch.
         config: further values of the model's configuration.
+        system: "ours", or one of `other_systems`, with the `num_microbatches` of the options.
     """
 
     family: str
@@ -52,6 +54,7 @@ class Trace:
     rank: int = 0
     rows: int = 4
     config: dict[str, Any] = field(default_factory=dict)
+    system: str = "ours"
 
 
 def counts_of(trace: Trace) -> StepCounts:
@@ -72,7 +75,7 @@ def _run(trace: Trace, rank: int, config: HybridParallelConfig, headers: list[p2
     criterion = family.heads[family.main_head].criterion
     with ExitStack() as stack:
         stack.enter_context(playing(rank, trace.world_size))
-        stack.enter_context(_stand_ins(headers))
+        stack.enter_context(stand_ins(headers))
         grid = meshes.build_mesh(
             *config.parallel.mesh_shape(trace.world_size), ep_size=config.parallel.ep_size, device=CUDA
         )
@@ -81,7 +84,7 @@ def _run(trace: Trace, rank: int, config: HybridParallelConfig, headers: list[p2
         boosted, optimizer = _boost(model, config, grid, mode)
         stack.enter_context(mode)
         given = {key: mode.from_tensor(each) if isinstance(each, Tensor) else each for key, each in batch.items()}
-        for _ in range(_STEPS):
+        for _ in range(STEPS):
             recorder = StepRecorder()
             with recorder:
                 step = PipelineStep(boosted, grid, config.pipeline, config.debugging, criterion, trains=True)
@@ -110,7 +113,7 @@ def _boost(
 
 
 @contextmanager
-def _stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
+def stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
     """Answer what a rank reads from the host's memory, which fake tensors do not have."""
     received, to_header = iter(tuple(headers)), p2p.to_header
     headers.clear()
@@ -124,8 +127,11 @@ def _stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         p2p: {"to_header": keep, "from_header": lambda _: next(received)},
         # Agreement between ranks is on the host.
         GradientReducer: {"_agree_on_used": _on_host(GradientReducer._agree_on_used)},
+        train_step: {"check_tied": _on_host(train_step.check_tied)},
         PipelineStep: {"_agreed_microbatches": _on_host(PipelineStep._agreed_microbatches)},
         FakeTensor: {"data_ptr": _address},
+        # Tensors of numbers, and indices in lists, are made on the host and then copied, which is counted.
+        FakeTensorMode: {"avoid_device_init": True},
         # transformers reads the values of masks, unless it takes the pass for one that is compiled.
         import_utils: {"is_fake_tensor": lambda _: False},
         torch.cuda: {

@@ -22,9 +22,9 @@ from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, BucketSlic
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ReduceScatterHandle
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
-from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand
+from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
+from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand, zero
 from shardformer.distributed.collectives import all_gather_flat
-from shardformer.shard_spec import parameter_like
 
 
 class Bucket(GradientsByHand):
@@ -63,8 +63,6 @@ class Bucket(GradientsByHand):
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
 
         self.flat = options.exchange.empty(size, dtype, device).zero_()
-        self.has_masters = options.master_weights and self.grad_dtype != dtype
-        master_dtype = self.grad_dtype if self.has_masters else dtype
         sources = [masters.get(param, param.data) for param in params]
         for param, offset in zip(params, self.offsets, strict=True):
             view = self.flat[offset : offset + param.numel()].view_as(param)
@@ -72,7 +70,9 @@ class Bucket(GradientsByHand):
             param.data = view
         for index, param in enumerate(self.params):
             show_grad(param, self, index)
-        self.pieces = self._make_pieces(sources, master_dtype)
+        updated = self.grad_dtype if options.master_weights else dtype
+        self.shard = OptimizerShard(self.own_shard(self.flat), updated, options.shard_index * self.shard_size)
+        self.shard.add_pieces(self.params, self.offsets, sources)
 
         # Allocated on the first gradient. If gradients are sharded, freed after their reduction.
         self.memory = options.grad_buffers if options.num_shards > 1 else GradBufferPool(options.exchange)
@@ -85,7 +85,17 @@ class Bucket(GradientsByHand):
         self._work: Any = None
         self._pending: ReduceScatterHandle | None = None
         self._result: Tensor | None = None
-        self._norm: Tensor | None = None  # of the result
+        self.norm: Tensor | None = None  # of the result of the reduction, 0-d; None if it is not known
+
+    @property
+    def pieces(self) -> Sequence[BucketSlice]:
+        """The parts of parameters that the optimizer updates on this rank."""
+        return self.shard.pieces
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates fp32 copies of 16-bit parameters."""
+        return self.shard.is_master
 
     @property
     def hidden_by(self) -> str | None:
@@ -124,9 +134,7 @@ class Bucket(GradientsByHand):
     def launch(self) -> None:
         """Start the reduction over the data-parallel ranks."""
         self._provide_flat_grads()
-        for index in range(len(self.params)):
-            if index not in self.written:
-                self._grad_view(index).zero_()
+        zero([self._grad_view(index) for index in range(len(self.params)) if index not in self.written])
         group = self.options.dp_group
         if dist.get_world_size(group) == 1:
             self._result = self.flat_grads
@@ -149,9 +157,11 @@ class Bucket(GradientsByHand):
         if self._pending is None or self._result is not None:
             return
         self._result = self._pending.wait()
-        self._norm = torch.linalg.vector_norm(self._result)
-        # Not on a GPU: it would have to synchronize with the device.
-        self._pending.mark_done(math.isfinite(self._norm) if self.flat.device.type == "cpu" else None)
+        if self.flat.device.type != "cpu":  # the norm of all buckets takes fewer kernels, and nobody can read it yet
+            self._pending.mark_done(None)
+            return
+        self.norm = torch.linalg.vector_norm(self._result)
+        self._pending.mark_done(math.isfinite(self.norm))
 
     def release_local_grads(self) -> None:
         """Free the local gradients once no rank reads them, unless a report on non-finite values may need them."""
@@ -182,7 +192,7 @@ class Bucket(GradientsByHand):
         if factor is not None:
             self._result.mul_(factor.to(self._result.dtype))
         if self.sum_groups or factor is not None:
-            self._norm = None
+            self.norm = None
 
     def reduced_pieces(self, indices: Collection[int]) -> dict[int, Tensor]:
         """Return this rank's pieces of reduced gradients before `keep`, by parameter index."""
@@ -193,7 +203,7 @@ class Bucket(GradientsByHand):
         for piece in self.pieces:
             if piece.index == index:
                 piece.view(self._result).copy_(local.reshape(-1)[piece.start : piece.stop])
-        self._norm = None
+        self.norm = None
 
     def keep(self, used: set[int]) -> None:
         """Add the result of the reduction to the shard.
@@ -203,7 +213,7 @@ class Bucket(GradientsByHand):
         """
         self.clear_stale()
         if self.used:
-            self._norm = None
+            self.norm = None
             self.shard_grads.add_(self._result)
         elif self._result is self.flat_grads:
             # The result is the shard: swap the buffers instead of copying.
@@ -221,9 +231,8 @@ class Bucket(GradientsByHand):
         if not set_to_none:
             if self.used:
                 self.shard_grads.zero_()
-            for index in self.written:
-                self._grad_view(index).zero_()
-            self._norm = None
+            zero([self._grad_view(index) for index in self.written])
+            self.norm = None
             return
         if self.options.num_shards > 1 or self.is_shown:
             self.drop_grads()  # the activations of the next forward pass can use the memory
@@ -238,14 +247,6 @@ class Bucket(GradientsByHand):
 
     # ----- the optimizer's view -----
 
-    def squared_norm(self) -> Tensor:
-        """Return the sum of squares of this rank's reduced gradients (0-d, float64)."""
-        self.clear_stale()
-        if not self.used:
-            return torch.zeros((), dtype=torch.float64, device=self.flat.device)
-        norm = torch.linalg.vector_norm(self.shard_grads) if self._norm is None else self._norm
-        return norm.double().square()
-
     def assign_grads(self, factor: Tensor | float | None) -> None:
         """Assign each piece its gradient times `factor`; pieces of unused parameters get None.
 
@@ -255,9 +256,10 @@ class Bucket(GradientsByHand):
             self.give_local_grads()
         if factor is not None:
             self.scale_grads(factor)
+        grads = self.shard_grads.to(self.shard.values.dtype) if self.used else None
         for piece in self.pieces:
-            grad = piece.view(self.shard_grads).view_as(piece.parameter) if piece.index in self.used else None
-            piece.parameter.grad = grad if grad is None else grad.to(piece.parameter.dtype)
+            is_used = piece.index in self.used
+            piece.parameter.grad = piece.view(grads).view_as(piece.parameter) if is_used else None
 
     def all_gather_params(self, overlaps: bool = False) -> AllGatherHandle | None:
         """Write updated values to the parameters of all ranks; return the all-gather, None if there is one shard.
@@ -265,10 +267,7 @@ class Bucket(GradientsByHand):
         Args:
             overlaps: whether the following code does not wait until it uses the parameters.
         """
-        own = self.own_shard(self.flat)
-        if self.has_masters:
-            for piece in self.pieces:
-                piece.view(own).copy_(piece.parameter.detach().view(-1))
+        self.shard.write_parameters()
         if self.options.num_shards == 1:
             return None
         gather = self.options.exchange.all_gather(self.flat, is_copied=overlaps)
@@ -302,31 +301,12 @@ class Bucket(GradientsByHand):
         for param, offset in zip(self.params, self.offsets, strict=True):
             place = self.flat.data_ptr() + offset * self.flat.element_size()
             if param.numel() and param.data_ptr() != place:
-                self._take_back(param, self.flat[offset : offset + param.numel()])
-        own = self.own_shard(self.flat)
-        for piece in self.pieces if self.has_masters else ():
-            master, present = piece.parameter.data.view(-1), piece.view(own)
-            rounded = master.to(present.dtype)
-            # No comparison on a GPU: it would have to synchronize with the device.
-            if present.device.type != "cpu" or not torch.equal(rounded, present):
-                master.copy_(torch.where(rounded == present, master, present.to(master.dtype)))
-
-    def _take_back(self, param: nn.Parameter, place: Tensor) -> None:
-        """Move a parameter whose `data` was replaced back into the bucket."""
-        if param.dtype != place.dtype or param.numel() != place.numel():
-            raise ConfigurationError(
-                f"a parameter became a {tuple(param.shape)} of {param.dtype} after boost(), where its optimizer knows "
-                f"{place.numel()} values of {place.dtype}; change shapes and dtypes before boost()"
-            )
-        place.copy_(param.data.reshape(-1))
-        param.data = place.view(param.shape)
+                take_back(param, self.flat[offset : offset + param.numel()])
+        self.shard.take_changed_parameters()
 
     def refresh_masters(self) -> None:
         """Copy the parameters' current values to the master weights (after weights were loaded)."""
-        if self.has_masters:
-            own = self.own_shard(self.flat)
-            for piece in self.pieces:
-                piece.parameter.data.view(-1).copy_(piece.view(own))
+        self.shard.read_parameters()
 
     def own_shard(self, flat: Tensor) -> Tensor:
         """Return this rank's range of a flat tensor over the bucket."""
@@ -359,25 +339,6 @@ class Bucket(GradientsByHand):
 
     # ----- construction -----
 
-    def _make_pieces(self, sources: Sequence[Tensor], dtype: torch.dtype) -> list[BucketSlice]:
-        shard_start = self.options.shard_index * self.shard_size
-        shard = self.own_shard(self.flat)
-        if self.has_masters:
-            shard = torch.zeros(self.shard_size, dtype=dtype, device=self.flat.device)
-        pieces = []
-        for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
-            start = max(0, shard_start - offset)
-            stop = min(param.numel(), shard_start + self.shard_size - offset)
-            if start >= stop:
-                continue
-            place = offset + start - shard_start
-            view = shard[place : place + stop - start]
-            view.copy_(sources[index].reshape(-1)[start:stop])
-            whole = stop - start == param.numel()
-            parameter = parameter_like(param, view.view_as(param) if whole else view).requires_grad_(True)
-            pieces.append(BucketSlice(index, start, stop, place, parameter))
-        return pieces
-
     def _provide_flat_grads(self) -> None:
         if self.flat_grads is None and not self.used and self.options.num_shards == 1:
             # The gradients of the last step were cleared: reuse their memory.
@@ -385,8 +346,7 @@ class Bucket(GradientsByHand):
         if self.flat_grads is None:
             self.flat_grads = self.memory.take(self.flat.numel(), self.grad_dtype, self.flat.device)
             # The norm includes the gaps between parameters.
-            for start, stop in self._gaps:
-                self.flat_grads[start:stop].zero_()
+            zero([self.flat_grads[start:stop] for start, stop in self._gaps])
 
     def _grad_view(self, index: int) -> Tensor:
         param, offset = self.params[index], self.offsets[index]

@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.loss.loss_scale import LossScale
 from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
+from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
@@ -336,11 +337,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
         A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
-        counted = [bucket.squared_norm() * float(bucket.counted) for bucket in self.buckets]
-        # A stage without trained parameters takes part on the mesh's device, too: each device has a backend of its own.
-        if not counted:
-            counted = [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]
-        total = torch.stack(counted).sum()
+        total = sum_of_squares(self.buckets, self.mesh.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=world_group())
         return total.sqrt()

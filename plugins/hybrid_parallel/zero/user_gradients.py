@@ -21,6 +21,7 @@ class GradientsByHand:
         shard_grads: this rank's shard of the reduced gradients.
         used: indices of parameters with reduced gradients.
         written: indices of parameters with local gradients that are not reduced yet.
+        norm: of the shard of the reduced gradients, 0-d; None if it is not known.
     """
 
     params: list[nn.Parameter]
@@ -32,7 +33,7 @@ class GradientsByHand:
     shard_grads: Tensor | None
     used: set[int]
     written: set[int]
-    _norm: Tensor | None
+    norm: Tensor | None
 
     def __init__(self) -> None:
         self.is_shown = False  # whether user code may hold views of the reduced gradients
@@ -41,15 +42,16 @@ class GradientsByHand:
     def scale_grads(self, factor: Tensor | float) -> None:
         """Multiply all existing gradients, reduced or not, by `factor`."""
         if self.used:
-            self._norm = None
+            self.norm = None
             self.shard_grads.mul_(factor if isinstance(factor, float) else factor.to(self.shard_grads.dtype))
-        for index in self.written:
-            self._grad_view(index).mul_(factor)
+        if self.written:
+            factor = factor if isinstance(factor, float) else factor.to(self.flat_grads.dtype)
+            torch._foreach_mul_([self._grad_view(index) for index in self.written], factor)
 
     def clamp_grads(self, limit: float) -> None:
         """Clamp every element of the reduced gradients to ±`limit`."""
         if self.used:
-            self._norm = None
+            self.norm = None
             self.shard_grads.clamp_(-limit, limit)
 
     def has_grad(self, index: int) -> bool:
@@ -74,7 +76,7 @@ class GradientsByHand:
 
     def forget_grad(self, index: int) -> None:
         """Drop one gradient; existing views keep their values."""
-        self._norm = None
+        self.norm = None
         self.written.discard(index)
         if index in self.used:
             self.used.discard(index)
@@ -110,7 +112,11 @@ class GradientsByHand:
         if self.is_shown:
             left, self.shard_grads, self.is_shown = self.shard_grads, self.shard_grads.clone(), False
             self.memory.leave(left)
-        for piece in self.pieces:
-            if piece.index in self._stale:
-                piece.view(self.shard_grads).zero_()
+        zero([piece.view(self.shard_grads) for piece in self.pieces if piece.index in self._stale])
         self._stale.clear()
+
+
+def zero(tensors: Sequence[Tensor]) -> None:
+    """Zero the tensors, on a GPU by one kernel."""
+    if tensors:
+        torch._foreach_zero_(tensors)

@@ -111,6 +111,7 @@ class Swinv2Policy(SwinPolicy):
     """Policy for SwinV2: a learned scale per head, and relative position biases computed by a small MLP."""
 
     family, prefix = "swinv2", "Swinv2"
+    applies_to_16_bit = True
     layer_outputs = 1
     supports_sequence_parallel = True
     head_losses = USUAL_HEAD_LOSSES

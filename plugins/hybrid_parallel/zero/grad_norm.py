@@ -1,0 +1,32 @@
+"""Norms of the gradients in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plugins.hybrid_parallel.zero.bucket import Bucket
+
+
+def sum_of_squares(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
+    """Return the sum of squares of this rank's reduced gradients that are counted (0-d, float64).
+
+    Gradients that are not counted still make it nan if they are not finite.
+    """
+    # A stage without trained parameters takes part on the mesh's device, too: each device has a backend of its own.
+    if not buckets:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    for bucket in buckets:
+        bucket.clear_stale()
+    # Not kept: user code may change the gradients in place.
+    unknown = [bucket for bucket in buckets if bucket.used and bucket.norm is None]
+    found = torch._foreach_norm([bucket.shard_grads for bucket in unknown]) if unknown else ()
+    norms = {bucket: bucket.norm for bucket in buckets if bucket.used} | dict(zip(unknown, found, strict=True))
+    zero = torch.zeros((), device=buckets[0].flat.device) if len(norms) < len(buckets) else None
+    squares = torch.stack([norms.get(bucket, zero) for bucket in buckets]).double().square_()
+    copies = [square for square, bucket in zip(squares.unbind(), buckets, strict=True) if not bucket.counted]
+    if copies:
+        torch._foreach_mul_(copies, 0.0)
+    return squares.sum()

@@ -1,0 +1,107 @@
+"""OptimizerShard: the values that the optimizer updates on this rank, in one flat tensor.
+
+These are this rank's shard of a bucket's parameters or, of parameters in 16 bit, an fp32 copy of the shard: the master
+weights (Micikevicius et al., arXiv 1710.03740). The optimizer sees the tensor as pieces of parameters. Everything else
+works on the whole tensor: on a GPU, a step then starts a few kernels for each bucket instead of for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
+from shardformer.shard_spec import parameter_like
+
+_AT_ONCE = 2**25  # elements that are compared at a time: temporary memory is 7 bytes for each
+
+
+class OptimizerShard:
+    """Values of this rank's shard, as the optimizer updates them.
+
+    Args:
+        parameters: [shard], the shard's range of the parameters' memory.
+        dtype: dtype of the values; if it is not that of the parameters, the values are master weights.
+        start: start of the shard in the bucket.
+
+    Attributes:
+        values: [shard].
+        pieces: the parts of parameters in the shard.
+        is_master: whether `values` are master weights.
+    """
+
+    def __init__(self, parameters: Tensor, dtype: torch.dtype, start: int) -> None:
+        self._parameters, self._start = parameters, start
+        self.is_master = dtype != parameters.dtype
+        # Zeros between parameters, as in the bucket.
+        self.values = torch.zeros_like(parameters, dtype=dtype) if self.is_master else parameters
+        self.pieces: list[BucketSlice] = []
+
+    def add_pieces(self, params: Sequence[nn.Parameter], offsets: Sequence[int], sources: Sequence[Tensor]) -> None:
+        """Make the pieces of the parameters that begin at `offsets` of the bucket, with the values of `sources`."""
+        for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
+            start = max(0, self._start - offset)
+            stop = min(param.numel(), self._start + len(self.values) - offset)
+            if start >= stop:
+                continue
+            place = offset + start - self._start
+            view = self.values[place : place + stop - start]
+            view.copy_(sources[index].reshape(-1)[start:stop])
+            whole = stop - start == param.numel()
+            parameter = parameter_like(param, view.view_as(param) if whole else view).requires_grad_(True)
+            self.pieces.append(BucketSlice(index, start, stop, place, parameter))
+
+    def take_changed_parameters(self) -> None:
+        """Take over parameters that other code has changed since `write_parameters`.
+
+        Master weights of elements that are still their rounded values stay as they are.
+        """
+        self._take_pieces_back()
+        if not self.is_master:
+            return
+        for master, present in zip(self.values.split(_AT_ONCE), self._parameters.split(_AT_ONCE), strict=True):
+            rounded = master.to(present.dtype)
+            # No comparison on a GPU: it would have to synchronize with the device.
+            if present.device.type != "cpu" or not torch.equal(rounded, present):
+                torch.where(rounded == present, master, present.to(master.dtype), out=master)
+
+    def write_parameters(self) -> None:
+        """Write updated values to the shard of the parameters."""
+        self._take_pieces_back()
+        if self.is_master:
+            self._parameters.copy_(self.values)
+
+    def read_parameters(self) -> None:
+        """Take the parameters' values for master weights."""
+        self._take_pieces_back()
+        if self.is_master:
+            self.values.copy_(self._parameters)
+
+    def _take_pieces_back(self) -> None:
+        """Move pieces whose `data` was replaced, as some optimizers do to update them, back into `values`.
+
+        Raises:
+            ConfigurationError: if a piece now has another shape or dtype.
+        """
+        start, size = self.values.data_ptr(), self.values.element_size()
+        for piece in self.pieces:
+            if piece.parameter.data_ptr() != start + piece.offset * size:
+                take_back(piece.parameter, piece.view(self.values))
+
+
+def take_back(param: nn.Parameter, place: Tensor) -> None:
+    """Move a parameter whose `data` was replaced back to its place in flat memory.
+
+    Raises:
+        ConfigurationError: if it now has another shape or dtype.
+    """
+    if param.dtype != place.dtype or param.numel() != place.numel():
+        raise ConfigurationError(
+            f"a parameter became a {tuple(param.shape)} of {param.dtype} after boost(), where its optimizer knows "
+            f"{place.numel()} values of {place.dtype}; change shapes and dtypes before boost()"
+        )
+    place.copy_(param.data.reshape(-1))
+    param.data = place.view(param.shape)
