@@ -168,8 +168,10 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        counts = torch.empty(size, dtype=torch.long, device=x.device)
-        all_gather_flat(counts, torch.tensor([len(x)], device=x.device), group=group)
+        # On the CPU: reading the result must not wait for the device.
+        counts = torch.zeros(size, dtype=torch.long)
+        counts[rank] = len(x)
+        dist.all_reduce(counts, group=group)
         counts = counts.tolist()
         padded = x.new_zeros((max(counts), *x.shape[1:]))
         padded[: len(x)] = x

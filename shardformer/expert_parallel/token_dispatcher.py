@@ -65,10 +65,11 @@ class TokenDispatcher:
         arriving = torch.empty_like(counts)  # [ranks * experts here]
         dist.all_to_all_single(arriving, counts, group=self.group)
         totals = torch.stack([counts, arriving]).view(2, self.num_ranks, -1).sum(-1)
+        order = chosen.argsort(stable=True)  # sorted by expert; queued before the host waits
         # Rows to and from each rank. Sizes of tensors are numbers of the host: each layer waits for the device here.
         sent, received = totals.tolist()
 
-        order = chosen.argsort(stable=True)[: sum(sent)]  # sorted by expert; choices of no expert come last
+        order = order[: sum(sent)]  # choices of no expert come last
         rows = all_to_all_uneven(hidden[order // num_choices], sent, received, self.group)
         experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
         found = _run_experts(experts, rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))

@@ -43,8 +43,10 @@ def library() -> Path:
     """Build the library for the installed torch, or return the one that was built before.
 
     Raises:
-        NoGuardError: there is no compiler, or the source does not fit the headers of the installed torch.
+        NoGuardError: there is no compiler, torch has a real CUDA device, or the source does not fit its headers.
     """
+    if (_torch() / "lib" / "libtorch_cuda.so").exists():
+        raise NoGuardError(f"fake CUDA tensors need a CPU build of torch, and {version('torch')} is built for CUDA")
     key = hashlib.sha256(_SOURCE.read_bytes() + str(_torch()).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"cuda-trace-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -5,8 +5,10 @@ Each trains with gradient accumulation over the micro-batches, in bf16 with fp32
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,12 +28,13 @@ from zoo_tests.cuda_trace.steps import CUDA, STEPS, Trace, stand_ins
 from zoo_tests.zoo import FAMILIES
 
 Batch = Mapping[str, Any]
+_MICROBATCHES = 2
 Backward = Callable[[Batch, bool], None]  # (micro-batch, whether it is the last) -> None
 
 
 def counts_of(trace: Trace) -> StepCounts:
     """Count one step of `trace.system`: the micro-batches, AdamW and `zero_grad()`."""
-    family, count = FAMILIES[trace.family], trace.options["num_microbatches"]
+    family, count = FAMILIES[trace.family], _MICROBATCHES
     model = family.build(family.main_head, torch.float32, **trace.config).to("meta")
     model.config.use_cache = False
     batch = family.batch(family.main_head, 0, trace.rows, torch.float32)
@@ -45,14 +48,16 @@ def counts_of(trace: Trace) -> StepCounts:
         give_memory(model, CUDA)
         model.train()
         backward = _SYSTEMS[trace.system](model, mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        own = trace.system == "DeepSpeed"  # which steps by itself
+        optimizer = None if own else torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
         given = {key: mode.from_tensor(each) if isinstance(each, Tensor) else each for key, each in batch.items()}
         for _ in range(STEPS):
             with StepRecorder() as recorder:
                 for index, part in enumerate(split_batch(to_device(given, CUDA, None), count)):
                     backward(part, index == count - 1)
-                optimizer.step()
-                optimizer.zero_grad()
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
     return recorder.counts
 
 
@@ -112,9 +117,42 @@ def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> Backward:
     return backward
 
 
+def _deepspeed_zero(model: nn.Module, mesh: DeviceMesh) -> Backward:
+    """Train by DeepSpeed's ZeRO stage 1, whose engine also steps its optimizer."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("DS_ACCELERATOR", CUDA.type)
+    import deepspeed
+    from deepspeed.runtime.zero import stage_1_and_2 as zero
+
+    for param in model.parameters():  # here, since fake parameters cannot be cast by `Module.to`
+        param.data = param.data.bfloat16()
+    model.to = model.bfloat16 = lambda *_, **__: model
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": _MICROBATCHES,
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=config)
+    look = zero.DeepSpeedZeroOptimizer.has_overflow
+    # Fake gradients have no values: the answers to its questions are that all is well.
+    zero.DeepSpeedZeroOptimizer.has_overflow = lambda *args, **kwargs: look(*args, **kwargs) and False
+    zero.is_invalid_grad_norm = lambda _: False
+
+    def backward(batch: Batch, is_last: bool) -> None:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+    return backward
+
+
 _SYSTEMS: Mapping[str, Callable[[nn.Module, DeviceMesh], Backward]] = {
     "DDP": _data_parallel,
     "FSDP2": _fully_sharded,
+    "DeepSpeed": _deepspeed_zero,
 }
 
 
@@ -156,7 +194,19 @@ def _streams() -> Iterator[None]:
         "stream": lambda _: nullcontext(),
         "current_device": lambda: CUDA.index,
         "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: 1,
+        "set_device": lambda _: None,
+        "synchronize": lambda *_: record_wait("synchronize"),
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0, name="H100"),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0),
+        **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), lambda *_: None),
     }
-    patches: AbstractContextManager[Any] = mock.patch.multiple(torch.cuda, **answers)
-    with patches:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
+        stack.enter_context(mock.patch.multiple(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", _nothing))
         yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""

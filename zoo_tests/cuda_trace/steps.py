@@ -45,7 +45,7 @@ class Trace:
         rank: the rank that is run.
         rows: samples of its batch.
         config: further values of the model's configuration.
-        system: "ours", or one of `other_systems`, with the `num_microbatches` of the options.
+        system: "ours", or one of `other_systems`, which take no options.
     """
 
     family: str

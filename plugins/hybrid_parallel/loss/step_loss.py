@@ -148,13 +148,18 @@ class HeadStepLoss(StepLoss):
         for microbatch in microbatches:
             counts += head_loss.counts(microbatch)
         if mesh.size("dp") > 1 and head_loss.divisor(batch) is not None:
-            self._check_divisor(float(head_loss.divisor(batch)))
+            self._check_divisor(head_loss.divisor(batch))
         self.global_counts = self._sum_over_data(counts)
 
-    def _check_divisor(self, divisor: float) -> None:
+    def _check_divisor(self, given: Tensor | float) -> None:
         """Refuse a divisor that counts the labels of one replica: the sum over all replicas is divided by it once."""
         labels = [microbatch["labels"] for microbatch in self.microbatches if "labels" in microbatch]
-        counts = [sum(int((each[..., skipped:] != IGNORE_INDEX).sum()) for each in labels) for skipped in (0, 1)]
+        number = torch.full((), given, device=self.mesh.device) if isinstance(given, int | float) else given.reshape(())
+        counts = [
+            sum((each[..., skipped:] != IGNORE_INDEX).sum() for each in labels) + 0 * number for skipped in (0, 1)
+        ]
+        # Read together: the host waits for the device once.
+        divisor, *counts = torch.stack([number.double(), *(each.double() for each in counts)]).tolist()
         least, most, counts_share = self._least_over_data(divisor, -divisor, float(divisor in counts))
         if least != -most or counts_share:
             what = f"{least:g} on one replica and {-most:g} on another" if least != -most else f"{least:g}"
@@ -246,7 +251,8 @@ class ModelStepLoss(StepLoss):
         if batch.get(DIVISOR) is not None:
             raise self._refusal(f"{DIVISOR} says that it is a sum")
         labels = [_labels_of(microbatch) for microbatch in self.microbatches]
-        ratios = [(each != IGNORE_INDEX).sum().item() / len(each) for each in labels if each is not None]
+        rates = [(each != IGNORE_INDEX).sum(dtype=torch.float64) / len(each) for each in labels if each is not None]
+        ratios = torch.stack(rates).tolist() if rates else []  # the host waits for the device once
         least, most = self._least_over_data(min(ratios, default=float("inf")), -max(ratios, default=-float("inf")))
         if least < -most:
             raise self._refusal(f"they have {least:g} to {-most:g} labels a sample")

@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
 from zoo_tests.cuda_trace.recorder import StepRecorder
 
@@ -106,6 +107,44 @@ def test_masters_keep_the_values_before_the_cast() -> None:
     bucket.pieces[0].parameter.data.fill_(3.0)
     bucket.all_gather_params()
     assert torch.equal(param, torch.full((5,), 3.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_by_new_data_reaches_the_model(dtype: torch.dtype) -> None:
+    """As an optimizer does that sets `param.data = param.data - lr * param.grad`."""
+    params = [nn.Parameter(torch.ones(5, dtype=dtype)), nn.Parameter(torch.ones(2, 3, dtype=dtype))]
+    bucket = Bucket(params, _options(), 0, [], True, {})
+    for value in (3.0, 4.0):
+        for piece in bucket.pieces:
+            piece.parameter.data = torch.full_like(piece.parameter, value)
+        bucket.all_gather_params()
+        assert all(torch.equal(param, torch.full_like(param, value)) for param in params)
+    bucket.pieces[0].parameter.data = torch.ones(5, dtype=torch.float64)
+    with pytest.raises(ConfigurationError, match="a parameter became a .* of torch.float64 after boost"):
+        bucket.all_gather_params()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_step_starts_no_kernel_for_each_parameter(counted: bool) -> None:
+    """Norm, clipping, changed weights, master weights: on a GPU, the host has to start every kernel."""
+    found = []
+    for number in (2, 50):
+        params = [nn.Parameter(torch.rand(7, 3).bfloat16()) for _ in range(number)]
+        bucket = Bucket(params, _options(), 0, [], counted, {})
+        bucket.flat_grads = torch.rand(bucket.flat.numel())
+        bucket.written, bucket._result = set(range(number)), bucket.flat_grads
+        bucket.keep(set(range(number)))
+        with StepRecorder("cpu") as recorder, torch.no_grad():
+            squares = sum_of_squares([bucket], torch.device("cpu"))
+            bucket.assign_grads(0.5)
+            bucket.take_changed_weights()
+            bucket.all_gather_params()
+            bucket.clear_grads(set_to_none=False)
+        assert bool(squares) is counted
+        found.append(recorder.counts.kernels)
+        assert all(piece.parameter.grad is not None for piece in bucket.pieces)
+    assert found[0] == found[1]
+    assert sum(found[0].values()) < 15
 
 
 def test_a_gradient_after_the_reduction_is_refused() -> None:
