@@ -50,19 +50,32 @@ class Float8Matmul(MatmulBackend):
     def __init__(self) -> None:
         # Parameter -> its version, and its rounded values; None outside of `reusing_weights`.
         self._weights: dict[nn.Parameter, tuple[int, _Rounded]] | None = None
+        # Whether a gradient -> the last one, or the last activation, its version, and its rounded values.
+        self._latest: dict[bool, tuple[Tensor, int, _Rounded]] = {}
 
     @contextmanager
     def reusing_weights(self) -> Iterator[None]:
         """Round each parameter once in this context, in which nothing may write to the memory of parameters.
 
         The version of a parameter does not tell of all writes: its memory is part of a bucket, which is written as a
-        whole. The rounded values take one byte per element until the context ends.
+        whole. The rounded values take one byte per element until the context ends. The last activation and the last
+        gradient are kept, too: layers that read one input share its rounding, and a gradient has two products.
         """
         outer, self._weights = self._weights, {} if self._weights is None else self._weights
         try:
             yield
         finally:
             self._weights = outer
+            self._latest.clear()
+
+    def _rounded(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
+        """Return rounded `x`, [rows, columns], an activation or a gradient."""
+        if self._weights is None or x.is_inference():
+            return _Rounded(x, is_gradient)
+        known = self._latest.get(is_gradient)
+        if known is None or not _is_same(x, *known[:2]):
+            known = self._latest[is_gradient] = (x.detach(), x._version, _Rounded(x, is_gradient))
+        return known[2]
 
     def _rounded_weight(self, weight: Tensor) -> _Rounded:
         """Return rounded `weight`, [out, in]: a parameter, its transpose, or a tensor that was made for one product."""
@@ -81,7 +94,7 @@ class Float8Matmul(MatmulBackend):
         flat = x.reshape(-1, x.shape[-1])
         if not _fits(flat, *weight.shape):
             return super().forward(x, weight, bias)
-        out = _multiply(_Rounded(flat), self._rounded_weight(weight), x.dtype, is_forward=True)
+        out = _multiply(self._rounded(flat), self._rounded_weight(weight), x.dtype, is_forward=True)
         out = out if bias is None else out.add_(bias)
         return no_view(out.view(*x.shape[:-1], out.shape[-1]))
 
@@ -89,7 +102,8 @@ class Float8Matmul(MatmulBackend):
         """Compute the input gradient in FP8, [tokens, in]."""
         if not _fits(grad, *weight.shape):
             return super().grad_input(grad, weight)
-        return _multiply(_Rounded(grad, is_gradient=True), self._rounded_weight(weight).transposed(), grad.dtype)
+        rounded = self._rounded(grad, is_gradient=True)
+        return _multiply(rounded, self._rounded_weight(weight).transposed(), grad.dtype)
 
     def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
         """Add the input gradient, computed in FP8, to `total`."""
@@ -100,7 +114,7 @@ class Float8Matmul(MatmulBackend):
         if not _fits(grad, grad.shape[1], x.shape[1]):
             return super().grad_weight(grad, x, transposed)
         missing = -len(grad) % _MULTIPLE  # products sum over tokens here, so pad them
-        factors = [_Rounded(F.pad(grad, (0, 0, 0, missing)), is_gradient=True), _Rounded(F.pad(x, (0, 0, 0, missing)))]
+        factors = [self._rounded(grad, is_gradient=True).padded(missing), self._rounded(x).padded(missing)]
         first, second = reversed(factors) if transposed else factors
         return _multiply(first.transposed(), second.transposed(), grad.dtype)
 
@@ -141,6 +155,16 @@ class _Rounded:
         result.scale, result.values = self.scale, self.values.t().contiguous()
         return result
 
+    def padded(self, missing: int) -> _Rounded:
+        """Return the matrix with `missing` further rows of zeros."""
+        if missing == 0:
+            return self
+        result = object.__new__(_Rounded)
+        # As bytes, which every device can copy; a zero is the byte 0 in both formats.
+        padded = F.pad(self.values.view(torch.uint8), (0, 0, 0, missing)).view(self.values.dtype)
+        result.scale, result.values = self.scale, padded
+        return result
+
 
 def _multiply(first: _Rounded, second: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
     """Compute first @ second^T, [rows, columns] and [others, columns] -> [rows, others]."""
@@ -160,6 +184,12 @@ def _is_whole(weight: Tensor, parameter: Tensor) -> bool:
         return True
     same_place = weight.data_ptr() == parameter.data_ptr() and weight.dim() == parameter.dim() == 2
     return same_place and weight.shape == parameter.t().shape and weight.stride() == parameter.t().stride()
+
+
+def _is_same(x: Tensor, known: Tensor, version: int) -> bool:
+    """Return whether `x` has the values that `known`, whose memory is still in use, had at `version`."""
+    same_place = x.data_ptr() == known.data_ptr() and x.shape == known.shape and x.stride() == known.stride()
+    return same_place and x.dtype == known.dtype and x._version == known._version == version
 
 
 def _fits(x: Tensor, *sizes: int) -> bool:

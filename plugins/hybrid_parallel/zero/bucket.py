@@ -157,7 +157,7 @@ class Bucket(GradientsByHand):
         if self._pending is None or self._result is not None:
             return
         self._result = self._pending.wait()
-        if self.flat.device.type != "cpu":  # the norm of all buckets takes fewer kernels, and nobody can read it yet
+        if self.flat.device.type != "cpu":  # read with the norms of the other buckets, in fewer kernels
             self._pending.mark_done(None)
             return
         self.norm = torch.linalg.vector_norm(self._result)

@@ -95,6 +95,28 @@ def test_a_weight_is_rounded_once_in_a_step(is_transposed: bool, monkeypatch: py
         assert all(map(torch.equal, both(), apart)), "a rounded weight outlives its step"
 
 
+def test_an_input_of_two_layers_and_a_gradient_of_two_products_are_rounded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """17 tokens, which products over tokens pad: same bits as without reuse; new values are rounded again."""
+    x, weight, grad = _factors(17, 32, 48)
+    backend, rounded = Float8Matmul(), _roundings(monkeypatch)
+
+    def all_products() -> tuple[Tensor, ...]:
+        out = backend.forward(x, weight), backend.forward(x, weight)
+        return (*out, backend.grad_input(grad, weight), backend.grad_weight(grad, x))
+
+    with torch.no_grad():
+        apart = all_products()
+        rounded.clear()
+        with backend.reusing_weights():
+            assert all(map(torch.equal, all_products(), apart))
+            assert rounded.count(x.data_ptr()) == rounded.count(grad.data_ptr()) == 1
+            x.mul_(2.0)
+            assert not torch.equal(all_products()[0], apart[0])
+        assert not backend._latest, "an activation outlives its step"
+
+
 @pytest.mark.parametrize("is_gradient", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fewer_passes_round_to_the_same_bits(dtype: torch.dtype, is_gradient: bool) -> None:
