@@ -46,7 +46,8 @@ _NOTE = (
     "anything, and not without a mask. Of the other systems, only DeepSpeed looks for overflow and computes a "
     "norm, as we do. DDP runs under autocast and broadcasts the model's buffers in each pass; its communication "
     "hook is ours, since a fake process group has no futures, and does the same all-reduce. FSDP2 has a "
-    "`MixedPrecisionPolicy` of bf16 with fp32 reductions. DeepSpeed has `overlap_comm`, and its row needs `pip "
+    "`MixedPrecisionPolicy` of bf16 with fp32 reductions. DeepSpeed has `overlap_comm`; "
+    "traces have no values, so that its checks of overflow and norm are told that all is finite; its row needs `pip "
     "install deepspeed`. Written by `python -m benchmarks --only cuda_counts`."
 )
 

@@ -24,8 +24,13 @@ def library() -> Path:
     """The built library, from the cache where it was built before.
 
     Raises:
-        RuntimeError: there is no compiler, or the sources do not fit the headers of the installed torch.
+        RuntimeError: there is no compiler, torch has CUDA kernels of its own, or the sources do not fit its headers.
     """
+    if torch.version.cuda is not None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has CUDA kernels, which the simulated CUDA device cannot replace; install a "
+            "CPU build of torch, or run `make gpu` on a GPU"
+        )
     target = _cache() / f"simcuda-{torch.__version__}-{_hash()}.so"
     if target.exists():
         return target

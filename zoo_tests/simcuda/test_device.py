@@ -91,6 +91,14 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build.library()
 
 
+def test_torch_with_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(
+        RuntimeError, match=r"has CUDA kernels, .* cannot replace; install a CPU build of torch, or run"
+    ):
+        build.library()
+
+
 def test_headers_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'device.cpp:1: error: no member named allocate' >&2\nexit 1\n")
