@@ -32,7 +32,7 @@ _HOW_TO_START = "start the script with `booster run --nproc-per-node N` or torch
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Position of this process in the job."""
 
     rank: int
@@ -87,7 +87,7 @@ def launch(
     """
     failure.report_uncaught()
     if not dist.is_initialized():
-        place = _checked(Place(rank, world_size, _default_local_rank(rank) if local_rank is None else local_rank))
+        place = _checked(RankInfo(rank, world_size, _default_local_rank(rank) if local_rank is None else local_rank))
         _join(place, f"tcp://{host}:{port}", backend, timeout_s, heartbeat_s)
     _seed_all(seed)
 
@@ -97,14 +97,14 @@ def debug_is_asked() -> bool:
     return os.environ.get(_DEBUG, "0") not in ("", "0")
 
 
-def place_from_environment(environment: Mapping[str, str]) -> Place:
+def place_from_environment(environment: Mapping[str, str]) -> RankInfo:
     """Read the position from torchrun's variables; return that of a one-process job if there are none.
 
     Raises:
         ConfigurationError: the variables are incomplete or invalid.
     """
     if not any(name in environment for name in _MARKS):
-        return Place(rank=0, world_size=1, local_rank=0)
+        return RankInfo(rank=0, world_size=1, local_rank=0)
     missing = [name for name in _REQUIRED if name not in environment]
     if missing:
         given = [name for name in (*_MARKS, *_REQUIRED[2:]) if name in environment]
@@ -112,7 +112,7 @@ def place_from_environment(environment: Mapping[str, str]) -> Place:
         raise ConfigurationError(f"{_listed(given)} {verb} set but not {_listed(missing)}; set all, or {_HOW_TO_START}")
     rank = _integer(environment, "RANK")
     local_rank = _integer(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else _default_local_rank(rank)
-    return _checked(Place(rank, _integer(environment, "WORLD_SIZE"), local_rank))
+    return _checked(RankInfo(rank, _integer(environment, "WORLD_SIZE"), local_rank))
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
@@ -126,7 +126,7 @@ def _default_local_rank(rank: int) -> int:
     return rank % max(1, torch.cuda.device_count())
 
 
-def _checked(place: Place) -> Place:
+def _checked(place: RankInfo) -> RankInfo:
     if place.world_size < 1:
         raise ConfigurationError(f"world_size={place.world_size} is below 1; use the number of ranks of the job")
     if not 0 <= place.rank < place.world_size:
@@ -136,7 +136,7 @@ def _checked(place: Place) -> Place:
     return place
 
 
-def _join(place: Place, rendezvous_url: str, backend: str | None, timeout_s: float, heartbeat_s: float) -> None:
+def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: float, heartbeat_s: float) -> None:
     backend = backend or (_GPU_BACKEND if torch.cuda.is_available() else _CPU_BACKEND)
     if "nccl" in backend:
         _choose_gpu(place.local_rank)
@@ -158,7 +158,7 @@ def _join(place: Place, rendezvous_url: str, backend: str | None, timeout_s: flo
     _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
 
 
-def _watch(store: dist.Store, place: Place, timeout_s: float, heartbeat_s: float) -> None:
+def _watch(store: dist.Store, place: RankInfo, timeout_s: float, heartbeat_s: float) -> None:
     """Start the failure monitor on its own store connection, so that a blocked main thread does not hold it up."""
     environment = os.environ
     failure.install(
@@ -177,7 +177,7 @@ def _attempt() -> str:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _store(place: Place, rendezvous_url: str, timeout: timedelta) -> dist.Store:
+def _store(place: RankInfo, rendezvous_url: str, timeout: timedelta) -> dist.Store:
     if place.world_size == 1 and rendezvous_url == "env://":
         return dist.HashStore()  # a single process needs no rendezvous port
     store, _, _ = next(dist.rendezvous(rendezvous_url, place.rank, place.world_size, timeout=timeout))

@@ -21,7 +21,7 @@ def warn_of_hidden_plugins() -> None:
         with suppress(ValueError):  # a module without a spec is in sys.modules
             spec = find_spec("plugins")
     if spec is not None and spec.origin is not None:
-        _logger.warning("%s", in_words(Path(spec.origin)))
+        _logger.warning("%s", describe_shadow(Path(spec.origin)))
 
 
 def hidden_beside(script: Path) -> str | None:
@@ -29,11 +29,11 @@ def hidden_beside(script: Path) -> str | None:
     for name in _NAMES:
         for module in (script.parent / name / "__init__.py", script.parent / f"{name}.py"):
             if module.is_file() and module.resolve().parents[1] != _PLACE:
-                return in_words(module)
+                return describe_shadow(module)
     return None
 
 
-def in_words(module: Path) -> str:
+def describe_shadow(module: Path) -> str:
     """Return one sentence about a module that shadows ours."""
     name = module.parent.name if module.name == "__init__.py" else module.stem
     return (

@@ -20,7 +20,7 @@ _COMMANDS: dict[str, tuple[str | None, str]] = {
     "run": ("booster.cli.run", "start a script on several ranks of this machine, or of several"),
     "plan": (None, "predict memory and time of every layout of a model, and write the best as JSON"),
     "inspect": (None, "show who holds what of a model; a pipeline schedule, predicted or as it ran"),
-    "verify": (None, "train a small twin of a model sharded and unsharded; show where they differ first"),
+    "verify": (None, "train a tiny model of the same class sharded and unsharded; show where they differ first"),
     "doctor": ("booster.cli.doctor", "show versions, devices, what is missing, and how fast ranks reach each other"),
 }
 

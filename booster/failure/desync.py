@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from booster.failure.diagnosis import (
-    Snapshot,
+    RankSnapshot,
     compare_counts,
     diagnose_counts,
     diagnose_mismatch,
@@ -95,7 +95,7 @@ class DesyncDetector:
             self._next_probe = now + _PROBE_S
             self._look_at_counts(store)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RankSnapshot:
         """Return the current state of this rank."""
         operation, call = self.operations.current
         wait = self.main.wait or self.main.failed_wait
@@ -103,7 +103,7 @@ class DesyncDetector:
         groups = self.operations.counts.records()
         behind = next((record.waits_behind for record in groups.values() if record.waits_behind), "")
         text = wait.text() if wait else ""
-        return Snapshot(
+        return RankSnapshot(
             rank=self.rank,
             operation=operation,
             call=call,
@@ -126,7 +126,7 @@ class DesyncDetector:
     def say_ended(self, store: dist.Store) -> None:
         """Record that this rank's script has ended: a rank that waits for it waits forever."""
         groups = self.operations.counts.records(with_operations=False)
-        store.set(f"ended/{self.rank}", json.dumps(Snapshot(self.rank, groups=groups, ended=True).to_json()))
+        store.set(f"ended/{self.rank}", json.dumps(RankSnapshot(self.rank, groups=groups, ended=True).to_json()))
         if not self._counted_as_blocked:
             store.add(_BLOCKED, 1)
 
@@ -212,7 +212,7 @@ class DesyncDetector:
         """Try to become the rank that leads an inquiry; only one rank leads at a time."""
         return store.compare_set(_LEADER, "", str(self.rank)) == str(self.rank).encode()
 
-    def _ask_all(self, store: dist.Store) -> tuple[list[Snapshot], list[int]]:
+    def _ask_all(self, store: dist.Store) -> tuple[list[RankSnapshot], list[int]]:
         """Return the snapshots in rank order, and the ranks that are not known to be dead but did not answer."""
         number = store.add(_INQUIRY, 1)
         self._answer(store, number)
@@ -222,7 +222,7 @@ class DesyncDetector:
             for rank in sorted(missing):
                 for key in (f"answer/{number}/{rank}", f"ended/{rank}"):
                     if rank in missing and store.check([key]):
-                        found[rank] = Snapshot.of_json(json.loads(store.get(key)))
+                        found[rank] = RankSnapshot.of_json(json.loads(store.get(key)))
                         missing.discard(rank)
             time.sleep(_WAIT_STEP_S)
         return [found[rank] for rank in sorted(found)], sorted(missing)
@@ -232,7 +232,7 @@ class DesyncDetector:
         store.set(f"answer/{number}/{self.rank}", json.dumps(self.snapshot().to_json()))
 
 
-def _may_be_reported(snapshots: list[Snapshot], one_machine: bool) -> bool:
+def _may_be_reported(snapshots: list[RankSnapshot], one_machine: bool) -> bool:
     """Return whether ranks that all wait can only wait forever.
 
     Idle processes of one machine do. Data may be on its way over a network, and a GPU may be computing: there, another

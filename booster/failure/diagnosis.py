@@ -14,7 +14,7 @@ Answer = TypeVar("Answer", bound=Hashable)
 
 
 @dataclass
-class Snapshot:
+class RankSnapshot:
     """State of a rank.
 
     Attributes:
@@ -48,10 +48,10 @@ class Snapshot:
         return asdict(self)
 
     @staticmethod
-    def of_json(values: dict[str, Any]) -> Snapshot:
+    def of_json(values: dict[str, Any]) -> RankSnapshot:
         """Restore a snapshot from the values that `to_json` returned."""
         groups = {key: GroupRecord(**record) for key, record in values.pop("groups").items()}
-        return Snapshot(**values, groups=groups)
+        return RankSnapshot(**values, groups=groups)
 
     @property
     def where(self) -> str:
@@ -61,7 +61,7 @@ class Snapshot:
         return f"is {self.phrase}, {self.wait}" if self.wait else f"is {self.phrase}"
 
 
-def diagnose_standstill(snapshots: list[Snapshot]) -> Failure:
+def diagnose_standstill(snapshots: list[RankSnapshot]) -> Failure:
     """Return the failure for a standstill: every rank waits for others or has ended."""
     difference = _first_difference(snapshots)
     culprits = _straying(snapshots) or (difference.odd if difference is not None else [])
@@ -77,7 +77,7 @@ def diagnose_standstill(snapshots: list[Snapshot]) -> Failure:
     return Failure.found(culprit.rank, message, others[0].operation if others else culprit.operation)
 
 
-def diagnose_mismatch(snapshots: list[Snapshot]) -> Failure | None:
+def diagnose_mismatch(snapshots: list[RankSnapshot]) -> Failure | None:
     """Return the failure if a collective failed because members of its group called different ones, else None."""
     difference = _first_difference(snapshots)
     if difference is None:
@@ -110,7 +110,7 @@ def compare_counts(counts: Mapping[int, Mapping[str, int]], ignored: Iterable[st
 
 
 def diagnose_counts(
-    call: int, differing: Mapping[str, Mapping[int, int]], snapshots: list[Snapshot], counts: Mapping[int, Mapping]
+    call: int, differing: Mapping[str, Mapping[int, int]], snapshots: list[RankSnapshot], counts: Mapping[int, Mapping]
 ) -> Failure | None:
     """Return the failure for group members that disagree on their number of collectives; None if it is no failure."""
     for key, numbers in differing.items():
@@ -141,20 +141,20 @@ def diagnose_counts(
     return None
 
 
-def _straying(snapshots: list[Snapshot]) -> list[int]:
+def _straying(snapshots: list[RankSnapshot]) -> list[int]:
     """Return ranks that repeat the previous step differently than most; a changed batch length affects all ranks."""
     left_out = {one.rank: one.left_out for one in snapshots}
     usual = _most(left_out)
     return [] if usual is None else [rank for rank, count in left_out.items() if count != usual]
 
 
-def _ended(snapshots: list[Snapshot]) -> list[int]:
+def _ended(snapshots: list[RankSnapshot]) -> list[int]:
     """Return the ranks whose script has ended, if there are any and not all have ended."""
     ended = [one.rank for one in snapshots if one.ended]
     return ended if 0 < len(ended) < len(snapshots) else []
 
 
-def _further_on(snapshots: list[Snapshot]) -> list[int]:
+def _further_on(snapshots: list[RankSnapshot]) -> list[int]:
     """Return ranks that have completed the call in which a member of their group waits for them."""
     found = set()
     for waiting in snapshots:
@@ -169,7 +169,7 @@ def _further_on(snapshots: list[Snapshot]) -> list[int]:
     return sorted(found) if len(found) < len(snapshots) else []
 
 
-def missing_members(waiting: Snapshot, snapshots: list[Snapshot]) -> set[int]:
+def missing_members(waiting: RankSnapshot, snapshots: list[RankSnapshot]) -> set[int]:
     """Return the group members that have not issued the collective that a rank waits in, or another one there."""
     found = set()
     for key, record in waiting.groups.items():
@@ -190,13 +190,13 @@ def missing_members(waiting: Snapshot, snapshots: list[Snapshot]) -> set[int]:
     return found
 
 
-def _missing(snapshots: list[Snapshot]) -> list[int]:
+def _missing(snapshots: list[RankSnapshot]) -> list[int]:
     """Return the missing members of the groups of others that are not themselves waiting for a missing member."""
     missing = {one.rank: missing_members(one, snapshots) for one in snapshots}
     return sorted({rank for ranks in missing.values() for rank in ranks if not missing[rank]})
 
 
-def _minority(snapshots: list[Snapshot]) -> list[int]:
+def _minority(snapshots: list[RankSnapshot]) -> list[int]:
     """Return the smallest class of ranks that are in the same position."""
     for place in (lambda one: (one.operation, one.call), lambda one: one.wait):
         classes: dict[Hashable, list[int]] = defaultdict(list)
@@ -227,7 +227,7 @@ class _Difference:
     within_group: bool
 
 
-def _first_difference(snapshots: list[Snapshot]) -> _Difference | None:
+def _first_difference(snapshots: list[RankSnapshot]) -> _Difference | None:
     """Return the first collective that a minority called differently, on groups of the same role.
 
     Differences between members of one group come first, then differences between groups. Pipeline stages may differ
@@ -274,7 +274,7 @@ class _Role:
         )
 
 
-def _roles(snapshots: list[Snapshot]) -> list[_Role]:
+def _roles(snapshots: list[RankSnapshot]) -> list[_Role]:
     roles: dict[str, _Role] = {}
     for one in snapshots:
         for key, record in one.groups.items():
@@ -292,7 +292,7 @@ def _most(values: Mapping[int, Answer]) -> Answer | None:
     return value if count * 2 > len(values) else None
 
 
-def places(snapshots: list[Snapshot]) -> str:
+def places(snapshots: list[RankSnapshot]) -> str:
     """Describe where ranks are, as in `ranks 0 and 2 are in …`; ranks in the same position are grouped."""
     together: dict[str, list[int]] = defaultdict(list)
     for one in snapshots:

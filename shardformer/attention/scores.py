@@ -51,13 +51,13 @@ def whole_scores(outputs: Any, head_counts: Collection[int], group: ProcessGroup
         return outputs
     for name, value in outputs.items():
         if name.endswith(_FIELDS):
-            outputs[name] = _Gather(name, head_counts, group).of(value)
+            outputs[name] = _ScoreGather(name, head_counts, group).of(value)
         elif isinstance(value, Mapping):  # outputs of a tower
             whole_scores(value, head_counts, group)
     return outputs
 
 
-class _Gather:
+class _ScoreGather:
     """Gathers the scores of one field: tensors [batch, heads, queries, keys] in tuples."""
 
     def __init__(self, name: str, head_counts: Collection[int], group: ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardformer.lazy.init_log import InitLog, Place
+from shardformer.lazy.init_log import InitLog, StorageView
 
 _aten = torch.ops.aten
 _OVERWRITING = {
@@ -65,7 +65,7 @@ class DispatchRecorder(TorchDispatchMode):
 
     def overwrite(self, function: Callable[..., Any], tensor: Tensor, *args: Any) -> None:
         """Log a function that overwrites all of `tensor` with random values."""
-        place = Place.of(tensor)
+        place = StorageView.of(tensor)
         overwrites = place.storage if place.is_whole else None
         self.log.add(
             function, (place, *args), {}, results=(), writes=[place.storage], overwrites=overwrites, draws=True
@@ -74,12 +74,12 @@ class DispatchRecorder(TorchDispatchMode):
     def constant(self, make: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return a tensor without values whose values `make` returns; `like` has its shape and dtype."""
         made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
-        self.log.add(make, (), {}, results=[(0, Place.of(made))], writes=[made.untyped_storage()])
+        self.log.add(make, (), {}, results=[(0, StorageView.of(made))], writes=[made.untyped_storage()])
         return made
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """Return the values of a logged tensor; return any other tensor unchanged."""
-        return self.log.values([Place.of(tensor)], _SEED)[0] if self.log.knows(tensor) else tensor
+        return self.log.values([StorageView.of(tensor)], _SEED)[0] if self.log.knows(tensor) else tensor
 
     def _constant(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -108,12 +108,12 @@ class DispatchRecorder(TorchDispatchMode):
         if _takes(func, "device"):
             kwargs["device"] = torch.device("meta")
             kwargs.pop("pin_memory", None)
-        places = {id(tensor): Place.of(tensor) if tensor.is_meta else tensor.clone() for tensor in inputs}
+        places = {id(tensor): StorageView.of(tensor) if tensor.is_meta else tensor.clone() for tensor in inputs}
         before = [tensor.untyped_storage() for tensor in inputs]
         written = _written(func, args, kwargs)
         returned = func(*_without_values(args), **_without_values(kwargs))
         fresh = [
-            (position, Place.of(tensor))
+            (position, StorageView.of(tensor))
             for position, tensor in enumerate(tree_leaves(returned))
             if isinstance(tensor, Tensor) and all(tensor.untyped_storage() is not storage for storage in before)
         ]

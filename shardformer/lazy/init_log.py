@@ -1,9 +1,9 @@
 """InitLog: a log of operations on tensors without values, replayed for one tensor at a time.
 
-A tensor of the log is a `Place` in a *storage*. Views need no record, as they are other places in the same storage.
-A `Step` is the effect of an operation on storages. The values of a place are computed by replaying the steps that
-wrote its storage, and recursively the steps for the storages that these read. Steps before a complete overwrite are
-skipped: a weight that its layer initializes first and its model initializes again is drawn once.
+A tensor of the log is a `StorageView` of a *storage*. Views need no record, as they are other places in the same
+storage. A `LoggedCall` is the effect of an operation on storages. The values of a place are computed by replaying the
+steps that wrote its storage, and recursively the steps for the storages that these read. Steps before a complete
+overwrite are skipped: a weight that its layer initializes first and its model initializes again is drawn once.
 
 Random numbers depend on the seed, the name of the tensor that a step was run for, and the number of the draw, but not
 on any order of execution. The idea of a log replayed per tensor is that of torchdistx' deferred_init.
@@ -26,7 +26,7 @@ from shardformer.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StorageView:
     """Position of a tensor in a storage without values: dtype, size, stride and offset."""
 
     storage: torch.UntypedStorage
@@ -36,9 +36,9 @@ class Place:
     offset: int
 
     @staticmethod
-    def of(tensor: Tensor) -> Place:
+    def of(tensor: Tensor) -> StorageView:
         """Return where the values of `tensor` lie."""
-        return Place(
+        return StorageView(
             tensor.untyped_storage(),
             tensor.dtype,
             tuple(tensor.size()),
@@ -62,7 +62,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Step:
+class LoggedCall:
     """One logged operation.
 
     Attributes:
@@ -80,7 +80,7 @@ class Step:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: Sequence[tuple[int, Place]]
+    results: Sequence[tuple[int, StorageView]]
     writes: Sequence[torch.UntypedStorage]
     overwrites: torch.UntypedStorage | None = None
     draws: bool = False
@@ -88,18 +88,18 @@ class Step:
     reads: list[torch.UntypedStorage] = field(init=False)
 
     def __post_init__(self) -> None:
-        places = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Place)]
+        places = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, StorageView)]
         self.reads = [place.storage for place in places if place.storage is not self.overwrites]
 
     def run(self, values: dict[torch.UntypedStorage, torch.UntypedStorage], seed: int) -> None:
         """Run the step on the storages with values."""
 
-        def real(place: Place) -> Tensor:
+        def real(place: StorageView) -> Tensor:
             if place.storage not in values:  # its previous contents are not needed
                 values[place.storage] = torch.UntypedStorage(place.storage.nbytes())
             return place.in_storage(values[place.storage])
 
-        args, kwargs = tree_map_only(Place, real, (self.args, self.kwargs))
+        args, kwargs = tree_map_only(StorageView, real, (self.args, self.kwargs))
         if self.draws:
             torch.default_generator.manual_seed(_seed_of(seed, *(self.owner or ("", self.number))))
         returned = tree_leaves(self.function(*args, **kwargs))
@@ -111,7 +111,7 @@ class InitLog:
     """Log of the steps of one recording context; see the module docstring."""
 
     def __init__(self) -> None:
-        self._writers: dict[torch.UntypedStorage, list[Step]] = {}
+        self._writers: dict[torch.UntypedStorage, list[LoggedCall]] = {}
         self._count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InitLog:
@@ -122,22 +122,22 @@ class InitLog:
         return tensor.untyped_storage() in self._writers
 
     def add(self, function: Callable[..., Any], args: Any, kwargs: Any, **facts: Any) -> None:
-        """Append a step; `facts` are the remaining fields of `Step`."""
-        step = Step(self._count, function, args, kwargs, **facts)
+        """Append a step; `facts` are the remaining fields of `LoggedCall`."""
+        step = LoggedCall(self._count, function, args, kwargs, **facts)
         self._count += 1
         for storage in step.writes:
             self._writers.setdefault(storage, []).append(step)
 
-    def own_draws(self, name: str, place: Place) -> None:
+    def own_draws(self, name: str, place: StorageView) -> None:
         """Assign to `name` the random draws that the values of `place` need and that have no owner yet."""
         for ordinal, step in enumerate(step for step in self._needed([place]) if step.draws):
             step.owner = step.owner or (name, ordinal)
 
-    def is_read(self, place: Place) -> bool:
+    def is_read(self, place: StorageView) -> bool:
         """Return whether the values come from a file."""
         return any(hasattr(step.function, "piece") for step in self._needed([place]))
 
-    def values(self, places: Sequence[Place], seed: int) -> list[Tensor]:
+    def values(self, places: Sequence[StorageView], seed: int) -> list[Tensor]:
         """Compute the values of places; places that share a storage get tensors that share one."""
         steps = self._needed(places)
         last = {storage: step.number for step in steps for storage in (*step.reads, *step.writes)}
@@ -151,7 +151,7 @@ class InitLog:
                         values.pop(storage, None)
             return [place.in_storage(values[place.storage]) for place in places]
 
-    def piece(self, place: Place, spec: ShardSpec, seed: int) -> Tensor:
+    def piece(self, place: StorageView, spec: ShardSpec, seed: int) -> Tensor:
         """Compute a piece of the values; from a file, only the piece is read."""
         step, casts = self._read_and_cast(place)
         if step is None:
@@ -163,12 +163,12 @@ class InitLog:
             piece = piece.to(dtype)
         return piece
 
-    def source(self, place: Place) -> Callable[..., Any] | None:
+    def source(self, place: StorageView) -> Callable[..., Any] | None:
         """Return the reader of the values, if they are a file's tensor, cast at most to the place's dtype; or None."""
         step, casts = self._read_and_cast(place)
         return None if step is None or any(dtype != place.dtype for dtype in casts) else step.function
 
-    def _read_and_cast(self, place: Place) -> tuple[Step | None, list[torch.dtype]]:
+    def _read_and_cast(self, place: StorageView) -> tuple[LoggedCall | None, list[torch.dtype]]:
         """Return the step that reads the values, and the casts after it, last first; (None, []) if others follow."""
         casts: list[torch.dtype] = []
         step = self._last_writer(place, self._count)
@@ -180,7 +180,7 @@ class InitLog:
             step = self._last_writer(place, step.number)
         return step, casts
 
-    def _last_writer(self, place: Place, before: int) -> Step | None:
+    def _last_writer(self, place: StorageView, before: int) -> LoggedCall | None:
         """Return the last step before `before` on this storage if it created all of the place's values; else None."""
         step = next((step for step in reversed(self._writers[place.storage]) if step.number < before), None)
         if step is None or not place.is_whole:
@@ -188,9 +188,9 @@ class InitLog:
         makes = any(made.storage is place.storage and made.is_whole for _, made in step.results)
         return step if makes else None
 
-    def _needed(self, places: Sequence[Place]) -> list[Step]:
+    def _needed(self, places: Sequence[StorageView]) -> list[LoggedCall]:
         """Return the steps that the values of places need, in log order."""
-        needed: dict[int, Step] = {}
+        needed: dict[int, LoggedCall] = {}
         waiting = [(place.storage, self._count) for place in places]
         while waiting:
             storage, before = waiting.pop()
@@ -200,7 +200,7 @@ class InitLog:
                     waiting += [(read, step.number) for read in step.reads]
         return [needed[number] for number in sorted(needed)]
 
-    def _writing(self, storage: torch.UntypedStorage, before: int) -> Iterator[Step]:
+    def _writing(self, storage: torch.UntypedStorage, before: int) -> Iterator[LoggedCall]:
         """Yield the steps that write `storage`, newest first, back to the one that overwrites all of it."""
         for step in reversed(self._writers.get(storage, ())):
             if step.number < before:
@@ -230,11 +230,11 @@ def _seed_of(seed: int, name: str, ordinal: int) -> int:
     return int.from_bytes(digest[:4], "little")  # torch's CPU generator takes 32 bits
 
 
-def _same_shape(source: Any, place: Place) -> bool:
-    return isinstance(source, Place) and source.size == place.size
+def _same_shape(source: Any, place: StorageView) -> bool:
+    return isinstance(source, StorageView) and source.size == place.size
 
 
-def _laid_out(tensor: Tensor, place: Place) -> torch.UntypedStorage:
+def _laid_out(tensor: Tensor, place: StorageView) -> torch.UntypedStorage:
     """Return the storage of a tensor, laid out as the tensor without values was."""
     storage = tensor.untyped_storage()
     same = (tuple(tensor.stride()), tensor.storage_offset()) == (place.stride, place.offset)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardformer.lazy.init_log import InitLog, Place
+from shardformer.lazy.init_log import InitLog, StorageView
 from shardformer.shard_spec import ShardSpec
 
 _ATTRIBUTE = "_recorded_tensors"
@@ -29,13 +29,13 @@ class RecordedTensors:
     """
 
     log: InitLog
-    places: Mapping[str, tuple[Place, int]]
+    places: Mapping[str, tuple[StorageView, int]]
     attributes: Mapping[str, Any]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedTensors:
         return self
 
-    def place_of(self, name: str, tensor: Tensor) -> Place | None:
+    def place_of(self, name: str, tensor: Tensor) -> StorageView | None:
         """Return the place of a module's tensor in the log; None if it is unknown.
 
         Raises:
@@ -48,16 +48,18 @@ class RecordedTensors:
                     f"{name} was changed while it had no values; change it inside of record_module_init(), or after "
                     "it was given values"
                 )
-            return Place.of(tensor)
+            return StorageView.of(tensor)
         # The tensor was converted, for example by `model.half()`.
         return recorded if recorded is not None and recorded.size == tuple(tensor.shape) else None
 
 
 def remember(module: nn.Module, log: InitLog) -> None:
     """Store the places of a module's own tensors in the module."""
-    places = {name: (Place.of(tensor), tensor._version) for name, tensor in _own_tensors(module) if log.knows(tensor)}
+    places = {
+        name: (StorageView.of(tensor), tensor._version) for name, tensor in _own_tensors(module) if log.knows(tensor)
+    }
     attributes = {
-        name: tree_map_only(Tensor, lambda each: Place.of(each) if log.knows(each) else each, value)
+        name: tree_map_only(Tensor, lambda each: StorageView.of(each) if log.knows(each) else each, value)
         for name, value in vars(module).items()
         if name not in _NOT_ATTRIBUTES and any(map(log.knows, _plain_tensors(value)))
     }
@@ -82,7 +84,7 @@ class RecordedValues:
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
-        self._places: dict[str, tuple[InitLog, Place]] = {}
+        self._places: dict[str, tuple[InitLog, StorageView]] = {}
         for name, (log, place) in _places_of(model):
             log.own_draws(name, place)
             self._places[name] = (log, place)
@@ -124,16 +126,16 @@ class RecordedValues:
             for name, places in recorded.attributes.items():
                 if any(each.is_meta for each in _plain_tensors(vars(module).get(name))):
                     fill = partial(self._values, recorded.log, f"{prefix}.{name}")
-                    module.__dict__[name] = tree_map_only(Place, fill, places)
+                    module.__dict__[name] = tree_map_only(StorageView, fill, places)
 
-    def _values(self, log: InitLog, name: str, place: Place) -> Tensor:
+    def _values(self, log: InitLog, name: str, place: StorageView) -> Tensor:
         log.own_draws(name, place)
         return log.values([place], self._seed)[0]
 
 
-def _places_of(model: nn.Module) -> Iterator[tuple[str, tuple[InitLog, Place]]]:
+def _places_of(model: nn.Module) -> Iterator[tuple[str, tuple[InitLog, StorageView]]]:
     """Yield every name of a parameter or buffer on the meta device with its log and place, first names first."""
-    known: dict[int, tuple[InitLog, Place]] = {}
+    known: dict[int, tuple[InitLog, StorageView]] = {}
     for module in model.modules():
         recorded = vars(module).get(_ATTRIBUTE)
         for name, tensor in _own_tensors(module):

@@ -7,17 +7,17 @@ import torch
 
 from booster import failure
 from booster.errors import ConfigurationError
-from booster.launch import Place, _choose_gpu, place_from_environment
+from booster.launch import RankInfo, _choose_gpu, place_from_environment
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def test_torchruns_environment() -> None:
-    assert place_from_environment(WHOLE) == Place(rank=1, world_size=4, local_rank=1)
+    assert place_from_environment(WHOLE) == RankInfo(rank=1, world_size=4, local_rank=1)
 
 
 def test_no_environment_is_one_process() -> None:
-    assert place_from_environment({"MASTER_ADDR": "somewhere"}) == Place(rank=0, world_size=1, local_rank=0)
+    assert place_from_environment({"MASTER_ADDR": "somewhere"}) == RankInfo(rank=0, world_size=1, local_rank=0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import distributed as ddp
 
 from plugins.hybrid_parallel.data.microbatch import split_batch, to_device
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet
 from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder, record_wait
 from zoo_tests.cuda_trace.steps import CUDA, STEPS, Trace, stand_ins
@@ -39,7 +39,7 @@ def counts_of(trace: Trace) -> StepCounts:
     model.config.use_cache = False
     batch = family.batch(family.main_head, 0, trace.rows, torch.float32)
     with ExitStack() as stack:
-        stack.enter_context(playing(trace.rank, trace.world_size))
+        stack.enter_context(fake_rank(trace.rank, trace.world_size))
         stack.enter_context(stand_ins([]))
         stack.enter_context(_streams())
         stack.enter_context(quiet())

@@ -17,7 +17,7 @@ from plugins.hybrid_parallel import train_step
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed import mesh as meshes
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.pipeline import p2p
 from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
@@ -74,7 +74,7 @@ def _run(trace: Trace, rank: int, config: HybridParallelConfig, headers: list[p2
     batch = family.batch(family.main_head, 0, trace.rows, torch.float32)
     criterion = family.heads[family.main_head].criterion
     with ExitStack() as stack:
-        stack.enter_context(playing(rank, trace.world_size))
+        stack.enter_context(fake_rank(rank, trace.world_size))
         stack.enter_context(stand_ins(headers))
         grid = meshes.build_mesh(
             *config.parallel.mesh_shape(trace.world_size), ep_size=config.parallel.ep_size, device=CUDA

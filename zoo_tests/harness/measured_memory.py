@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.memory_model import StaticMemory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
@@ -41,7 +41,7 @@ def static_memory(
     Raises:
         ConfigurationError: the model cannot be sharded like this.
     """
-    with playing(rank, world_size):
+    with fake_rank(rank, world_size):
         shape = config.parallel.mesh_shape(world_size)
         mesh = build_mesh(*shape, config.debugging.debug, ep_size=config.parallel.ep_size)
         with torch.device("meta"):

@@ -40,7 +40,7 @@ from plugins.hybrid_parallel.checkpoint.state.retention import (
     remove_remains,
 )
 from plugins.hybrid_parallel.checkpoint.state.staging import Staging
-from plugins.hybrid_parallel.checkpoint.state.training_state import Snapshot, restore, take_snapshot
+from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, restore, take_snapshot
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from shardformer.distributed.collectives import world_timeout
@@ -150,7 +150,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             _wait_for_parameters(objects["model"])
             elsewhere = buffers_of_earlier_stages(objects["model"], self.mesh, self.group)
 
-        def prepare() -> tuple[Path, Snapshot]:
+        def prepare() -> tuple[Path, StateSnapshot]:
             if keep_last is not None and keep_last < 1:
                 raise ConfigurationError(f"keep_last={keep_last} would keep nothing; use keep_last=1 or more")
             snapshot = take_snapshot(self.mesh, objects, extra, elsewhere)
@@ -204,7 +204,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     # ----- saving -----
 
-    def _write(self, path: Path, snapshot: Snapshot, keep_last: int | None, group: dist.ProcessGroup) -> None:
+    def _write(self, path: Path, snapshot: StateSnapshot, keep_last: int | None, group: dist.ProcessGroup) -> None:
         """Write this rank's part of a snapshot, and publish the checkpoint; may run concurrently with training."""
         partial = self._start(path, group)
         try:
@@ -266,7 +266,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         return all_gather_json(found, group)[0]
 
 
-def _write_part(path: Path, sequence: int, snapshot: Snapshot) -> list[Any]:
+def _write_part(path: Path, sequence: int, snapshot: StateSnapshot) -> list[Any]:
     """Write the file of this rank, and return its description as JSON."""
     name = data_file(sequence, dist.get_rank())
     file = partial_directory(path) / name
@@ -274,7 +274,7 @@ def _write_part(path: Path, sequence: int, snapshot: Snapshot) -> list[Any]:
     return [written, name, file.stat().st_size, header_checksum(file), snapshot.numbers]
 
 
-def _publish(partial: PendingSave, snapshot: Snapshot, parts: list[Any], keep_last: int | None) -> None:
+def _publish(partial: PendingSave, snapshot: StateSnapshot, parts: list[Any], keep_last: int | None) -> None:
     """Complete the checkpoint from the descriptions of all ranks, and remove old checkpoints."""
     state = dict(snapshot.state)
     if state["optimizer"] is not None:

@@ -68,7 +68,7 @@ def _asked_for(options: argparse.Namespace) -> str:
 def _show_model(options: argparse.Namespace) -> int:
     """Print which rank holds which parameters under a layout."""
     from plugins.hybrid_parallel.inspect.html import write_page
-    from plugins.hybrid_parallel.inspect.shard_report import holdings, in_words
+    from plugins.hybrid_parallel.inspect.shard_report import shard_report, to_text
 
     refuse_without_pipeline(options.pp or 1, options.schedule, options.chunks)
     chosen = {"tp_size": options.tp, "pp_size": options.pp or 1, "num_model_chunks": options.chunks}
@@ -76,9 +76,9 @@ def _show_model(options: argparse.Namespace) -> int:
         **chosen, pp_style=options.schedule or "1f1b", precision=options.precision
     )
     tp_size, pp_size = config.parallel.tp_size, config.parallel.pp_size
-    ranks = holdings(model_builder(options.model, options.head), config, tp_size * pp_size)
+    ranks = shard_report(model_builder(options.model, options.head), config, tp_size * pp_size)
     title = f"{options.model}, tp {tp_size} x pp {pp_size}, {options.precision}"
-    sys.stdout.write(f"{title}\n\n{in_words(ranks)}\n")
+    sys.stdout.write(f"{title}\n\n{to_text(ranks)}\n")
     if options.html is not None:
         write_page(ranks, title, options.html)
     return 0

@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.cli.models import model_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
 from plugins.hybrid_parallel.verify.report import allowed
-from plugins.hybrid_parallel.verify.report import in_words as verdict_in_words
+from plugins.hybrid_parallel.verify.report import to_text as verdict_to_text
 from plugins.hybrid_parallel.verify.verify import Verification, verify
 
 _DIFFERENT = 1
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         0 if both trainings are equal, 1 if they differ or the sharded one fails.
 
     Raises:
-        ConfigurationError: an option is invalid, or the model has no twin or cannot be sharded like this.
+        ConfigurationError: an option is invalid, no tiny model can be made, or the model cannot be sharded.
     """
     options = _parser().parse_args(arguments)
     refuse_without_pipeline(options.pp, options.schedule, options.chunks)
@@ -45,13 +45,13 @@ def main(arguments: Sequence[str]) -> int:
     if model_class is None:
         raise ConfigurationError(f"{options.model} does not say what it is for; name a head with --head, as CausalLM")
     found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout)
-    sys.stdout.write(in_words(found))
+    sys.stdout.write(to_text(found))
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
     return 0 if found.verdict.first is None else _DIFFERENT
 
 
-def in_words(found: Verification) -> str:
+def to_text(found: Verification) -> str:
     """Format what was compared, and "equal" or the first difference, as text."""
     trial = found.trial
     text = trial.tiny_model.config.get_text_config()
@@ -59,9 +59,9 @@ def in_words(found: Verification) -> str:
     words = [f"{getattr(text, name)} {word}" for name, word in sizes if isinstance(getattr(text, name, None), int)]
     lines = [
         f"{trial.tiny_model.name}, {_layout(trial.options)}, {found.world_size} ranks, {found.precision}",
-        f"twin: {', '.join([*words, f'{found.num_parameters:,} parameters'])}; {trial.steps} steps of {trial.rows} "
-        "samples",
-        *verdict_in_words(found.verdict, found.precision),
+        f"tiny model: {', '.join([*words, f'{found.num_parameters:,} parameters'])}; {trial.steps} steps of "
+        f"{trial.rows} samples",
+        *verdict_to_text(found.verdict, found.precision),
     ]
     return "\n".join(lines) + "\n"
 
@@ -103,8 +103,8 @@ def _layout(options: dict[str, Any]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="booster verify",
-        description="Train a small twin of a model sharded and unsharded, on CPU ranks of this machine, and print "
-        "where they differ first, or that they are equal.",
+        description="Train a tiny model of the same class sharded and unsharded, on CPU ranks of this machine, and "
+        "print where they differ first, or that they are equal.",
     )
     parser.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
     parser.add_argument("--head", help="the model's class, such as BertForMaskedLM, or what it is for, as MaskedLM")

@@ -23,7 +23,7 @@ _EXAMPLE = "'cuda:3', 'cpu:2', 'host/cuda:3' or a rank such as 3"
 
 
 @dataclass(frozen=True)
-class Device:
+class MappedDevice:
     """A parsed device name.
 
     Attributes:
@@ -37,29 +37,29 @@ class Device:
     host: str | None = None
 
     @staticmethod
-    def of(name: Any) -> Device | None:
+    def of(name: Any) -> MappedDevice | None:
         """Parse a device name; return None if it is not one."""
         if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
-            return Device(name)
+            return MappedDevice(name)
         if not isinstance(name, str):
             return None
         if name.isdecimal():
-            return Device(int(name))
+            return MappedDevice(int(name))
         found = _NAME.match(name)
-        return None if found is None else Device(int(found["index"]), found["kind"].lower(), found["host"])
+        return None if found is None else MappedDevice(int(found["index"]), found["kind"].lower(), found["host"])
 
 
 def check_mapping(mapping: Mapping[Any, Any], num_stages: int, num_shards: int) -> list[str]:
     """Return the problems of a `device_mapping` as sentences; an empty list if there are none."""
     problems = _compare_keys("device_mapping", mapping, "stage", num_stages, "stage_cnt (pp_size)")
-    devices: list[Device] = []
+    devices: list[MappedDevice] = []
     for stage, shards in mapping.items():
         if not isinstance(shards, Mapping):
             problems.append(f"device_mapping[{stage!r}]={shards!r} is no mapping; use {{'shard_0': 'cuda:0'}}")
             continue
         problems += _compare_keys(f"device_mapping[{stage!r}]", shards, "shard", num_shards, "sharding_size (tp_size)")
         for shard, name in shards.items():
-            device = Device.of(name)
+            device = MappedDevice.of(name)
             if device is None:
                 problems.append(f"device_mapping[{stage!r}][{shard!r}]={name!r} is no device; use {_EXAMPLE}")
             elif device in devices:
@@ -83,7 +83,7 @@ def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
         raise ConfigurationError(
             f"device_mapping means rank {twice[0]} by two names; give every shard a device of its own"
         )
-    if any(Device.of(name).kind == "cuda" for shards in stages for name in shards.values()) and _trains_on_cpu():
+    if any(MappedDevice.of(name).kind == "cuda" for shards in stages for name in shards.values()) and _trains_on_cpu():
         _logger.warning("device_mapping names GPUs, and ranks train on the CPU: numbers are taken as those of ranks")
     return ranks
 
@@ -117,7 +117,7 @@ def _compare_keys(where: str, mapping: Mapping[str, Any], word: str, count: int,
 
 
 def _rank_of(name: Any, places: Sequence[tuple[str, int]]) -> int:
-    device = Device.of(name)
+    device = MappedDevice.of(name)
     if device.kind is None:
         if device.index >= len(places):
             raise ConfigurationError(

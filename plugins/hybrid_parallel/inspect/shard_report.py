@@ -76,7 +76,7 @@ class RankShards:
         return sum(piece.bytes for piece in self.pieces)
 
 
-def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankShards]:
+def shard_report(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankShards]:
     """Return the shards of each rank of the first replica; the other replicas hold the same.
 
     Args:
@@ -95,7 +95,7 @@ def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world
     found = []
     for stage, ep_rank, tp_rank in product(range(parallel.pp_size), range(parallel.ep_size), range(parallel.tp_size)):
         rank = int(grid.flatten(1, 2)[stage, ep_rank, tp_rank])
-        with playing(rank, world_size):
+        with fake_rank(rank, world_size):
             mesh = build_mesh(*shape, ep_size=parallel.ep_size)
             with torch.device("meta"):
                 model = build()
@@ -107,7 +107,7 @@ def holdings(build: Callable[[], nn.Module], config: HybridParallelConfig, world
 
 
 @contextmanager
-def playing(rank: int, world_size: int) -> Iterator[None]:
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """Set up fake process groups, whose collectives do nothing, from the view of rank `rank` of `world_size`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -120,7 +120,7 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def in_words(ranks: list[RankShards]) -> str:
+def to_text(ranks: list[RankShards]) -> str:
     """Format a table of the parameters, with identical layers merged, and a list of the ranks."""
     rows = rows_of(ranks)
     width = max((len(name) for name, _, _ in rows), default=0)

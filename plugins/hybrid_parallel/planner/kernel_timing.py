@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.op_recorder import Part
-from plugins.hybrid_parallel.planner.proxy_model import skeleton, training_loss, watch_layers
+from plugins.hybrid_parallel.planner.proxy_model import build_proxy_model, training_loss, watch_layers
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 
 
@@ -39,7 +39,7 @@ class MeasuredParts:
     """Measured times for one micro-batch size.
 
     Attributes:
-        parts: part of the skeleton -> its times.
+        parts: part of the pruned model -> its times.
         optimizer: seconds after the passes (mainly the update) per trained element.
     """
 
@@ -91,7 +91,7 @@ def measure_parts(
     repeats: int = 5,
     pause: Callable[[], None] = lambda: None,
 ) -> MeasuredParts:
-    """Train the skeleton of a model on one device for a few steps, and time its parts.
+    """Train the pruned model of a model on one device for a few steps, and time its parts.
 
     Args:
         build: builds the whole model.
@@ -106,8 +106,8 @@ def measure_parts(
     config = HybridParallelConfig.from_options(
         tp_size=tp_size, enable_sequence_parallelism=sequence, precision=config.mixed_precision.precision
     )
-    with playing(0, tp_size):
-        model, lists, wrapped = skeleton(build, config, optimizer=torch.optim.AdamW, device=device)
+    with fake_rank(0, tp_size):
+        model, lists, wrapped = build_proxy_model(build, config, optimizer=torch.optim.AdamW, device=device)
         (optimizer,) = wrapped.optimizers
         batch = batch_of(model, rows, length, str(device))
         if "input_ids" in batch:  # random tokens, so that they are routed to different experts

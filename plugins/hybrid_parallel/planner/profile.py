@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.op_recorder import (
@@ -26,7 +26,13 @@ from plugins.hybrid_parallel.planner.op_recorder import (
     Recorder,
     TooManyOperators,
 )
-from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet, skeleton, training_loss, watch_layers
+from plugins.hybrid_parallel.planner.proxy_model import (
+    build_proxy_model,
+    give_memory,
+    quiet,
+    training_loss,
+    watch_layers,
+)
 from plugins.hybrid_parallel.planner.pruned_model import LayerList
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 from shardformer.cross_entropy.chunking import planned_for
@@ -80,7 +86,7 @@ class PartCost:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """Shard that a rank holds of a parameter of the skeleton.
+    """Shard that a rank holds of a parameter of the pruned model.
 
     Attributes:
         size: number of local elements.
@@ -106,8 +112,8 @@ class Profile:
     Attributes:
         rows: two micro-batch sizes.
         costs: cost of each part for these two sizes; for other sizes costs are linear in the micro-batch size.
-        parameters: name in the skeleton -> shard that this rank holds.
-        buffer_bytes: bytes of the buffers of the skeleton.
+        parameters: name in the pruned model -> shard that this rank holds.
+        buffer_bytes: bytes of the buffers of the pruned model.
     """
 
     rows: tuple[int, int]
@@ -154,8 +160,8 @@ class Profiler:
         config = HybridParallelConfig.from_options(
             tp_size=tp_size, enable_sequence_parallelism=sequence, precision=self.precision, nonfinite="ignore"
         )
-        with playing(0, tp_size):
-            model, lists, wrapped = skeleton(self.build, config)
+        with fake_rank(0, tp_size):
+            model, lists, wrapped = build_proxy_model(self.build, config)
             local = {name: _local(param) for name, param in model.named_parameters(remove_duplicate=False)}
             buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
             link = self.device.link(tp_size - 1)
@@ -216,7 +222,7 @@ def record(
     """Record a forward and a backward pass on fake tensors, by part, for each micro-batch size.
 
     Args:
-        wrapped: the sharded skeleton.
+        wrapped: the sharded pruned model.
         lists: its lists of layers.
         rows: micro-batch sizes.
         length: tokens of a sample.

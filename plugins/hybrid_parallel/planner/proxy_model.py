@@ -1,4 +1,4 @@
-"""Build a pruned model (skeleton), sharded for one rank of a layout, and track which of its parts runs."""
+"""Build a pruned model, sharded for one rank of a layout, and track which of its parts runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardformer.policies.registry import policy_for
 from shardformer.utils.parameter_names import names_of_parameters
 
 
-class Listener(Protocol):
+class PartListener(Protocol):
     """Listener that is notified which part of a model runs."""
 
     def enter(self, part: Part) -> None:
@@ -32,7 +32,7 @@ class Listener(Protocol):
         """Handle the hidden state that the running part returns."""
 
 
-def skeleton(
+def build_proxy_model(
     build: Callable[[], nn.Module],
     config: HybridParallelConfig,
     device: torch.device | None = None,
@@ -112,7 +112,7 @@ def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Ten
         return loss.share(wrapped.unwrap()(**inputs), 0)
 
 
-def watch_layers(module: nn.Module, lists: Sequence[LayerList], listener: Listener) -> list[Any]:
+def watch_layers(module: nn.Module, lists: Sequence[LayerList], listener: PartListener) -> list[Any]:
     """Register hooks that tell `listener` which part runs, in forward and backward passes; return their handles."""
     hooks = []
     for number, each in enumerate(lists):
@@ -124,7 +124,7 @@ def watch_layers(module: nn.Module, lists: Sequence[LayerList], listener: Listen
     return hooks
 
 
-def _entering(listener: Listener, number: int, kind: int) -> Callable:
+def _entering(listener: PartListener, number: int, kind: int) -> Callable:
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
         if kind == 0:
             hidden = args[0] if args else next(iter(kwargs.values()))
@@ -135,7 +135,7 @@ def _entering(listener: Listener, number: int, kind: int) -> Callable:
     return enter
 
 
-def _leaving(listener: Listener, number: int, kind: int) -> Callable:
+def _leaving(listener: PartListener, number: int, kind: int) -> Callable:
     def leave(_: nn.Module, __: tuple, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if isinstance(hidden, Tensor):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import quiet
 from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, name_in_skeleton
@@ -113,7 +113,7 @@ class ModelMap:
 
     def _cut(self, count: int) -> list[StageParts]:
         manager = PipelineStageManager(0, count)
-        with playing(0, 1):
+        with fake_rank(0, 1):
             config = ShardConfig(pipeline_stage_manager=manager, enable_tensor_parallelism=False)
             ModelSharder(self.model, config).check()
         cut = StagePartitioner(self.model, self.policy.base_path, self.policy.stages, manager)

@@ -1,1 +1,1 @@
-"""Train a small twin of a model sharded and unsharded, and find the first place where the two runs differ."""
+"""Train a tiny model of the same class sharded and unsharded, and find the first place where the two runs differ."""

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from plugins.hybrid_parallel.verify.module_outputs import Output, difference, relative
-from plugins.hybrid_parallel.verify.train import Arrays, Step, Trace
+from plugins.hybrid_parallel.verify.train import Arrays, RecordedStep, Trace
 
 _LOST = float("inf")
 
@@ -240,7 +240,7 @@ def _by_stage(index: int, ranks: Sequence[Trace]) -> dict[str, list[list[list[Ou
 
 
 def _gradients(
-    plain: Trace, expected: Step, sharded: Sequence[Step], tolerance: Tolerance
+    plain: Trace, expected: RecordedStep, sharded: Sequence[RecordedStep], tolerance: Tolerance
 ) -> Iterator[tuple[str, float]]:
     """Yield (name, largest relative difference over ranks) of gradients; infinite if no rank has the gradient."""
     largest = max((float(numpy.abs(value).max(initial=0.0)) for value in expected.gradients.values()), default=0.0)
@@ -258,7 +258,7 @@ def _gradients(
 
 
 def _weights(
-    expected: Step, sharded: Sequence[Step], origin: Arrays, tolerance: Tolerance
+    expected: RecordedStep, sharded: Sequence[RecordedStep], origin: Arrays, tolerance: Tolerance
 ) -> Iterator[tuple[str, float]]:
     """Yield (name, largest difference over ranks) of weights, relative to the weight's change in training."""
     for name, value in expected.weights.items():
@@ -288,7 +288,7 @@ def _rank(value: float) -> float:
     return value if value == value else _LOST
 
 
-def _forward_order(step: Step, names: Mapping[str, float]) -> list[str]:
+def _forward_order(step: RecordedStep, names: Mapping[str, float]) -> list[str]:
     """Sort parameters by the order in which their modules returned."""
     position = {output.name: index for index, output in enumerate(step.outputs)}
     last = len(position)

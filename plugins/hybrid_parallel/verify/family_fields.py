@@ -1,4 +1,4 @@
-"""Family-specific configuration fields of twins, in addition to the usual small sizes."""
+"""Family-specific configuration fields of tiny models, in addition to the usual small sizes."""
 
 from __future__ import annotations
 

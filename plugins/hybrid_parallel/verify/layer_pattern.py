@@ -1,4 +1,4 @@
-"""Choose the layers of a twin so that it has one of each kind (windowed or full attention, state space, and so on)."""
+"""Choose the layers of a tiny model so that it has one of each kind (windowed, full attention, state space, …)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _PERIODS = ("period", "interval", "every_n", "pattern", "sparse_step", "layer_st
 
 
 def layer_lists(config: Any, num_layers: int | None, wanted: int) -> tuple[int, dict[str, list[Any]]]:
-    """Shorten the per-layer lists of a configuration to the layers of the twin.
+    """Shorten the per-layer lists of a configuration to the layers of the tiny model.
 
     These are lists with one entry per layer and lists of layer indices. Every combination of entries that a layer has
-    is kept, so the twin may have more layers than `wanted`.
+    is kept, so the tiny model may have more layers than `wanted`.
 
     Args:
         config: the configuration of the whole model.
         num_layers: its number of layers, if known.
-        wanted: minimum number of layers of the twin.
+        wanted: minimum number of layers of the tiny model.
 
     Returns:
         The number of layers, and name -> shortened list.

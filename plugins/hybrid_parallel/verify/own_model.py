@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Verdict, compare
-from plugins.hybrid_parallel.verify.report import in_words
+from plugins.hybrid_parallel.verify.report import to_text
 from plugins.hybrid_parallel.verify.trace_json import trace_from_json, trace_to_json
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_on_rank, train_reference
 
@@ -81,7 +81,7 @@ class Report:
         return self.verdict.first is None
 
     def __str__(self) -> str:
-        return "\n".join([self.title, *in_words(self.verdict, self.precision)])
+        return "\n".join([self.title, *to_text(self.verdict, self.precision)])
 
 
 def verify_own_model(

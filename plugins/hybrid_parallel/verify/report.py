@@ -5,7 +5,7 @@ from __future__ import annotations
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, Worst
 
 
-def in_words(verdict: Verdict, precision: str) -> list[str]:
+def to_text(verdict: Verdict, precision: str) -> list[str]:
     """Return lines of text: "equal" or the first difference, then the largest difference of each kind."""
     first, untrained = verdict.first, verdict.untrained
     lines = [_in_a_line(first)]

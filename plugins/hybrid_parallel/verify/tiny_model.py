@@ -1,4 +1,4 @@
-"""Build the small twin of a model: the same class and configuration, with small sizes instead of large ones.
+"""Build the tiny model: the same class and configuration, with small sizes instead of large ones.
 
 Fields are recognized by their names. Nothing here depends on the model family, except for the fields in
 `family_fields`.
@@ -48,7 +48,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
-# In these fields None, 0 or a value below the small size is an architectural choice, which the twin keeps.
+# In these fields None, 0 or a value below the small size is an architectural choice, which the tiny model keeps.
 _CHOICES = frozenset(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
     + ("moe_topk", "num_experts_per_token", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")
@@ -62,7 +62,7 @@ _NOT_OF_A_TWIN = frozenset(
 
 @dataclass(frozen=True)
 class TwinSizes:
-    """Sizes of a twin.
+    """Sizes of a tiny model.
 
     Attributes:
         layers: minimum number of layers of each tower.
@@ -92,7 +92,7 @@ class TwinSizes:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Small twin of a model, of which every process builds an identical copy.
+    """Tiny model of the class of a model, of which every process builds an identical copy.
 
     Attributes:
         module, name: module and name of the model's class.
@@ -115,7 +115,7 @@ class TinyModel:
         if (count := sum(param.numel() for param in model.parameters())) > _MOST_PARAMETERS:
             largest, param = max(model.named_parameters(), key=lambda item: item[1].numel())
             raise ConfigurationError(
-                f"the small twin of {self.name} would have {count:,} parameters, for {largest} stays "
+                f"the tiny model of {self.name} would have {count:,} parameters, for {largest} stays "
                 f"{'x'.join(map(str, param.shape))}; give a small configuration of your own"
             )
         return model
@@ -139,7 +139,7 @@ def small_config(config: Any, sizes: TwinSizes) -> Any:
     except Exception as error:  # configuration classes raise arbitrary exception types
         reason = " ".join(str(error).split())[:160]
         raise ConfigurationError(
-            f"no small twin of {config_class.__name__} can be made ({reason}); give a small configuration of your own"
+            f"no tiny model of {config_class.__name__} can be made ({reason}); give a small configuration of your own"
         ) from None
     if hasattr(small, "use_cache"):
         small.use_cache = False

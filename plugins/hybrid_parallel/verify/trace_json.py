@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 
 from plugins.hybrid_parallel.verify.module_outputs import Output
-from plugins.hybrid_parallel.verify.train import Arrays, Step, Trace
+from plugins.hybrid_parallel.verify.train import Arrays, RecordedStep, Trace
 from shardformer.shard_spec import Part, ShardSpec
 
 
@@ -24,7 +24,7 @@ def trace_from_json(value: dict[str, Any]) -> Trace:
     return Trace(**{**value, "steps": [_step_from_json(step) for step in value["steps"]]})
 
 
-def _step_to_json(step: Step) -> dict[str, Any]:
+def _step_to_json(step: RecordedStep) -> dict[str, Any]:
     return {
         "loss": step.loss,
         "outputs": [
@@ -41,7 +41,7 @@ def _step_to_json(step: Step) -> dict[str, Any]:
     }
 
 
-def _step_from_json(value: dict[str, Any]) -> Step:
+def _step_from_json(value: dict[str, Any]) -> RecordedStep:
     outputs = [
         Output(
             each["name"],
@@ -51,7 +51,9 @@ def _step_from_json(value: dict[str, Any]) -> Step:
         )
         for each in value["outputs"]
     ]
-    return Step(value["loss"], outputs, _arrays_from_json(value["gradients"]), _arrays_from_json(value["weights"]))
+    return RecordedStep(
+        value["loss"], outputs, _arrays_from_json(value["gradients"]), _arrays_from_json(value["weights"])
+    )
 
 
 def _spec_from_json(value: dict[str, Any]) -> ShardSpec:

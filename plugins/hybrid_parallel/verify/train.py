@@ -38,7 +38,7 @@ class VerifyCase:
     """Setup of both trainings.
 
     Attributes:
-        tiny_model: the model to train: a small twin or a user's own model.
+        tiny_model: the model to train: a tiny model or a user's own model.
         rows: samples of the global batch.
         steps: number of optimizer steps (plain SGD).
         options: options of `HybridParallelPlugin`.
@@ -53,7 +53,7 @@ class VerifyCase:
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """Recorded step; gradients and weights are unsharded.
 
     Attributes:
@@ -85,7 +85,7 @@ class Trace:
     stage: int = 0
     dp_rank: int = 0
     tp_rank: int = 0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
     first_weights: Arrays = field(default_factory=dict)
     aliases: list[frozenset[str]] = field(default_factory=list)
     masks: list[Tensor | None] = field(default_factory=list)
@@ -109,13 +109,13 @@ def train_reference(trial: VerifyCase) -> Trace:
         gradients = _arrays({name: param.grad for name, param in named.items() if param.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-        trace.steps.append(Step(loss.item(), log.take(), gradients, _arrays(named)))
+        trace.steps.append(RecordedStep(loss.item(), log.take(), gradients, _arrays(named)))
         trace.masks.append(batch.get("attention_mask"))
     if not all(abs(step.loss) < _LARGEST_LOSS for step in trace.steps):
         losses = ", ".join(f"{step.loss:.3g}" for step in trace.steps)
         raise ConfigurationError(
-            f"the twin of {trial.tiny_model.name} has losses {losses} unsharded, which nothing can be compared with; "
-            "use --head with another class, or --precision fp64"
+            f"the tiny model of {trial.tiny_model.name} has losses {losses} unsharded, which nothing can be compared "
+            "with; use --head with another class, or --precision fp64"
         )
     if not torch.equal(torch.get_rng_state(), state) and _draws_numbers(trial, batches[0]):
         raise ConfigurationError(
@@ -143,7 +143,7 @@ def train_on_rank(trial: VerifyCase) -> Trace:
         gradients = _arrays(optimizer.full_gradients())
         optimizer.step()
         optimizer.zero_grad()
-        trace.steps.append(Step(loss, log.take(), gradients, _whole_weights(model.unwrap(), plugin)))
+        trace.steps.append(RecordedStep(loss, log.take(), gradients, _whole_weights(model.unwrap(), plugin)))
     return trace
 
 

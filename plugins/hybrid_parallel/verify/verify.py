@@ -1,4 +1,4 @@
-"""Verify a layout: build a small twin of a model, train it sharded and unsharded, and compare."""
+"""Verify a layout: build a tiny model of the same class, train it sharded and unsharded, and compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
@@ -27,10 +27,10 @@ class Verification:
     """Result of a verification.
 
     Attributes:
-        trial: the small twin and its layout.
+        trial: the tiny model and its layout.
         precision: "fp64" or "fp32".
         world_size: number of ranks of the sharded training.
-        num_parameters: number of parameters of the twin.
+        num_parameters: number of parameters of the tiny model.
         verdict: verdict of the comparison.
     """
 
@@ -49,7 +49,7 @@ def verify(
     steps: int = 3,
     timeout_s: float = 300.0,
 ) -> Verification:
-    """Train a small twin of a model sharded and unsharded, and compare.
+    """Train a tiny model of the same class sharded and unsharded, and compare.
 
     Args:
         config: configuration of the full-size model.
@@ -60,7 +60,7 @@ def verify(
         timeout_s: time limit for the ranks, in seconds.
 
     Raises:
-        ConfigurationError: the model cannot be sharded like this, or has no twin that trains.
+        ConfigurationError: the model cannot be sharded like this, or no tiny model of it trains.
     """
     layout = HybridParallelConfig.from_options(**options)
     parallel, pipeline = layout.parallel, layout.pipeline
@@ -85,7 +85,7 @@ def verify(
     except RankFailure as error:
         verdict = Verdict([], Difference(1, "failure", "", float("inf"), f"the sharded training does not end: {error}"))
     except ConfigurationError as error:  # the full-size model passed the same check
-        raise ConfigurationError(f"the small twin of {tiny_model.name} cannot be cut like the model: {error}") from None
+        raise ConfigurationError(f"the tiny model of {tiny_model.name} cannot be cut like the model: {error}") from None
     num_parameters = sum(plain.first_weights[min(names)].size for names in plain.aliases)
     return Verification(trial, precision, world_size, num_parameters, verdict)
 
@@ -93,7 +93,7 @@ def verify(
 def refuse_what_cannot_be_cut(
     config: Any, model_class: type[nn.Module], layout: HybridParallelConfig, world_size: int
 ) -> None:
-    """Check that the full-size model, not its twin, can be sharded, by sharding it on the meta device.
+    """Check that the full-size model, not its tiny model, can be sharded, by sharding it on the meta device.
 
     Raises:
         ConfigurationError: the model cannot be sharded like this.
@@ -101,12 +101,12 @@ def refuse_what_cannot_be_cut(
     from plugins.hybrid_parallel.distributed.mesh import build_mesh
     from plugins.hybrid_parallel.setup.model import shard_model
 
-    with playing(0, world_size):
+    with fake_rank(0, world_size):
         mesh = build_mesh(*layout.parallel.mesh_shape(world_size), ep_size=layout.parallel.ep_size)
         try:
             with torch.device("meta"):
                 model = model_class(config)
-        except Exception:  # some models need real values to be built; their twins get them
+        except Exception:  # some models need real values to be built; their tiny models get them
             return
         shard_model(model, layout, mesh)
 
@@ -122,7 +122,7 @@ def _plain(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase, str, T
         except Exception as error:  # model classes fail with arbitrary exception types
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
     raise ConfigurationError(
-        f"the small twin of {trial.tiny_model.name} does not train unsharded in {name} ({reason}); "
+        f"the tiny model of {trial.tiny_model.name} does not train unsharded in {name} ({reason}); "
         "use --head with another class of the family"
     )
 

@@ -24,7 +24,7 @@ from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
-from plugins.hybrid_parallel.zero.step import LocalParameters, PassRecord, StepOptions
+from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions, StepRecord
 from shardformer.distributed.process_groups import world_group
 from shardformer.shard_spec import spec_of
 
@@ -55,7 +55,7 @@ class ModelContext:
 
     mesh: HybridMesh
     loss_scale: LossScale
-    record: PassRecord
+    record: StepRecord
     optimizers: list[HybridParallelOptimizer]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 
 
-class PassRecord(Protocol):
+class StepRecord(Protocol):
     """Record of the passes since the last step."""
 
     microbatches: Sequence[Mapping[str, Any]]

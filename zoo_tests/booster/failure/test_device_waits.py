@@ -24,7 +24,7 @@ from booster.failure.diagnosis import diagnose_standstill
 from booster.failure.flight_record import outstanding_on_device, recorded_operations
 from booster.failure.operation_log import Operations
 from booster.failure.stack_probe import MainThreadProbe, Wait, wait_of
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 
 NAMES = ("all_reduce", "_all_gather_base", "all_reduce")
 
@@ -102,7 +102,7 @@ class _Group:
 def records_of(monkeypatch: pytest.MonkeyPatch, issued: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
     """What a rank of a group of `cpu:gloo,cuda:nccl` reports."""
     replace_dump(monkeypatch, entries)
-    with playing(0, 2), monkeypatch.context() as patch:
+    with fake_rank(0, 2), monkeypatch.context() as patch:
         world = dist.group.WORLD
         patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         patch.setattr(type(world), "_get_backend", lambda group, device: _Group(cpu=0, cuda=issued).of(device))

@@ -23,7 +23,7 @@ from booster.failure import guard
 from booster.failure.collective_counts import GroupRecord
 from booster.failure.desync import _may_be_reported
 from booster.failure.diagnosis import (
-    Snapshot,
+    RankSnapshot,
     compare_counts,
     diagnose_counts,
     diagnose_mismatch,
@@ -43,8 +43,10 @@ def record(ranks: list[int], *called: str, pending: int | None = None, name: str
     return GroupRecord(name, ranks, len(called), "role", True, list(enumerate(called, start=1)), pending)
 
 
-def at(rank: int, operation: str, call: int, *, done: dict[str, int] | None = None, **groups: GroupRecord) -> Snapshot:
-    return Snapshot(
+def at(
+    rank: int, operation: str, call: int, *, done: dict[str, int] | None = None, **groups: GroupRecord
+) -> RankSnapshot:
+    return RankSnapshot(
         rank,
         operation,
         call,
@@ -75,7 +77,7 @@ def test_the_majority_that_waits_is_not_to_blame() -> None:
 
 
 def test_a_rank_that_has_ended_is_named() -> None:
-    ended = Snapshot(3, ended=True)
+    ended = RankSnapshot(3, ended=True)
     found = diagnose_standstill([*(at(rank, PIPELINE, 2) for rank in range(3)), ended])
     assert found.rank == 3
     assert "it has ended, while ranks 0, 1 and 2 are in booster.execute_pipeline (call 2)" in found.message

@@ -89,7 +89,7 @@ def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) 
 
 
 class _Twin(TinyModel):
-    """A twin that may be large: some families have layers of a fixed size."""
+    """A tiny model that may be large: some families have layers of a fixed size."""
 
     def build(self) -> nn.Module:
         return build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)

@@ -1,7 +1,7 @@
 """`booster verify`: equal where the library is right, and the name of the place where it was broken on purpose.
 
-What breaks here first: a field of a configuration that twin.py does not know, or pieces that outputs.py cannot put
-together, so that a module after the broken one is named.
+What breaks here first: a field of a configuration that tiny_model.py does not know, or pieces that cannot be
+put together, so that a module after the broken one is named.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.cli.verify import in_words
+from plugins.hybrid_parallel.cli.verify import to_text
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from plugins.hybrid_parallel.verify import verify as verify_module
 from plugins.hybrid_parallel.verify.module_outputs import Output, difference
@@ -182,16 +182,16 @@ def test_a_fault_is_found_where_it_is(
 ) -> None:
     found = _with_fault(fault, config, model_class, **layout)
     first = found.verdict.first
-    assert first is not None, in_words(found)
+    assert first is not None, to_text(found)
     assert (first.step, first.what, first.name) == (1, what, name), first.text
-    assert in_words(found).splitlines()[2] == f"different: step 1, {first.text}"
+    assert to_text(found).splitlines()[2] == f"different: step 1, {first.text}"
     assert ("partial sums" in first.text) == (fault is verify_faults.rows_are_not_summed)
 
 
 def test_a_rank_that_raises_is_a_difference() -> None:
     found = _with_fault(verify_faults.a_rank_raises, transformers.BertConfig(), "BertForMaskedLM", tp_size=2)
-    assert "\nfailed: the sharded training does not end: rank " in in_words(found)
-    assert "ValueError: planted (verify_faults.py, line " in in_words(found)
+    assert "\nfailed: the sharded training does not end: rank " in to_text(found)
+    assert "ValueError: planted (verify_faults.py, line " in to_text(found)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_mistake_is_one_sentence(
     assert err.count("\n") == 1
 
 
-# ----- twins -----
+# ----- tiny models -----
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.device_mapping import Device, in_blocks
+from plugins.hybrid_parallel.distributed.device_mapping import MappedDevice, in_blocks
 
 # The example of the description that this form follows: eight stages on cards of five numbers each.
 EXAMPLE = {
@@ -129,12 +129,12 @@ def test_the_same_mapping_is_an_option() -> None:
 @pytest.mark.parametrize(
     ("name", "device"),
     [
-        (3, Device(3)),
-        ("3", Device(3)),
-        ("cuda:3", Device(3, "cuda")),
-        ("cpu:12", Device(12, "cpu")),
-        ("node-1.local/cuda:0", Device(0, "cuda", "node-1.local")),
-        ("/device:XLA_DTU:38", Device(38, "xla_dtu")),
+        (3, MappedDevice(3)),
+        ("3", MappedDevice(3)),
+        ("cuda:3", MappedDevice(3, "cuda")),
+        ("cpu:12", MappedDevice(12, "cpu")),
+        ("node-1.local/cuda:0", MappedDevice(0, "cuda", "node-1.local")),
+        ("/device:XLA_DTU:38", MappedDevice(38, "xla_dtu")),
         ("cuda", None),
         ("cuda:-1", None),
         (":3", None),
@@ -144,8 +144,8 @@ def test_the_same_mapping_is_an_option() -> None:
         (2.0, None),
     ],
 )
-def test_names_of_devices(name: Any, device: Device | None) -> None:
-    assert Device.of(name) == device
+def test_names_of_devices(name: Any, device: MappedDevice | None) -> None:
+    assert MappedDevice.of(name) == device
 
 
 def test_replicas_follow_the_one_that_is_mapped() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed import device
 from plugins.hybrid_parallel.distributed.device import check_own_device, claim_device
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    with playing(1, 2):
+    with fake_rank(1, 2):
         monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
         yield chosen
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from plugins.hybrid_parallel import HybridParallelConfig
 from plugins.hybrid_parallel.inspect.html import page
-from plugins.hybrid_parallel.inspect.shard_report import holdings, in_words
+from plugins.hybrid_parallel.inspect.shard_report import shard_report, to_text
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks
@@ -48,7 +48,7 @@ def test_played_ranks_hold_what_real_ones_do(family: str, head: str, layout: str
     )
     real: list[Shapes] = run_on_ranks(case.sizes.world_size, _held, case)
     config = HybridParallelConfig.from_options(**{**case.plugin_options, "dp_size": None})
-    played = holdings(case.recipe.model, config, case.sizes.world_size)
+    played = shard_report(case.recipe.model, config, case.sizes.world_size)
     assert not dist.is_initialized()
     assert len(played) == case.sizes.tp_size * case.sizes.pp_size
     for each in played:
@@ -58,7 +58,7 @@ def test_played_ranks_hold_what_real_ones_do(family: str, head: str, layout: str
 
 def test_layers_that_are_alike_stand_together() -> None:
     case = Case(recipe=Recipe(family="bert", head="masked_lm"), layout="tp2pp2")
-    text = in_words(holdings(case.recipe.model, HybridParallelConfig.from_options(tp_size=2, pp_size=2), 4))
+    text = to_text(shard_report(case.recipe.model, HybridParallelConfig.from_options(tp_size=2, pp_size=2), 4))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert sum("attention.self.query.weight" in line for line in lines) == 2  # one a stage
     assert any(re.match(r"bert\.encoder\.layer\.\[0-\d\]\.output\.dense\.weight stage 0: ", line) for line in lines)
@@ -91,7 +91,7 @@ class Cells(HTMLParser):
 
 def test_the_page_has_a_cell_for_each_rank() -> None:
     case = Case(recipe=Recipe(family="gpt2", head="lm_head"), layout="tp2pp2")
-    ranks = holdings(case.recipe.model, HybridParallelConfig.from_options(tp_size=2, pp_size=2), 4)
+    ranks = shard_report(case.recipe.model, HybridParallelConfig.from_options(tp_size=2, pp_size=2), 4)
     cells = Cells()
     cells.feed(page(ranks, "a < b"))
     assert not cells.open

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner import calibrate
 from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts
-from plugins.hybrid_parallel.planner.proxy_model import skeleton
+from plugins.hybrid_parallel.planner.proxy_model import build_proxy_model
 
 _META = torch.device("meta")  # stands for a GPU
 _SMALL = LlamaConfig(
@@ -49,8 +49,8 @@ def test_the_device_outlives_the_process_group(monkeypatch: pytest.MonkeyPatch) 
 def test_the_mesh_of_the_measured_model_is_on_its_device() -> None:
     """The simulated ranks have fake process groups, which know no device."""
     config = HybridParallelConfig.from_options(tp_size=2)
-    with playing(0, 2):
-        module, _, wrapped = skeleton(partial(LlamaForCausalLM, _SMALL), config, _META, torch.optim.AdamW)
+    with fake_rank(0, 2):
+        module, _, wrapped = build_proxy_model(partial(LlamaForCausalLM, _SMALL), config, _META, torch.optim.AdamW)
     (optimizer,) = wrapped.optimizers
     assert wrapped.mesh.device == optimizer.mesh.device == _META
     assert {param.device for param in module.parameters()} == {_META}

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from zoo_tests.harness.optimizers import ClippedSGD, DerivedAdam, Lamb, Lion, TrustAdamW
@@ -359,7 +359,7 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_is_changed() -
 def test_the_norm_of_a_stage_without_trained_parameters_is_on_the_device_of_the_others() -> None:
     """On the CPU it would go to another backend than theirs, and both would wait."""
     stage = SimpleNamespace(buckets=[], mesh=SimpleNamespace(device=torch.device("meta")))
-    with playing(0, 2):
+    with fake_rank(0, 2):
         assert HybridParallelOptimizer.global_norm(stage).device.type == "meta"
 
 

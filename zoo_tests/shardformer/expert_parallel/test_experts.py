@@ -15,7 +15,7 @@ from booster import Booster
 from booster.errors import ConfigurationError, SynchronyError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
-from plugins.hybrid_parallel.inspect.shard_report import holdings, in_words
+from plugins.hybrid_parallel.inspect.shard_report import shard_report, to_text
 from plugins.hybrid_parallel.zero.optimizer import assemble
 from shardformer import record_module_init, spec_of
 from shardformer.lazy import materialize
@@ -160,11 +160,11 @@ def test_played_ranks_hold_what_real_ones_do(layout: str) -> None:
     case = _case(layout)
     real = run_on_ranks(case.sizes.world_size, _held, case)
     config = HybridParallelConfig.from_options(**{**case.plugin_options, "dp_size": None})
-    played = holdings(case.recipe.model, config, case.sizes.world_size)
+    played = shard_report(case.recipe.model, config, case.sizes.world_size)
     assert sorted(each.rank for each in played) == list(range(len(real)))
     for each in played:
         assert {piece.name: piece.shape for piece in each.pieces} == real[each.rank]
-    assert "ep 1, tp 0" in in_words(played)
+    assert "ep 1, tp 0" in to_text(played)
 
 
 def _lazily(case: Case) -> dict[str, torch.Tensor]:

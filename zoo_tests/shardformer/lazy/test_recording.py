@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardformer import LazyInitContext, record_module_init
 from shardformer.lazy import materialize, waits_for_values
-from shardformer.lazy.init_log import Step
+from shardformer.lazy.init_log import LoggedCall
 from zoo_tests.harness.families import third_of_families
 from zoo_tests.zoo import FAMILIES
 
@@ -97,13 +97,13 @@ def test_nothing_is_drawn_twice() -> None:
     with record_module_init():
         model = _built("llama")
     ordinary = _seeded("llama", 0)
-    draws, original = [], Step.run
+    draws, original = [], LoggedCall.run
 
-    def counted(step: Step, values: dict, seed: int) -> None:
+    def counted(step: LoggedCall, values: dict, seed: int) -> None:
         draws.extend([step.owner] if step.draws else [])
         original(step, values, seed)
 
-    with mock.patch.object(Step, "run", counted):
+    with mock.patch.object(LoggedCall, "run", counted):
         materialize(model, seed=1)
     matrices = [name for name, parameter in ordinary.named_parameters() if parameter.dim() > 1]
     assert sorted(draws) == sorted((name, 0) for name in matrices)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, TensorChunk
-from plugins.hybrid_parallel.checkpoint.state.training_state import Snapshot
+from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot
 
 _ALIGNMENT = 64  # bytes
 
@@ -21,7 +21,7 @@ class Staging:
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
-    def copy(self, snapshot: Snapshot) -> Snapshot:
+    def copy(self, snapshot: StateSnapshot) -> StateSnapshot:
         """Copy a snapshot into the staging memory, overwriting the previous one."""
         values = [part.values for tensor in snapshot.tensors.values() for part in tensor.rectangles]
         copies = iter(self._copies(values))

@@ -30,7 +30,7 @@ _PLAIN = ("lr_scheduler", "dataloader")  # kinds whose state is JSON
 
 
 @dataclass
-class Snapshot:
+class StateSnapshot:
     """A training state at one point in time.
 
     Attributes:
@@ -46,7 +46,7 @@ class Snapshot:
 
 def take_snapshot(
     mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, Any], elsewhere: Collection[str]
-) -> Snapshot:
+) -> StateSnapshot:
     """Take a snapshot of the current state; its tensors are views of the live training tensors.
 
     Args:
@@ -77,7 +77,7 @@ def take_snapshot(
         raise ConfigurationError(
             f"save_checkpoint cannot write its extras as JSON ({error}); give plain values"
         ) from None
-    return Snapshot(tensors, {} if optimizer is None else optimizer_numbers(optimizer), state)
+    return StateSnapshot(tensors, {} if optimizer is None else optimizer_numbers(optimizer), state)
 
 
 def restore(

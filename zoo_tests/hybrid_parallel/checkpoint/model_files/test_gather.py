@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather
-from plugins.hybrid_parallel.inspect.shard_report import playing
+from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from shardformer.shard_spec import Part, ShardSpec, annotate
 
 
@@ -20,7 +20,7 @@ def test_messages_use_the_communicator_of_the_group(
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: calls.append("all_reduce"))
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: calls.append([each.group_peer for each in batch]))
     spec = ShardSpec((6, 4), 0, (Part(6),), rank, 3)
-    with playing(rank, 3):
+    with fake_rank(rank, 3):
         for _ in range(2):
             tensor = torch.empty(spec.local_shape, device="meta")
             annotate(tensor, spec)
