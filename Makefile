@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NPROC ?= 4
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 .PHONY: help setup bert convergence test test-fast test-cuda gpu campaigns lint format bench wheel clean
@@ -38,7 +38,7 @@ bert: setup
 convergence: setup
 	$(BIN)/python examples/bert/convergence.py $(ARGS)
 
-# Two processes share the tests: while ranks of the one wait for each other, those of the other work.
+# Three processes share the tests: while ranks of the one wait for each other or for a disk, those of another work.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest zoo_tests --numprocesses $(WORKERS) --dist worksteal
 
 test: setup

@@ -29,7 +29,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_LOOPS}::test_gradients_of_two_calls_add_up[dp2-1]",),
     ),
     "pieces start with the first values of their parameter": Edit(
-        "plugins.hybrid_parallel.zero.bucket",
+        "plugins.hybrid_parallel.zero.optimizer_shard",
         "view.copy_(sources[index].reshape(-1)[start:stop])",
         "view.copy_(sources[index].reshape(-1)[: stop - start])",
         (f"{PARITY}[llama-causal_lm-dp2-zero1]",),
@@ -57,8 +57,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "memory of unused parameters not cleared": Edit(
         "plugins.hybrid_parallel.zero.bucket",
-        "            if index not in self.written:\n                self._grad_view(index).zero_()\n",
-        "            if index not in self.written:\n                self._grad_view(index)\n",
+        "zero([self._grad_view(index) for index in range(len(self.params)) if index not in self.written])",
+        "zero([])",
         (
             f"{_UNUSED}[0-True]",
             f"{_UNUSED}[1-True]",
@@ -66,14 +66,14 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "padding of buckets takes part in the norm": Edit(
         "plugins.hybrid_parallel.zero.bucket",
-        "self.flat_grads[start:stop].zero_()",
-        "self.flat_grads[start:stop].fill_(1.0)",
+        "zero([self.flat_grads[start:stop] for start, stop in self._gaps])",
+        "torch._foreach_add_([self.flat_grads[start:stop].fill_(0.0) for start, stop in self._gaps], 1.0)",
         (f"{_OPTIMIZER}::test_clipping_equals_torchs[0.05-1]",),
     ),
     "norm from before the sum over tensor ranks": Edit(
         "plugins.hybrid_parallel.zero.bucket",
-        "        if self.sum_groups or factor is not None:\n            self._norm = None\n",
-        "        if factor is not None:\n            self._norm = None\n",
+        "        if self.sum_groups or factor is not None:\n            self.norm = None\n",
+        "        if factor is not None:\n            self.norm = None\n",
         (f"{_FEATURES}[gpt2-lm_head-tp2dp2-zero1-sp-momentum-clip]",),
     ),
     "small gradients scaled up to the limit": Edit(
@@ -83,9 +83,9 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_OPTIMIZER}::test_clipping_equals_torchs[1000.0-1]",),
     ),
     "norms of buckets added up": Edit(
-        "plugins.hybrid_parallel.zero.optimizer",
-        "total = torch.stack(counted).sum()",
-        "total = torch.stack(counted).sqrt().sum().square()",
+        "plugins.hybrid_parallel.zero.grad_norm",
+        "return squares.sum()",
+        "return squares.sqrt().sum().square()",
         (f"{_FEATURES}[bert-masked_lm-pp2dp2-zero0-momentum-clip]",),
     ),
     "experts reduced as if all ranks had them": Edit(
@@ -96,8 +96,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "unused parameters are stepped": Edit(
         "plugins.hybrid_parallel.zero.bucket",
-        "grad = piece.view(self.shard_grads).view_as(piece.parameter) if piece.index in self.used else None",
-        "grad = piece.view(self.shard_grads).view_as(piece.parameter)",
+        "piece.view(grads).view_as(piece.parameter) if is_used else None",
+        "piece.view(grads).view_as(piece.parameter)",
         (f"{_OPTIMIZER}::test_unused_parameters_are_not_moved_by_weight_decay[1-12]",),
     ),
     # pipeline, train_step.py
@@ -277,16 +277,16 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
     ),
     "masters rounded before every step": Edit(
-        "plugins.hybrid_parallel.zero.bucket",
+        "plugins.hybrid_parallel.zero.optimizer_shard",
         '            if present.device.type != "cpu" or not torch.equal(rounded, present):\n'
-        "                master.copy_(torch.where(rounded == present, master, present.to(master.dtype)))\n",
+        "                torch.where(rounded == present, master, present.to(master.dtype), out=master)\n",
         "            master.copy_(rounded)\n",
         (f"{_PRECISION}::test_small_updates_add_up_in_master_weights[1]",),
     ),
     "parameters do not follow their masters": Edit(
-        "plugins.hybrid_parallel.zero.bucket",
-        "piece.view(own).copy_(piece.parameter.detach().view(-1))",
-        "piece.view(own)",
+        "plugins.hybrid_parallel.zero.optimizer_shard",
+        "            self._parameters.copy_(self.values)\n",
+        "            pass\n",
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
     ),
     "loss scale grows one step late": Edit(
@@ -320,9 +320,9 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PLUGIN}/zero/test_two_optimizers.py::test_gradients_of_all_optimizers_are_clipped_by_one_norm",),
     ),
     "a changed element rounds all masters": Edit(
-        "plugins.hybrid_parallel.zero.bucket",
-        "torch.where(rounded == present, master, present.to(master.dtype))",
-        "present.to(master.dtype)",
+        "plugins.hybrid_parallel.zero.optimizer_shard",
+        "torch.where(rounded == present, master, present.to(master.dtype), out=master)",
+        "master.copy_(present)",
         (f"{_PLUGIN}/zero/test_user_gradients.py::test_a_changed_row_leaves_the_masters_of_other_rows",),
     ),
 }

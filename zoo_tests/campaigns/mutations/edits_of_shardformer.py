@@ -112,8 +112,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # attention
     "one random stream for all heads": Edit(
         "shardformer.attention.registry",
-        "with parallel_region(module.sharded_attention_rank):",
-        "with parallel_region(0):",
+        "rank = module.sharded_attention_rank\n",
+        "rank = 0\n",
         (f"{_DROPOUT}::test_heads_are_dropped_differently_on_every_rank",),
     ),
     "masks without our names": Edit(
