@@ -58,7 +58,7 @@ class Booster:
         return results[0] if len(results) == 1 else results
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute gradients in an ordinary loop (`pp_size=1`); call this instead of `loss.backward()`."""
+        """Compute gradients in an ordinary loop; call this instead of `loss.backward()`."""
         self.plugin.backward(loss, optimizer)
 
     def execute_pipeline(

@@ -187,10 +187,6 @@ class HybridParallelPlugin(Plugin):
         All optimizers of the model receive their gradients, whichever one is given. So do the optimizers of other
         models of this plugin that contributed to the loss.
         """
-        if self.pp_size > 1:
-            raise RuntimeError(
-                "booster.backward cannot run a pipeline; call booster.execute_pipeline with the optimizer"
-            )
         check_boosted_optimizer(optimizer)
         if not isinstance(loss, Tensor):
             raise ConfigurationError(
@@ -208,14 +204,24 @@ class HybridParallelPlugin(Plugin):
             optimizer.trace.add_loss(loss.detach())
             # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
             synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
-            for reducer in reducers if synchronises else ():
+            # A pipeline has further passes after that of the loss, the last of which completes the gradients.
+            for reducer in reducers if synchronises and self.pp_size == 1 else ():
                 reducer.begin_final_backward()
             mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value).backward()
+            if self.pp_size > 1:
+                self._run_pipelines_back(optimizer, synchronises)
             reducers += [each.reducer for each in others if each.reducer.pending]
             for reducer in reducers if synchronises else ():
                 reducer.finish()
         if synchronises and optimizer.trace.microbatches:
             self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
+
+    def _run_pipelines_back(self, optimizer: HybridParallelOptimizer, synchronises: bool) -> None:
+        """Run the pipelines of all models whose outputs the loss has reached."""
+        for reference in self._models:
+            model = reference()
+            if model is not None and (model.user_loop.pending or optimizer in model.optimizers):
+                model.user_loop.backward(synchronises and optimizer in model.optimizers)
 
     def _optimizers_besides(self, optimizer: HybridParallelOptimizer) -> list[HybridParallelOptimizer]:
         """Return the optimizers of the other models that this plugin has boosted."""

@@ -18,7 +18,8 @@ from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
+from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
+from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
@@ -28,8 +29,6 @@ from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.loss.terms import LOSS_KEYWORDS
-
-_MANY = 2**62  # more samples than any batch has
 
 
 class PipelineStep:
@@ -102,19 +101,8 @@ class PipelineStep:
             self._refuse_short_start(rows)
             self.model.checked_full_batch = True
         if self.mesh.size(EP) > 1:
-            return self._agreed_microbatches(rows)
+            return agreed_microbatches(rows, self.pipeline, self.mesh)
         return self.pipeline.microbatches_of(rows, self.mesh.size("pp")) if rows else 0
-
-    def _agreed_microbatches(self, rows: int) -> int:
-        """Agree on one number of micro-batches, since ranks wait for one another at the experts of every layer.
-
-        Every share of the batch that is not empty has at least that many samples.
-        """
-        # On the CPU: reading the result must not wait for the device.
-        extremes = torch.tensor([rows or _MANY, -rows])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(DP_CP))
-        fewest, most = int(extremes[0]), -int(extremes[1])
-        return min(self.pipeline.microbatches_of(most, self.mesh.size("pp")), fewest) if most else 0
 
     def _refuse_short_start(self, rows: int) -> None:
         """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.

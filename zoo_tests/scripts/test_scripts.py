@@ -14,15 +14,9 @@ from zoo_tests.scripts.outcome import EXACT, REFUSED, WARNED, compare
 from zoo_tests.scripts.port import LAYOUTS, NAMES
 
 _ALL = tuple(LAYOUTS)
-# Passes of an ordinary loop, or an evaluation in one, that stages cannot run by themselves.
-_ORDINARY = (
-    *("accumulate_gradients", "answer_questions", "average_weights", "classify_images", "distil", "evaluate_accuracy"),
-    *("keep_the_best", "pack_documents", "perplexity", "plateau", "prefer", "pretrain_gpt2", "reward", "sample_text"),
-    *("sentence_pairs", "smooth_labels", "transcribe", "translate_bart", "weigh_classes"),
-)
 # Script -> the layouts that refuse it.
 REFUSALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_ORDINARY, ("pp2",)),
+    "sample_text": ("pp2",),  # generate() needs the whole model
     **dict.fromkeys(("own_head", "pool_layers", "two_tasks"), ("tp2", "pp2")),  # no policy, and none is guessed
     "log_gradients": _ALL,  # no rank has a gradient as plain torch has it
     "regularise": ("tp2", "pp2"),  # a sum over the parameters is one over a rank's share of them

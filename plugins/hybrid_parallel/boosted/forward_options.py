@@ -102,10 +102,8 @@ class ForwardOptions:
             )
         for name in ("use_cache", "past_key_values"):
             if is_microbatch and _is_given(given.get(name)):
-                yield (
-                    f"{name} is in the batch, and booster.execute_pipeline neither fills nor reads caches; leave it "
-                    "out, or call model(**batch)"
-                )
+                way_out = "leave it out" if pp_size > 1 else "leave it out, or call model(**batch)"
+                yield f"{name} is in the batch, and a pipeline neither fills nor reads caches; {way_out}"
             elif self._cuts_caches and _is_given(given.get(name)):
                 yield f"{name} asks for a cache of whole sequences, which {cut_by} cuts; leave it out"
 

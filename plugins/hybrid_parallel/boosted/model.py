@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
+from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, stand_in, to_device, without_rows
@@ -25,6 +26,7 @@ from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
+from plugins.hybrid_parallel.pipeline.user_loop import UserLoop
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
@@ -72,18 +74,20 @@ class ShardContext:
         origin: description of the whole model, for saving and loading.
         tied: the parameters that other stages hold too.
         stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
+        pipeline: how a batch is split into micro-batches.
     """
 
     origin: WholeModel
     tied: Mapping[nn.Parameter, TiedParameter]
     stream: SharedStream | None
+    pipeline: PipelineOptions
 
 
 class HybridParallelModel(GuardedModel):
     """This rank's shard of a model.
 
-    With one pipeline stage it is called like the wrapped model: `model(**batch)`. The loss in its outputs is then the
-    mean over the global batch of all data-parallel ranks, so all of them must call it.
+    It is called like the wrapped model: `model(**batch)`. The loss in its outputs is the mean over the global batch of
+    all data-parallel ranks, so all of them must call it.
 
     Args:
         runtime: runs micro-batches through the stages of the sharded model that this rank holds.
@@ -109,6 +113,7 @@ class HybridParallelModel(GuardedModel):
         self.batches_seen = 0
         self.checked_full_batch = False
         self.options = ForwardOptions(module, mesh)
+        self.user_loop = UserLoop(self, context.pipeline)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
         """Copy the weights to a new model on the same ranks, without an optimizer: for averages of weights (EMA)."""
@@ -117,7 +122,7 @@ class HybridParallelModel(GuardedModel):
         module = copy_module(self.module, self.mesh, memo)
         runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
         tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
-        made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream))
+        made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.pipeline))
         refuse_backward(made)
         made.training = self.training  # the flags of inner modules are copied already
         return made
@@ -166,20 +171,17 @@ class HybridParallelModel(GuardedModel):
             yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one pass of the whole model, which must be a single pipeline stage.
+        """Run the forward pass of a batch, through all pipeline stages; see `UserLoop` for a pipeline.
 
         Raises:
-            RuntimeError: if the model is one of several pipeline stages.
             ConfigurationError: if another engine runs it.
         """
         self.refuse_outer_engine()
-        if self.mesh.size("pp") > 1:
-            raise RuntimeError(
-                f"model(**batch) cannot run stage {self.mesh.rank('pp')} of a pipeline by itself; "
-                "call booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)"
-            )
         args, kwargs = self.options.by_name(args, kwargs)
         as_tuple = self.options.wants_tuple(kwargs)
+        if self.mesh.size("pp") > 1:
+            outputs = self._forward_through_stages(args, kwargs)
+            return outputs.to_tuple() if as_tuple else outputs
         kwargs = self.options.inputs(to_device(kwargs, self.mesh.device, self.input_dtype, LOSS_KEYWORDS))
         if torch.is_grad_enabled():
             if self.checks_this_batch():
@@ -277,6 +279,15 @@ class HybridParallelModel(GuardedModel):
             return whole(outputs)
         return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
 
+    def _forward_through_stages(self, args: tuple, given: dict[str, Any]) -> Any:
+        if args:
+            raise ConfigurationError(
+                "model(...) got positional arguments, which have no names by which a pipeline could split the batch; "
+                "call model(**batch)"
+            )
+        batch = to_device(given, self.mesh.device, self.input_dtype, LOSS_KEYWORDS)
+        return self.user_loop.forward(batch, given)
+
     def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if args or num_rows(kwargs):
             return self.whole_sequences(self.module(*args, **kwargs))
@@ -312,10 +323,12 @@ class HybridParallelModel(GuardedModel):
 
     def _with_loss(self, outputs: Mapping[str, Any], share: Tensor) -> Any:
         """Return `outputs` with the sum of the shares of the loss over all replicas."""
-        if self.mesh.size(DP_CP) > 1:
-            share = SumOverReplicas.apply(share, self.mesh.group(DP_CP))
         rest = {key: item for key, item in outputs.items() if key != "loss"}
-        return type(outputs)(loss=share, **rest)
+        return type(outputs)(loss=self.loss_over_replicas(share), **rest)
+
+    def loss_over_replicas(self, share: Tensor) -> Tensor:
+        """Return the sum of the shares of a loss over all replicas (0-d, differentiable)."""
+        return SumOverReplicas.apply(share, self.mesh.group(DP_CP)) if self.mesh.size(DP_CP) > 1 else share
 
 
 def _no_share(outputs: Any) -> Tensor:

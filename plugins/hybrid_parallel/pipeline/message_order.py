@@ -67,6 +67,28 @@ def order_messages(tables: Sequence[Sequence[Action]]) -> list[list[Turn]]:
     ]
 
 
+def split_at_backward(turns: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
+    """Split turns that run all forwards before all backwards into two sequences, which run at different times.
+
+    Receives of gradients that would be posted among the forwards are posted before the first backward, in their order.
+    """
+    first = next((index for index, turn in enumerate(turns) if turn.action.kind is not Kind.FORWARD), len(turns))
+    forwards, backwards = turns[:first], list(turns[first:])
+    early = [each for turn in forwards for each in (*turn.before_action, *turn.before_send) if not _is_forward(each)]
+    if early:
+        turn = backwards[0]
+        backwards[0] = Turn(turn.action, (*early, *turn.before_action), turn.before_send)
+    kept = [
+        Turn(turn.action, tuple(filter(_is_forward, turn.before_action)), tuple(filter(_is_forward, turn.before_send)))
+        for turn in forwards
+    ]
+    return kept, backwards
+
+
+def _is_forward(action: Action) -> bool:
+    return action.kind is Kind.FORWARD
+
+
 def _time_of_message(timed: TimedAction) -> tuple[float, int]:
     """Return the place of an action's message in the sequence; no two actions have the same."""
     return timed.end, timed.action.stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import signature
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.links import connect
-from plugins.hybrid_parallel.pipeline.message_order import Turn, order_messages
+from plugins.hybrid_parallel.pipeline.message_order import Turn, order_messages, split_at_backward
 from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
@@ -25,8 +25,18 @@ from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore,
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
-# (outputs, index of the micro-batch) -> the value to differentiate, 0-d; None if there is none
-LossFunction = Callable[[Any, int], Tensor | None]
+
+class Root(Protocol):
+    """What the backward pass of a micro-batch starts from on the last stage: a loss (0-d), or `OutputGradients`."""
+
+    requires_grad: bool
+
+    def backward(self) -> None:
+        """Add the gradients of the micro-batch."""
+
+
+# (outputs, index of the micro-batch) -> what its backward pass starts from; None if there is none
+LossFunction = Callable[[Any, int], Root | None]
 
 
 class PipelineRuntime:
@@ -58,6 +68,7 @@ class PipelineRuntime:
             defer_weight_grads(module, self.weight_grad_store)
         self.links = connect(mesh, schedule, num_chunks)
         self._turns: dict[tuple[int, bool], list[Turn]] = {}
+        self._phases: dict[int, tuple[list[Turn], list[Turn]]] = {}
         self.microbatch_hooks: list[Callable[[int], None]] = []
 
     def turns(self, num_microbatches: int, trains: bool) -> list[Turn]:
@@ -69,6 +80,18 @@ class PipelineRuntime:
             tables = [make(rank, num_ranks, num_microbatches, self.num_chunks) for rank in range(num_ranks)]
             self._turns[sizes] = order_messages(tables)[self.mesh.rank("pp")]
         return self._turns[sizes]
+
+    def phases(self, num_microbatches: int) -> tuple[list[Turn], list[Turn]]:
+        """Return the turns of this rank for all forwards of a batch, and for all backwards that may follow later."""
+        if num_microbatches not in self._phases:
+            num_ranks, sizes = self.mesh.size("pp"), (num_microbatches, self.num_chunks)
+            tables = [
+                self.schedule.forward_only(rank, num_ranks, *sizes)
+                + self.schedule.backward_only(rank, num_ranks, *sizes)
+                for rank in range(num_ranks)
+            ]
+            self._phases[num_microbatches] = split_at_backward(order_messages(tables)[self.mesh.rank("pp")])
+        return self._phases[num_microbatches]
 
     def register_microbatch_hook(self, hook: Callable[[int], None]) -> None:
         """Call `hook(index of the micro-batch)` before either direction of each micro-batch."""
@@ -102,7 +125,20 @@ class PipelineRuntime:
             before_last, after_last: called around the last backward action of each stage, after which the gradients
                 of parameters that only this stage holds are complete.
         """
-        step = _Step(self, microbatches, loss_function)
+        self.execute(self.begin(microbatches, loss_function), turns, before_last, after_last)
+
+    def begin(self, microbatches: Sequence[dict[str, Any]], loss_function: LossFunction) -> PassState:
+        """Return the state of a pass over `microbatches`, before any of its turns; see `run`."""
+        return PassState(self, microbatches, loss_function)
+
+    def execute(
+        self,
+        step: PassState,
+        turns: Sequence[Turn],
+        before_last: Callable[[Action], None] = lambda action: None,
+        after_last: Callable[[Action], None] = lambda action: None,
+    ) -> None:
+        """Execute some turns of a pass; see `run`."""
         last = {turn.action.stage: turn.action for turn in turns if turn.action.kind is not Kind.FORWARD}
         for position, turn in enumerate(turns):
             action = turn.action
@@ -132,7 +168,7 @@ class PipelineRuntime:
                 channel.release()
 
 
-class _Step:
+class PassState:
     """State of one run: posted receives, and forwards that wait for their backward pass."""
 
     def __init__(
@@ -151,7 +187,7 @@ class _Step:
         # By stage and micro-batch:
         self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # tensors whose gradients are sent back
         # Edges instead of tensors: an activation is freed as soon as it is sent.
-        self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | None] = {}
+        self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Root | None] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}  # weight gradients still to be computed
 
     def prepare_receives(self, actions: Sequence[Action]) -> None:
@@ -296,7 +332,7 @@ class _Step:
             self.unsent = lambda: links.gradients_out.send(grads, self.keys[index])
 
 
-def _check_trains(loss: Tensor) -> None:
+def _check_trains(loss: Root) -> None:
     if not loss.requires_grad:
         raise ConfigurationError(
             "the loss depends on no parameter that takes gradients (all have requires_grad=False); unfreeze some, or "

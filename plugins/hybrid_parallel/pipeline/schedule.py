@@ -89,6 +89,11 @@ class Schedule:
         order = _in_rounds(num_ranks, num_microbatches, range(len(stages)))
         return [Action(Kind.FORWARD, stages[chunk], microbatch) for chunk, microbatch in order]
 
+    def backward_only(self, rank: int, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+        """Return the actions of `rank` in a backward pass that follows `forward_only`: its mirror image."""
+        forwards = self.forward_only(rank, num_ranks, num_microbatches, num_chunks)
+        return [Action(Kind.BACKWARD, action.stage, action.microbatch) for action in reversed(forwards)]
+
 
 def gpipe(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> Passes:
     """Yield all forwards, then all backwards (Huang et al., arXiv 1811.06965); all activations are kept until then."""

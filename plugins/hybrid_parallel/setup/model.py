@@ -194,7 +194,7 @@ def wrap_model(
     """
     leave_sums(model)  # the buckets sum gradients
     masters = _cast(model, DTYPES.get(config.mixed_precision.precision), config.mixed_precision.master_weights)
-    context = ShardContext(origin, _tied(shared, config, mesh), _stream(mesh, seed))
+    context = ShardContext(origin, _tied(shared, config, mesh), _stream(mesh, seed), config.pipeline)
     if config.mixed_precision.precision == "fp8":
         multiply_in_fp8(model)
     recorder = None

@@ -158,7 +158,7 @@ _PARTS = "finds parts of sequences under cp_size=2; leave that out"
     ("layout", "asked", "message"),
     [
         ("pp2", {"output_attentions": True}, f"output_attentions=True {_STAGES} or output_attentions=False"),
-        ("pp2", {"use_cache": True}, "use_cache is in the batch, and booster.execute_pipeline neither fills nor reads"),
+        ("pp2", {"use_cache": True}, "use_cache is in the batch, and a pipeline neither fills nor reads"),
         ("cp2", {"output_attentions": True}, f"output_attentions=True {_PARTS}"),
         ("cp2", {"logits_to_keep": 2}, "logits_to_keep counts tokens of whole sequences, which cp_size=2 cuts"),
         ("cp2", {"use_cache": True}, "use_cache"),

@@ -1,0 +1,26 @@
+"""Number of micro-batches of a batch, where ranks must agree on it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from plugins.hybrid_parallel.config.pipeline import PipelineOptions
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+
+_MANY = 2**62  # more samples than any batch has
+
+
+def agreed_microbatches(rows: int, pipeline: PipelineOptions, mesh: HybridMesh) -> int:
+    """Agree on one number of micro-batches, since ranks wait for one another at the experts of every layer.
+
+    Every share of the batch that is not empty has at least that many samples.
+
+    Args:
+        rows: samples of this rank's share of the batch.
+    """
+    # On the CPU: reading the result must not wait for the device.
+    extremes = torch.tensor([rows or _MANY, -rows])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=mesh.group(DP_CP))
+    fewest, most = int(extremes[0]), -int(extremes[1])
+    return min(pipeline.microbatches_of(most, mesh.size("pp")), fewest) if most else 0

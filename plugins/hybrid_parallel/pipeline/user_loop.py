@@ -1,0 +1,378 @@
+"""The ordinary loop under a pipeline: `outputs = model(**batch)`, any loss of them, `booster.backward(loss, optimizer)`.
+
+A call of the model runs all forward passes. Every rank of the pipeline then has the loss, and fetches another output
+when its script reads it. Each rank repeats the user's computation on the outputs; the gradients that it leaves on the
+last stage start the backward passes of the micro-batches.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from booster import failure
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.pipeline import PipelineOptions
+from plugins.hybrid_parallel.data.batch_check import check_batch
+from plugins.hybrid_parallel.data.index_check import naming_entry
+from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, split_batch, stand_in, without_rows
+from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
+from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
+from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
+from plugins.hybrid_parallel.pipeline.lazy_outputs import StageOutputs
+from plugins.hybrid_parallel.pipeline.runtime import PassState
+from plugins.hybrid_parallel.pipeline.schedule import Action
+from shardformer.context_parallel.batch_facts import record_facts
+from shardformer.layers.fp8 import weights_rounded_once
+from shardformer.layers.lm_head import parallel_logits
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
+_LOSS = "loss"
+_BARE = ""  # the name of the output of a model that returns a single tensor
+
+
+class UserLoop:
+    """Calls of one model by the user's own loop.
+
+    Args:
+        model: the boosted model.
+        pipeline: how a batch is split.
+
+    Attributes:
+        pending: calls by number, that the backward pass under way has reached.
+    """
+
+    def __init__(self, model: HybridParallelModel, pipeline: PipelineOptions) -> None:
+        self.model, self.pipeline, self.pending = model, pipeline, dict[int, PipelineCall]()
+        self._num_calls = 0
+
+    @failure.guard("model(**batch)")
+    def forward(self, batch: dict[str, Any], on_host: Mapping[str, Any]) -> Any:
+        """Run all forward passes of a batch; return the outputs for the whole batch of this replica.
+
+        Args:
+            batch: the arguments of the model's forward, on the device.
+            on_host: the same arguments as they were given.
+
+        Raises:
+            ConfigurationError: if the ranks of the pipeline do not all call the model; raised on all of them.
+        """
+        model, mesh = self.model, self.model.mesh
+        agree(mesh, "calls model(**batch)")
+        if torch.is_grad_enabled():
+            if model.checks_this_batch():
+                check_batch(batch, mesh)
+            model.trace.begin([batch], [])
+        rows = num_rows(batch)
+        own = split_batch(batch, self._num_microbatches(rows)) if rows else []
+        if mesh.size("cp") > 1:
+            record_facts(own, split_batch(on_host, len(own)))
+        microbatches = own or [stand_in(batch)] * max(self._num_microbatches(rows), 1)
+        call = PipelineCall(model, self._num_calls, empty=not own)
+        self._num_calls += 1
+        call.run(batch, own, microbatches)
+        return call.outputs()
+
+    def _num_microbatches(self, rows: int) -> int:
+        if self.model.mesh.size(EP) > 1:
+            return agreed_microbatches(rows, self.pipeline, self.model.mesh)
+        return self.pipeline.microbatches_of(rows, self.model.mesh.size("pp"))
+
+    def backward(self, synchronises: bool) -> None:
+        """Run the pipeline back for all calls that the user's loss has reached, the last one first.
+
+        Args:
+            synchronises: whether these passes complete the gradients.
+        """
+        pending, self.pending = self.pending, {}
+        numbers = sorted(pending, reverse=True)
+        agree(self.model.mesh, f"calls booster.backward with a loss of the outputs {numbers}")
+        for number in numbers:
+            pending[number].run_backward(is_final=synchronises and number == numbers[-1])
+
+
+class PipelineCall:
+    """One call of the model: its outputs, and what its backward pass needs.
+
+    Args:
+        model: the boosted model.
+        number: how many calls of this model came before.
+        empty: whether this replica's share of the batch is empty and a placeholder runs.
+    """
+
+    def __init__(self, model: HybridParallelModel, number: int, empty: bool) -> None:
+        self.model, self.number, self.empty = model, number, empty
+        self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
+        self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
+        self.passes: PassState | None = None
+        self.num_microbatches = 0
+        self.num_steps = [optimizer.num_steps for optimizer in model.optimizers]
+        self._header: dict[str, Any] = {}
+
+    # ----- forward -----
+
+    def run(self, batch: dict[str, Any], own: list[dict[str, Any]], microbatches: list[dict[str, Any]]) -> None:
+        """Run all forward passes.
+
+        Args:
+            own: the micro-batches of this replica, with labels.
+            microbatches: the same, or placeholders if there are none.
+        """
+        model, runtime = self.model, self.model.runtime
+        loss = model.step_loss(own, None, batch)
+        inputs = [model.inputs_of(microbatch, loss) for microbatch in microbatches]
+        self.num_microbatches = len(microbatches)
+        trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, self.empty
+
+        def finish_forward(outputs: Any, index: int) -> OutputGradients | None:
+            outputs = outputs if loss.reads_parts else model.whole_sequences(outputs)
+            if isinstance(loss, ModelStepLoss) and not _has_loss(outputs):
+                share = None  # a model without a head
+            else:
+                share = _no_share(outputs, loss) if empty else loss.share(outputs, index)
+            whole = model.gathered(outputs) if loss.reads_parallel_logits else outputs
+            result = dict(whole) if isinstance(whole, Mapping) else {_BARE: whole}
+            result = without_rows(result) if empty else result
+            result.pop(_LOSS, None)
+            results.append(result if share is None else {_LOSS: share, **result})
+            return OutputGradients(results[-1], index, len(microbatches), grads) if trains else None
+
+        with ExitStack() as stack:
+            stack.enter_context(model.running())
+            stack.enter_context(weights_rounded_once(runtime.module))
+            stack.enter_context(naming_entry(batch))
+            if loss.reads_parallel_logits:
+                stack.enter_context(parallel_logits(model))
+            self.passes = runtime.begin(inputs, finish_forward)
+            runtime.execute(self.passes, runtime.phases(len(inputs))[0])
+        if not trains:
+            self.passes = None
+
+    def outputs(self) -> Any:
+        """Return the outputs of all micro-batches together; the loss is fetched now, other outputs when they are read."""
+        runtime, mesh = self.model.runtime, self.model.mesh
+        described = _described(self.results) if runtime.has_last_stage else None
+        self._header = broadcast_json(described, mesh.group("pp"), runtime.rank_of_last_stage)
+        if _BARE in self._header:
+            return self.fetch(_BARE)
+        outputs = StageOutputs(self._header, self.read)
+        if _LOSS in self._header:
+            outputs[_LOSS] = self.model.loss_over_replicas(self.fetch(_LOSS))
+        return outputs
+
+    @failure.guard("reading outputs of model(**batch)")
+    def read(self, name: str) -> Any:
+        """Fetch an output that the script reads for the first time, on all ranks of the pipeline.
+
+        Raises:
+            ConfigurationError: if another rank of the pipeline goes on without reading it; raised on all of them.
+        """
+        agree(self.model.mesh, f"reads outputs.{name} of call {self.number}")
+        return self.fetch(name)
+
+    def fetch(self, name: str) -> Any:
+        """Broadcast an output from the last stage."""
+        leaves = iter(range(len(_leaves(self._header[name]))))
+        return _build(self._header[name], lambda leaf: self._broadcast(name, next(leaves), leaf))
+
+    def _broadcast(self, name: str, position: int, leaf: Mapping[str, Any]) -> Tensor:
+        mesh, runtime = self.model.mesh, self.model.runtime
+        if "differ" in leaf:
+            raise ConfigurationError(
+                f"outputs.{name} of micro-batches have shapes {leaf['differ']}, which cannot be put together; use "
+                "num_microbatches=1, or do not read it"
+            )
+        if runtime.has_last_stage:
+            parts = [_leaves(result[name])[position].detach() for result in self.results]
+            value = (torch.stack(parts).sum(0) if name == _LOSS else torch.cat(parts)).contiguous()
+        else:
+            value = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=mesh.device)
+        dist.broadcast(value, runtime.rank_of_last_stage, group=mesh.group("pp"))
+        if not leaf["needs_grad"] or not torch.is_grad_enabled():
+            return value
+        return _Border.apply(torch.empty(0, requires_grad=True), value, self, (name, position))
+
+    # ----- backward -----
+
+    def accept(self, key: tuple[str, int], grad: Tensor) -> None:
+        """Take the gradient of the user's loss with respect to an output.
+
+        Raises:
+            ConfigurationError: if `booster.backward` does not run this backward pass.
+            RuntimeError: if this is the second one.
+        """
+        optimizers = self.model.optimizers
+        if not optimizers:
+            raise ConfigurationError(
+                "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients "
+                "over ranks; use model, optimizer = booster.boost(model, optimizer) and booster.backward(loss, optimizer)"
+            )
+        if not optimizers[0].reducer.accepting:
+            raise ConfigurationError(
+                "loss.backward() does not run the stages of a pipeline; call booster.backward(loss, optimizer)"
+            )
+        if self.passes is None:
+            raise RuntimeError(
+                "backward() runs a second time through the outputs of one model(**batch), whose activations are freed "
+                "by now; add the losses up and call booster.backward once, or call the model again"
+            )
+        if self.num_steps != [optimizer.num_steps for optimizer in optimizers]:
+            raise RuntimeError(
+                "backward() reached outputs from before optimizer.step(), which has changed the weights in place; "
+                "call booster.backward before optimizer.step(), or call the model again"
+            )
+        self.grads[key] = grad.detach() if key not in self.grads else self.grads[key] + grad.detach()
+        self.model.user_loop.pending[self.number] = self
+
+    def run_backward(self, is_final: bool) -> None:
+        """Run all backward passes of this call.
+
+        Args:
+            is_final: whether they complete the gradients of the model.
+        """
+        runtime, passes = self.model.runtime, self.passes
+        self.passes = None
+        unfinished = set(runtime.stages)
+
+        def before_last(action: Action) -> None:
+            # Hooks then tell when each gradient is complete.
+            if is_final and unfinished == {action.stage}:
+                for optimizer in self.model.optimizers:
+                    optimizer.reducer.begin_final_backward()
+
+        def after_last(action: Action) -> None:
+            unfinished.discard(action.stage)
+            if is_final and unfinished:
+                complete = self.model.parameters_only_of(action.stage, unfinished)
+                for optimizer in self.model.optimizers:
+                    optimizer.reducer.complete(complete)
+
+        with self.model.running():
+            runtime.execute(passes, runtime.phases(self.num_microbatches)[1], before_last, after_last)
+        self.results.clear()
+        self.grads.clear()
+
+
+@dataclass
+class OutputGradients:
+    """What the backward pass of a micro-batch starts from: its outputs, and the gradients that the user's loss gives.
+
+    Attributes:
+        result: outputs of the micro-batch, with their graph.
+        index: of the micro-batch.
+        num_microbatches: of the batch.
+        grads: (output, position in it) -> gradient for the whole batch.
+    """
+
+    result: Mapping[str, Any]
+    index: int
+    num_microbatches: int
+    grads: Mapping[tuple[str, int], Tensor]
+    requires_grad: bool = True
+
+    def backward(self) -> None:
+        """Add the gradients of the micro-batch."""
+        pairs = []
+        for (name, position), grad in self.grads.items():
+            tensor = _leaves(self.result[name])[position]
+            part = grad if name == _LOSS else grad.tensor_split(self.num_microbatches)[self.index]
+            if tensor.requires_grad:
+                pairs.append((tensor, part))
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+
+
+class _Border(torch.autograd.Function):
+    """The border between the pipeline and the user's own computation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, call: PipelineCall, key: tuple[str, int]) -> Tensor:
+        """Return an output of the pipeline; `anchor` makes it part of a graph."""
+        ctx.call, ctx.key = call, key
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        """Leave the gradient for the backward passes of the pipeline."""
+        ctx.call.accept(ctx.key, grad)
+        return None, None, None, None
+
+
+def agree(mesh: HybridMesh, action: str) -> None:
+    """Compare what the scripts of a pipeline's ranks do next.
+
+    Raises:
+        ConfigurationError: if they differ; raised on all of these ranks.
+    """
+    group = mesh.group("pp")
+    mine = torch.tensor(zlib.crc32(action.encode()))
+    everyone = [torch.empty_like(mine) for _ in range(mesh.size("pp"))]
+    dist.all_gather(everyone, mine, group=group)
+    if len(set(map(int, everyone))) == 1:
+        return
+    first, *_ = found = all_gather_json(action, group)
+    other = next(index for index, each in enumerate(found) if each != first)
+    raise ConfigurationError(
+        f"stage 0 {first} while stage {other} {found[other]}; all ranks of a pipeline run the same script: read the "
+        "same outputs on all of them, and print or save on one"
+    )
+
+
+def _no_share(outputs: Any, loss: StepLoss) -> Tensor | None:
+    """Return the share of an empty batch in the loss: zero, in the precision of the other shares."""
+    if isinstance(loss, NoLoss):
+        return None
+    nothing = nothing_of(outputs)
+    return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
+
+
+def _has_loss(outputs: Any) -> bool:
+    return isinstance(outputs, Mapping) and isinstance(outputs.get(_LOSS), Tensor)
+
+
+def _described(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Describe the outputs that can be fetched, in a JSON-serializable form; scalars and caches are left out."""
+    described = {name: _describe([result[name] for result in results], name == _LOSS) for name in results[0]}
+    return {name: each for name, each in described.items() if each is not None}
+
+
+def _describe(values: Sequence[Any], is_sum: bool = False) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and (first.dim() or is_sum):
+        shapes = [list(value.shape) for value in values]
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            return {"differ": shapes}
+        rows = [] if is_sum else [sum(shape[0] for shape in shapes)]
+        dtype = str(first.dtype).removeprefix("torch.")
+        needs_grad = any(value.requires_grad for value in values)
+        return {"dtype": dtype, "shape": [*rows, *shapes[0][1:]], "needs_grad": needs_grad}
+    if type(first) in (tuple, list):
+        parts = [_describe(parts) for parts in zip(*values, strict=True)]
+        return None if None in parts else parts
+    return None
+
+
+def _build(node: Any, make: Callable[[Mapping[str, Any]], Tensor]) -> Any:
+    return tuple(_build(each, make) for each in node) if isinstance(node, list) else make(node)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return list(_flat(value))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
