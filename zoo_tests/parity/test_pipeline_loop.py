@@ -49,9 +49,10 @@ def test_ordinary_loop_of_a_pipeline(case: Case, tmp_path: Path) -> None:
 
 @distributed(2)
 def test_misuse_is_refused_on_all_ranks() -> None:
-    boosted = boost(Case(recipe=Recipe(family="bert", head="sequence"), layout="pp2", ordinary_loop=True))
+    recipe = Recipe(family="bert", head="sequence")
+    boosted = boost(Case(recipe=recipe, layout="pp2", ordinary_loop=True))
     model, optimizer, backward = boosted.model, boosted.optimizer, boosted.booster.backward
-    batch = boosted.share(boosted.case.recipe.batch(0))
+    batch = boosted.share(recipe.batch(0))
 
     with pytest.raises(ConfigurationError, match=r"call booster\.backward\(loss, optimizer\)"):
         model(**batch).loss.backward()

@@ -51,7 +51,7 @@ class StageOutputs(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return an output, or `default` if the model has none of that name."""
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401 (dict.get would not fetch it)
 
     def pop(self, key: str, *default: Any) -> Any:
         """Fetch and remove an output."""

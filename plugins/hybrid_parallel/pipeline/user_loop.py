@@ -1,4 +1,4 @@
-"""The ordinary loop under a pipeline: `outputs = model(**batch)`, any loss of them, `booster.backward(loss, optimizer)`.
+"""The ordinary loop under a pipeline: `outputs = model(**batch)`, any loss of them, and `booster.backward`.
 
 A call of the model runs all forward passes. Every rank of the pipeline then has the loss, and fetches another output
 when its script reads it. Each rank repeats the user's computation on the outputs; the gradients that it leaves on the
@@ -159,7 +159,7 @@ class PipelineCall:
             self.passes = None
 
     def outputs(self) -> Any:
-        """Return the outputs of all micro-batches together; the loss is fetched now, other outputs when they are read."""
+        """Return the outputs of all micro-batches; the loss is fetched now, other outputs when they are read."""
         runtime, mesh = self.model.runtime, self.model.mesh
         described = _described(self.results) if runtime.has_last_stage else None
         self._header = broadcast_json(described, mesh.group("pp"), runtime.rank_of_last_stage)
@@ -215,7 +215,8 @@ class PipelineCall:
         if not optimizers:
             raise ConfigurationError(
                 "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients "
-                "over ranks; use model, optimizer = booster.boost(model, optimizer) and booster.backward(loss, optimizer)"
+                "over ranks; use model, optimizer = booster.boost(model, optimizer) and "
+                "booster.backward(loss, optimizer)"
             )
         if not optimizers[0].reducer.accepting:
             raise ConfigurationError(
