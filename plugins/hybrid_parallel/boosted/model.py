@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
+from plugins.hybrid_parallel.boosted.user_loop import UserLoop
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.data.index_check import naming_entry
@@ -26,7 +27,6 @@ from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
-from plugins.hybrid_parallel.pipeline.user_loop import UserLoop
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from booster import failure
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.lazy_outputs import StageOutputs
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
@@ -27,15 +28,11 @@ from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
-from plugins.hybrid_parallel.pipeline.lazy_outputs import StageOutputs
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.pipeline.schedule import Action
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
-
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 
 _LOSS = "loss"
 _BARE = ""  # the name of the output of a model that returns a single tensor
@@ -52,7 +49,7 @@ class UserLoop:
         pending: calls by number, that the backward pass under way has reached.
     """
 
-    def __init__(self, model: HybridParallelModel, pipeline: PipelineOptions) -> None:
+    def __init__(self, model: Any, pipeline: PipelineOptions) -> None:
         self.model, self.pipeline, self.pending = model, pipeline, dict[int, PipelineCall]()
         self._num_calls = 0
 
@@ -110,7 +107,7 @@ class PipelineCall:
         empty: whether this replica's share of the batch is empty and a placeholder runs.
     """
 
-    def __init__(self, model: HybridParallelModel, number: int, empty: bool) -> None:
+    def __init__(self, model: Any, number: int, empty: bool) -> None:
         self.model, self.number, self.empty = model, number, empty
         self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
         self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
