@@ -23,6 +23,7 @@ from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.boosted.user_loop import agree
 from plugins.hybrid_parallel.config.json_layout import is_description, options_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_loss
@@ -193,6 +194,8 @@ class HybridParallelPlugin(Plugin):
                 f"booster.backward got a {type(loss).__name__} for the loss, as a model returns without labels in the "
                 "batch; give it labels, or compute the loss from its outputs"
             )
+        if self.pp_size > 1:
+            agree(self.grid, "calls booster.backward")
         if optimizer.num_steps < FIRST_STEPS:
             check_loss(loss.detach(), self.grid)
         reducers = [each.reducer for each in optimizer.peers]

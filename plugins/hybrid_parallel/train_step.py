@@ -101,7 +101,7 @@ class PipelineStep:
             self._refuse_short_start(rows)
             self.model.checked_full_batch = True
         if self.mesh.size(EP) > 1:
-            return agreed_microbatches(rows, self.pipeline, self.mesh)
+            return agreed_microbatches(rows, self.pipeline.microbatches_of, self.mesh)
         return self.pipeline.microbatches_of(rows, self.mesh.size("pp")) if rows else 0
 
     def _refuse_short_start(self, rows: int) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.compare import check_case
-from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.reference import inputs_of, loss_of
 from zoo_tests.harness.train_sharded import Boosted, boost
 from zoo_tests.zoo import Batch
@@ -281,14 +281,6 @@ def test_embeddings_as_inputs(family: str, layout: str) -> None:
         recipe=Recipe(family=family, head=MAIN[family], config=(("tie_word_embeddings", False),)), layout=layout
     )
     run_on_ranks(LAYOUTS[layout].world_size, _train_on_embeddings, case)
-
-
-@distributed(2)
-def test_model_call_of_a_stage_says_what_to_call() -> None:
-    case = Case(recipe=Recipe(family="bert", head="masked_lm"), layout="pp2")
-    boosted = boost(case)
-    with pytest.raises(RuntimeError, match="execute_pipeline"):
-        boosted.model(**case.recipe.batch(0))
 
 
 def _check_gradients(boosted: Boosted, plain: nn.Module) -> None:

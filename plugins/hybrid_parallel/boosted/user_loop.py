@@ -82,7 +82,7 @@ class UserLoop:
 
     def _num_microbatches(self, rows: int) -> int:
         if self.model.mesh.size(EP) > 1:
-            return agreed_microbatches(rows, self.pipeline, self.model.mesh)
+            return agreed_microbatches(rows, self.pipeline.microbatches_of, self.model.mesh)
         return self.pipeline.microbatches_of(rows, self.model.mesh.size("pp"))
 
     def backward(self, synchronises: bool) -> None:

@@ -68,13 +68,13 @@ def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
 
 
 def check_loss(loss: Tensor, mesh: HybridMesh) -> None:
-    """Compare a loss that the user computed across the tensor- and context-parallel ranks of a replica.
+    """Compare a loss that the user computed across the ranks of a replica.
 
     Raises:
         ConfigurationError: the loss differs; raised on all of these ranks.
     """
     tolerance = 1e-5 if loss.dtype.itemsize > 2 else 1e-2
-    for axis in (axis for axis in ("cp", "tp") if mesh.size(axis) > 1):
+    for axis in (axis for axis in ("cp", "tp", "pp") if mesh.size(axis) > 1):
         found = all_gather_json([mesh.place, float(loss)], mesh.group(axis))
         place, value = found[0]
         for other_place, other in found[1:]:

@@ -21,7 +21,7 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.pipeline import links as links_module
 from plugins.hybrid_parallel.pipeline.links import Links, connect, warm_up
 from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive
-from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime, _Step
+from plugins.hybrid_parallel.pipeline.runtime import PassState, PipelineRuntime
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import distributed
@@ -136,7 +136,7 @@ def _recording(runtime: PipelineRuntime, calls: list[Call], name: str) -> Iterat
 
         return patch.object(owner, method, recorded)
 
-    def run(step: _Step, action: Action) -> Call:
+    def run(step: PassState, action: Action) -> Call:
         needed = {"F": ("activations", action.stage - 1), "W": ("", 0)}.get(
             action.kind.value, ("gradients", action.stage)
         )
@@ -152,7 +152,7 @@ def _recording(runtime: PipelineRuntime, calls: list[Call], name: str) -> Iterat
         stack.enter_context(patch("torch.cuda.current_stream"))
         stack.enter_context(patch("torch.cuda.stream", lambda stream: nullcontext()))
         for owner, method, call_of in (
-            (_Step, "run", run),
+            (PassState, "run", run),
             (Channel, "_isend", send),
             (Channel, "irecv", on_cpu("receive header")),
             (PendingReceive, "__init__", lambda pending, message, channel, what: Call("allocate", link_of[channel])),

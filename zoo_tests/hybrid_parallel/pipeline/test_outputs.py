@@ -193,13 +193,6 @@ def test_gradient_checkpointing_needs_a_class_that_transformers_recomputes() -> 
         booster.boost(Recipe(family="albert", head="pretraining").model())
 
 
-@distributed(2)
-def test_backward_of_a_pipeline_says_what_to_call() -> None:
-    boosted = boost(Case(recipe=Recipe(family="bert", head="sequence"), layout="pp2"))
-    with pytest.raises(RuntimeError, match="call booster.execute_pipeline with the optimizer"):
-        boosted.booster.backward(torch.ones((), requires_grad=True), boosted.optimizer)
-
-
 @distributed(1)
 def test_one_process_alone_is_a_layout_too() -> None:
     """The ordinary loop, `execute_pipeline` and plain transformers give the same numbers."""
