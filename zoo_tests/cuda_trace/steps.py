@@ -127,8 +127,10 @@ def stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         p2p: {"to_header": keep, "from_header": lambda _: next(received)},
         # Agreement between ranks is on the host.
         GradientReducer: {"_agree_on_used": _on_host(GradientReducer._agree_on_used)},
-        train_step: {"check_tied": _on_host(train_step.check_tied)},
-        PipelineStep: {"_agreed_microbatches": _on_host(PipelineStep._agreed_microbatches)},
+        train_step: {
+            "check_tied": _on_host(train_step.check_tied),
+            "agreed_microbatches": _on_host(train_step.agreed_microbatches),
+        },
         FakeTensor: {"data_ptr": _address},
         # Tensors of numbers, and indices in lists, are made on the host and then copied, which is counted.
         FakeTensorMode: {"avoid_device_init": True},

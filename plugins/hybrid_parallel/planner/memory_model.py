@@ -77,7 +77,7 @@ def count_static(
             parameters += total * itemsize
             masters += shard * grad_itemsize if has_masters else 0
             gradients += shard * grad_itemsize
-            gradients += 0 if updated_itemsize == grad_itemsize else sum(pieces) * updated_itemsize
+            gradients += 0 if updated_itemsize == grad_itemsize else shard * updated_itemsize
             states += sum(pieces) * _STATES * updated_itemsize + len(pieces) * _STEP_BYTES
     return StaticMemory(parameters + frozen, masters, gradients, states, profile.buffer_bytes)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -116,10 +115,11 @@ def _clipping_counts_every_copy() -> None:
 
 
 def _clipping_counts_one_stage() -> None:
+    from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
     from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
     def norm(self: HybridParallelOptimizer) -> Tensor:
-        return torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum().sqrt()
+        return sum_of_squares(self.buckets, self.mesh.device).sqrt()
 
     HybridParallelOptimizer.global_norm = norm
 
@@ -137,10 +137,10 @@ def _no_gathering_after_the_step() -> None:
 
 
 def _bad_copies_do_not_count() -> None:
-    from plugins.hybrid_parallel.zero.bucket import Bucket
+    from plugins.hybrid_parallel.zero import optimizer
 
-    squared_norm = Bucket.squared_norm
-    Bucket.squared_norm = lambda self: squared_norm(self) if self.counted else torch.zeros((), dtype=torch.float64)
+    sum_of_squares = optimizer.sum_of_squares
+    optimizer.sum_of_squares = lambda buckets, device: sum_of_squares([one for one in buckets if one.counted], device)
 
 
 def _copies_are_not_compared() -> None:
