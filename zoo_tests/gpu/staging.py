@@ -23,22 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plugins.hybrid_parallel.distributed import device
+from zoo_tests.harness.c10d_operations import PLACES
 
-# Operation -> places of what it writes and of what it reads among its arguments.
-_PLACES = {
-    "allreduce_": (0, 0),
-    "broadcast_": (0, 0),
-    "reduce_": (0, 0),
-    "allgather_": (0, 1),
-    "_allgather_base_": (0, 1),
-    "reduce_scatter_": (0, 1),
-    "_reduce_scatter_base_": (0, 1),
-    "alltoall_": (0, 1),
-    "alltoall_base_": (0, 1),
-    "gather_": (0, 1),
-    "scatter_": (0, 1),
-    "barrier": (None, 0),
-}
 _AS_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # what gloo has no type for
 _TAG = 1000  # transfers of CUDA tensors, apart from those of CPU tensors in the same group
 
@@ -81,7 +67,7 @@ def shared_gpu() -> Iterator[None]:
     """Let the ranks of this world share a GPU; all of them must enter."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that torch's own kernels are replaced
-        for name in _PLACES:
+        for name in PLACES:
             library.impl(name, _collective(name), "CUDA")
         library.impl("send", _send, "CUDA")
         library.impl("recv_", _receive, "CUDA")
@@ -100,7 +86,7 @@ def _collective(name: str) -> Callable:
     op = getattr(torch.ops.c10d, name).default
     names = [argument.name for argument in op._schema.arguments]
     at, root = names.index("process_group"), names.index("root_rank") if "root_rank" in names else None
-    written, read = _PLACES[name]
+    written, read = PLACES[name]
 
     def run(*args: Any) -> Any:
         is_root = root is not None and args[root] == ProcessGroup.unbox(args[at]).rank()

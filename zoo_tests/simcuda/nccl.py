@@ -23,26 +23,12 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zoo_tests.harness.c10d_operations import PLACES
 from zoo_tests.simcuda import rules, runtime
 from zoo_tests.simcuda.flight_record import Counter, dump
 from zoo_tests.simcuda.work import Launch, Work, copy_of
 
 BACKEND = "cpu:gloo,cuda:nccl"
-# Operation -> places of what it writes and of what it reads among its arguments.
-_PLACES = {
-    "allreduce_": (0, 0),
-    "broadcast_": (0, 0),
-    "reduce_": (0, 0),
-    "allgather_": (0, 1),
-    "_allgather_base_": (0, 1),
-    "reduce_scatter_": (0, 1),
-    "_reduce_scatter_base_": (0, 1),
-    "alltoall_": (0, 1),
-    "alltoall_base_": (0, 1),
-    "gather_": (0, 1),
-    "scatter_": (0, 1),
-    "barrier": (None, 0),
-}
 # Those whose tensors may differ in size between ranks.
 _UNEVEN = ("alltoall_", "alltoall_base_", "gather_", "scatter_", "barrier")
 _WHOLE_GROUP = "all"
@@ -183,7 +169,7 @@ def install(library: torch.library.Library) -> None:
     c10d.ProcessGroupNCCL, c10d._NCCL_AVAILABLE = SimulatedNCCL, True
     torch.cuda.nccl.version = lambda: _VERSION
     torch._C._distributed_c10d._dump_nccl_trace_json = dump
-    kernels = {name: _collective(name) for name in _PLACES} | {"send": _send, "recv_": _receive}
+    kernels = {name: _collective(name) for name in PLACES} | {"send": _send, "recv_": _receive}
     with warnings.catch_warnings(action="ignore"):  # that torch's own kernels are replaced
         for name, kernel in kernels.items():
             library.impl(name, kernel, "CUDA", allow_override=True)
@@ -235,7 +221,7 @@ def _collective(name: str) -> Callable:
     op = getattr(torch.ops.c10d, name).default
     names = [argument.name for argument in op._schema.arguments]
     at, roots = names.index("process_group"), names.index("root_rank") if "root_rank" in names else None
-    written, read = _PLACES[name]
+    written, read = PLACES[name]
 
     def run(*args: Any) -> Any:
         outer = ProcessGroup.unbox(args[at])

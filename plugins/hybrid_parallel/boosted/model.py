@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
-from plugins.hybrid_parallel.boosted.user_loop import UserLoop
+from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.data.index_check import naming_entry
-from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, stand_in, to_device, without_rows
+from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP
@@ -299,7 +299,7 @@ class HybridParallelModel(GuardedModel):
         loss, given = self._share_of_loss(kwargs)
         with parallel_logits(self.module):
             outputs = self.module(*args, **{**self.head_loss.inputs(given), "return_dict": True})
-            value = loss.share(outputs, 0) if given is kwargs else _no_share(outputs)
+            value = loss.share(outputs, 0) if given is kwargs else empty_share(outputs, loss)
         outputs = self.gathered(outputs)
         if loss.aux_loss is not None:
             outputs = type(outputs)(**{**outputs, "aux_loss": loss.aux_loss})
@@ -312,7 +312,7 @@ class HybridParallelModel(GuardedModel):
         if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
             return outputs if given is kwargs else without_rows(outputs)
         loss, _ = self._share_of_loss(kwargs)
-        value = loss.share(outputs, 0) if given is kwargs else _no_share(outputs)
+        value = loss.share(outputs, 0) if given is kwargs else empty_share(outputs, loss)
         return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
 
     def _share_of_loss(self, kwargs: dict[str, Any]) -> tuple[StepLoss, dict[str, Any]]:
@@ -329,9 +329,3 @@ class HybridParallelModel(GuardedModel):
     def loss_over_replicas(self, share: Tensor) -> Tensor:
         """Return the sum of the shares of a loss over all replicas (0-d, differentiable)."""
         return SumOverReplicas.apply(share, self.mesh.group(DP_CP)) if self.mesh.size(DP_CP) > 1 else share
-
-
-def _no_share(outputs: Any) -> Tensor:
-    """Return the share of an empty batch in the loss: zero, in the precision of the other shares."""
-    nothing = nothing_of(outputs)
-    return nothing.to(torch.promote_types(nothing.dtype, torch.float32))

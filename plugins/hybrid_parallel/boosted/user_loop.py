@@ -136,7 +136,7 @@ class PipelineCall:
             if isinstance(loss, ModelStepLoss) and not _has_loss(outputs):
                 share = None  # a model without a head
             else:
-                share = _no_share(outputs, loss) if empty else loss.share(outputs, index)
+                share = empty_share(outputs, loss) if empty else loss.share(outputs, index)
             whole = model.gathered(outputs) if loss.reads_parallel_logits else outputs
             result = dict(whole) if isinstance(whole, Mapping) else {_BARE: whole}
             result = without_rows(result) if empty else result
@@ -326,8 +326,8 @@ def agree(mesh: HybridMesh, action: str) -> None:
     )
 
 
-def _no_share(outputs: Any, loss: StepLoss) -> Tensor | None:
-    """Return the share of an empty batch in the loss: zero, in the precision of the other shares."""
+def empty_share(outputs: Any, loss: StepLoss) -> Tensor | None:
+    """Return the share of an empty batch in the loss: zero in the precision of the others; None without a loss."""
     if isinstance(loss, NoLoss):
         return None
     nothing = nothing_of(outputs)
