@@ -32,6 +32,7 @@ _BEFORE_BOOST = frozenset(
         "init_weights",
         "load_adapter",
         "resize_token_embeddings",
+        "set_attn_implementation",
         "set_input_embeddings",
         "set_output_embeddings",
         "tie_weights",
@@ -174,9 +175,9 @@ class GuardedModel(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigurationError(
-            "a model that boost() returned holds process groups and can be neither pickled nor copied; in the place of "
-            "torch.save(model) use booster.save_model(model, directory), or booster.save_checkpoint to continue later; "
-            "an average of weights (EMA) can be a list of tensors, as docs/porting.md has it"
+            "a model that boost() returned holds process groups and cannot be pickled; instead of torch.save(model) "
+            "use booster.save_model(model, directory), or booster.save_checkpoint to continue later; for an average of "
+            "weights (EMA) use copy.deepcopy(model) or torch's AveragedModel(model)"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GuardedModel:

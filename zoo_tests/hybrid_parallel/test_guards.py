@@ -99,12 +99,13 @@ def test_trainers_of_other_libraries_are_refused(tmp_path: Path) -> None:
 def _change_and_save(layout: str, directory: str) -> None:
     boosted = _boosted(layout)
     model, plain = boosted.model, RECIPE.model()
-    for name in ("resize_token_embeddings", "init_weights", "tie_weights", "set_input_embeddings"):
+    changes = ("resize_token_embeddings", "init_weights", "tie_weights", "set_input_embeddings")
+    for name in (*changes, "set_attn_implementation"):
         _refuses(f"{name}.* call it before boost", getattr(model, name), 7)
     _refuses("convert the model before boost", model.half)
     _refuses("convert the model before boost", model.to, torch.float64)
     assert model.to("cpu").dtype == torch.float32, "nothing to convert"
-    _refuses("can be neither pickled nor copied", pickle.dumps, model)
+    _refuses("cannot be pickled", pickle.dumps, model)
     if layout != "dp2":
         for each in (model, model.module):
             _refuses("booster.save_model.*on all ranks", each.save_pretrained, directory)

@@ -20,10 +20,14 @@ class ForwardOptions:
     Args:
         module: the sharded model.
         mesh: the grid of ranks.
+
+    Attributes:
+        signature: of the model's forward; if that passes any arguments on, of the model inside; None if none is named.
     """
 
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
         self.module, self.inside, self.mesh = module, model_inside(module), mesh
+        self.signature = next((each for each in self._signatures() if _is_named(each)), None)
         parameters = inspect.signature(self.inside.forward).parameters
         self._takes_use_cache = "use_cache" in parameters
         takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -40,7 +44,7 @@ class ForwardOptions:
         """
         if not args:
             return args, dict(kwargs)
-        signature = next((each for each in self._signatures() if _is_named(each)), None)
+        signature = self.signature
         if signature is None:
             return args, dict(kwargs)
         bound = signature.bind_partial(*args, **kwargs).arguments

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
+from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared, size_asked_of
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
@@ -35,6 +36,7 @@ from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
 from shardformer.loss.terms import LOSS_KEYWORDS
 from shardformer.peft.file_names import FileNames, file_names
+from shardformer.stages.placeholders import StagePlaceholder
 from shardformer.utils.parameter_names import tied_names
 
 
@@ -48,6 +50,7 @@ class WholeModel:
         aliases: name -> the other names of the same (tied) parameter.
         listed_as: name of a tied parameter -> the name under which `named_parameters` lists it.
         adapter_names: peft adapter -> names of its tensors here -> names in its file.
+        sizes: (only trainable, without embeddings) -> number of parameters.
     """
 
     config: Any
@@ -55,6 +58,7 @@ class WholeModel:
     aliases: Mapping[str, tuple[str, ...]]
     listed_as: Mapping[str, str]
     adapter_names: Mapping[str, FileNames] = field(default_factory=dict)
+    sizes: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module) -> WholeModel:
@@ -63,7 +67,8 @@ class WholeModel:
         aliases = {name: tuple(other for other in names if other != name) for names in tied for name in names}
         listed_as = {name: names[0] for names in tied for name in names}
         config = copy.deepcopy(getattr(model, "config", None))
-        return WholeModel(config, frozenset(model.state_dict(keep_vars=True)), aliases, listed_as, file_names(model))
+        names = frozenset(model.state_dict(keep_vars=True))
+        return WholeModel(config, names, aliases, listed_as, file_names(model), size_asked_of(model))
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,22 @@ class HybridParallelModel(GuardedModel):
         """Dtype that floating-point inputs are cast to; None to leave them unchanged."""
         return self.dtype if self.dtype in (torch.bfloat16, torch.float16) else None
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the number of parameters of the whole model, as it was given to `boost`."""
+        if not self.origin.sizes:
+            return self.module.num_parameters(only_trainable, exclude_embeddings)
+        return self.origin.sizes[only_trainable, exclude_embeddings]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return this rank's shard of the input embeddings; on a stage without them, a module that refuses any use."""
+        found = self.module.get_input_embeddings()
+        return OnAnotherStage("input embedding") if isinstance(found, StagePlaceholder) else found
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return this rank's shard of the head; on a stage without it, a module that refuses any use."""
+        found = self.module.get_output_embeddings()
+        return OnAnotherStage("output embedding") if isinstance(found, StagePlaceholder) else found
+
     def parameters_only_of(self, stage: int, others: Collection[int]) -> frozenset[nn.Parameter]:
         """Return the parameters of a stage of this rank that none of the stages `others` has."""
         parameters = self.runtime.stage_parameters
@@ -170,8 +191,11 @@ class HybridParallelModel(GuardedModel):
         with self.stream.active() if self.stream is not None and self.training else nullcontext():
             yield
 
+    @method_as_declared(lambda model: model.options.signature)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of a batch, through all pipeline stages; see `UserLoop` for a pipeline.
+
+        It shows the signature of the wrapped model's forward.
 
         Raises:
             ConfigurationError: if another engine runs it.
@@ -307,7 +331,7 @@ class HybridParallelModel(GuardedModel):
 
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the loss that the model's forward computes."""
-        given = kwargs if num_rows(kwargs) else stand_in(kwargs)
+        given = kwargs if args or num_rows(kwargs) else stand_in(kwargs)
         outputs = self.module(*args, **given)
         if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
             return outputs if given is kwargs else without_rows(outputs)
