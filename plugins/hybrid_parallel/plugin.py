@@ -164,6 +164,11 @@ class HybridParallelPlugin(Plugin):
         """This rank's position on the pipeline axis."""
         return self.grid.rank("pp")
 
+    @property
+    def precision(self) -> str:
+        """Dtype of parameters and activations, as the option says: "fp32", "bf16", "fp16" or "fp8"."""
+        return self.config.precision.precision
+
     # ----- the interface of Plugin -----
 
     def configure(self, objects: TrainingObjects) -> TrainingObjects:

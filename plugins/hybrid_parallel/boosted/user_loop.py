@@ -197,7 +197,7 @@ class PipelineCall:
         dist.broadcast(value, runtime.rank_of_last_stage, group=mesh.group("pp"))
         if not leaf["needs_grad"] or not torch.is_grad_enabled():
             return value
-        return _Border.apply(torch.empty(0, requires_grad=True), value, self, (name, position))
+        return _Border.apply(torch.empty(0, requires_grad=True), [value], self, (name, position))
 
     # ----- backward -----
 
@@ -294,10 +294,14 @@ class _Border(torch.autograd.Function):
     """The border between the pipeline and the user's own computation."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, call: PipelineCall, key: tuple[str, int]) -> Tensor:
-        """Return an output of the pipeline; `anchor` makes it part of a graph."""
+    def forward(ctx: Any, anchor: Tensor, value: list[Tensor], call: PipelineCall, key: tuple[str, int]) -> Tensor:
+        """Return an output of the pipeline; `anchor` makes it part of a graph.
+
+        The output comes in a list: a tensor among the inputs would be returned as a view, which `loss *= 2` may not
+        change.
+        """
         ctx.call, ctx.key = call, key
-        return value.view_as(value)
+        return value[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
