@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.fused_head import FusedHead
 from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.replicas import Replicas, map_tensors
 from booster.launch import launch_from_torch
@@ -155,10 +156,12 @@ class Accelerator(accelerate.Accelerator):
                 continue
             params = {id(param) for param in model.parameters()}
             own = [each for each in optimizers if id(each.param_groups[0]["params"][0]) in params]
-            boosted = self.booster.boost(model, *own)
-            model_, *own_ = boosted if own else (boosted,)
-            prepared[id(model)] = self._register_model(model_)
-            prepared |= {id(given): self._register_optimizer(made) for given, made in zip(own, own_, strict=True)}
+            head = FusedHead.taken_from(model)
+            boosted, *made = self.booster.boost(model, *own) if own else (self.booster.boost(model),)
+            if head is not None:
+                head.attach(boosted)
+            prepared[id(model)] = self._register_model(boosted)
+            prepared |= {id(given): self._register_optimizer(each) for given, each in zip(own, made, strict=True)}
         return prepared
 
     def _register_model(self, model: nn.Module) -> nn.Module:
@@ -234,11 +237,15 @@ class Accelerator(accelerate.Accelerator):
         """Return values of all replicas: each sample once, in the order of the dataset."""
         if use_gather_object or not _has_tensors(input_data):
             return self.replicas.gather_objects(input_data)
-        gathered, state = self.replicas.gather(input_data), self.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return gathered
-        # What has a row for each sample is that long already; accelerate cuts other values to it too.
-        return map_tensors(lambda tensor: tensor[: state.remainder], gathered)
+        is_short = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
+
+        def gathered(tensor: Tensor) -> Tensor:
+            # What has a row for each sample is as long as that already; accelerate cuts other rows too.
+            rows = self.gradient_state.remainder if is_short and tensor.dim() else None
+            found = self.replicas.gather(tensor)
+            return found if rows is None else found[:rows]
+
+        return map_tensors(gathered, input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return tensors added up or averaged over replicas."""

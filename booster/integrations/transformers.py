@@ -11,16 +11,18 @@ shared out, and checkpoints are written.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import find_batch_size
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
+from booster.integrations.fused_head import WithoutAdapters
 from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.trainer_arguments import check_arguments, check_datasets, check_job
 from booster.launch import launch_from_torch
@@ -68,8 +70,10 @@ class BoostedTrainer:
                 f"{type(self).__name__} got no plugin; give the layout, as in plugin=HybridParallelPlugin(tp_size=2)"
             )
         launch_from_torch(seed=None)
-        self.plugin, self._sharing_a_loss = plugin, 1
+        self.plugin, self._sharing_a_loss, self._computes_loss = plugin, 1, False
         super().__init__(*args, **kwargs)
+        if self.label_smoother is not None and self.accelerator.num_processes > 1:
+            self.label_smoother = functools.partial(self._smooth_labels, self.label_smoother)
         check_datasets(self)
 
     # ----- the accelerator -----
@@ -99,22 +103,65 @@ class BoostedTrainer:
             return model
         if self.optimizer is None and self.train_dataset is not None:
             self.create_optimizer()
+        has_adapters = hasattr(model, "disable_adapter")
         if self.optimizer is None:
             self.model = self.accelerator.prepare(model)
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+        self.model.register_forward_hook(self._note_shared_loss, prepend=True)
+        if has_adapters and getattr(self, "ref_model", self.model) is None:
+            self.ref_model = WithoutAdapters(self.model)
         self.model_wrapped = self.model
         self._mixed_mesh_grads = False  # Trainer would look for DTensors among the gradients
         return self.model
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss of a batch as the Trainer class does; the model's own is that of all replicas already."""
-        computes_own = self.label_smoother is not None or self.compute_loss_func is not None
-        self._sharing_a_loss = 1 if computes_own else self.accelerator.num_processes
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as the Trainer class does; its mean over replicas is that over all samples, or items."""
+        rows = find_batch_size(inputs)
+        if num_items_in_batch is None and not self.model.training and self.accelerator.num_processes > 1:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        self._computes_loss, self._is_weighted = True, num_items_in_batch is not None
         try:
-            return super().compute_loss(*args, **kwargs)
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         finally:
-            self._sharing_a_loss = 1
+            self._computes_loss, self._sharing_a_loss = False, 1
+        if self._is_weighted or self.accelerator.num_processes == 1:
+            return result
+        loss, *outputs = result if return_outputs else (result,)
+        loss = self._weighted(loss, rows)
+        return (loss, *outputs) if return_outputs else loss
+
+    def _smooth_labels(
+        self, smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Return the smoothed loss of this replica's labels, whose mean over replicas is that over all labels."""
+        if num_items_in_batch is not None:
+            return smoother(outputs, labels, shift_labels, num_items_in_batch=num_items_in_batch)
+        self._is_weighted = True
+        counted = labels[..., 1:] if shift_labels else labels
+        items = self.accelerator.reduce(counted.ne(smoother.ignore_index).sum())
+        return smoother(outputs, labels, shift_labels, num_items_in_batch=items) * self.accelerator.num_processes
+
+    def _weighted(self, loss: Tensor, rows: int | None) -> Tensor:
+        """Weight a mean over this replica's samples by its share of the samples: the last batch may be short."""
+        if rows is None:
+            return loss
+        total = int(self.accelerator.reduce(torch.tensor(rows)))
+        weight = rows * self.accelerator.num_processes / max(total, 1)
+        # The mean over no samples is nan.
+        return loss * weight if rows else loss.nan_to_num(0.0) * 0.0
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """Evaluate a batch; its loss is that of all replicas."""
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        return None if loss is None else self.accelerator.reduce(loss, "mean"), logits, labels
+
+    def _note_shared_loss(self, module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Note whether the model computed the loss: it is then the mean over all replicas, the same on each."""
+        if self._computes_loss and isinstance(outputs, Mapping) and "loss" in outputs:
+            self._sharing_a_loss, self._is_weighted = self.accelerator.num_processes, True
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that compute the same loss: Trainer multiplies a share of it by the others."""
