@@ -167,7 +167,7 @@ class HybridParallelPlugin(Plugin):
     @property
     def precision(self) -> str:
         """Dtype of parameters and activations, as the option says: "fp32", "bf16", "fp16" or "fp8"."""
-        return self.config.precision.precision
+        return self.config.mixed_precision.precision
 
     # ----- the interface of Plugin -----
 
