@@ -4,6 +4,7 @@ from booster.auto_accelerate import auto_accelerate
 from booster.booster import Booster
 from booster.errors import ConfigurationError, VerificationError
 from booster.launch import launch, launch_from_torch
+from booster.meter import Meter
 from booster.plugin import (
     CheckpointIO,
     PipelineResult,
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointIO",
     "ConfigurationError",
     "LazyInitContext",
+    "Meter",
     "ModelWrapper",
     "OptimizerWrapper",
     "PipelineResult",

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from booster import failure
 from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
 from booster.errors import ConfigurationError
+from booster.meter import Meter
 from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
 
 _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
@@ -87,6 +88,10 @@ class Booster:
         return self.plugin.execute_pipeline(
             data_iter, model, criterion or self._criterion, optimizer, return_loss, return_outputs
         )
+
+    def meter(self, model: nn.Module, total_steps: int | None = None, **options: Any) -> Meter:
+        """Return a meter of loss, speed, utilization, memory and time left; see `Meter` for its options."""
+        return Meter(self.plugin, model, total_steps, **options)
 
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
         """Return a context in which `backward` accumulates gradients without communication."""

@@ -90,6 +90,14 @@ class Plugin(ABC):
         """
         raise ConfigurationError(f"{type(self).__name__} cannot verify a model; use a plugin that has verify")
 
+    def model_flops(self, model: nn.Module, batch: Mapping[str, Any]) -> float | None:
+        """Return the FLOPs of the whole model's forward pass of a batch; None if they are unknown."""
+        return None
+
+    def peak_flops(self) -> float | None:
+        """Return the FLOP/s that one device promises in the precision of training; None if it is unknown."""
+        return None
+
     @abstractmethod
     def prepare_dataloader(self, dataset: Dataset, batch_size: int, **kwargs: Any) -> DataLoader:
         """Return a dataloader for this rank's share of `dataset`."""

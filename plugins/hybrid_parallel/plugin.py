@@ -67,6 +67,7 @@ class HybridParallelPlugin(Plugin):
             self.config.parallel.data_parallel_size(dist.get_world_size())
         self._synchronises = True
         self._models: list[weakref.ref[HybridParallelModel]] = []
+        self._flops: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
     def from_config(cls, path_or_dict: str | Path | dict[str, Any], **overrides: Any) -> HybridParallelPlugin:
@@ -296,6 +297,21 @@ class HybridParallelPlugin(Plugin):
         """Run `booster.verify` with the options of this plugin."""
         # Loaded as an extension, because it trains with this class.
         return load_extension(_EXTENSIONS, "verify")(model_fn, batch, self.config, **options)
+
+    def model_flops(self, model: nn.Module, batch: Mapping[str, Any]) -> float | None:
+        """Return the FLOPs of the whole model's forward pass of a batch, by the planner's count."""
+        # Imported here: the planner is no part of training.
+        from plugins.hybrid_parallel.planner.model_flops import ModelFlops
+
+        if model not in self._flops:
+            self._flops[model] = ModelFlops(model)
+        return self._flops[model].of(batch)
+
+    def peak_flops(self) -> float | None:
+        """Return the FLOP/s of this rank's GPU by its vendor's specification; None for another device."""
+        from plugins.hybrid_parallel.planner.model_flops import peak_flops
+
+        return peak_flops(self.config.mixed_precision.precision)
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int, shuffle: bool = False, drop_last: bool = False, **kwargs: Any

@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._communicate(name.partition("::")[2], inputs)
         elif not func.is_view and not any(word in name.partition("::")[2] for word in _MOVES_NOTHING):
-            self._pass.operators.append(_operator(func, args, kwargs or {}, inputs, outputs, result))
+            self._pass.operators.append(count_operator(func, args, kwargs or {}, inputs, outputs, result))
         return result
 
     @property
@@ -208,9 +208,17 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _operator(
+def count_operator(
     func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor], result: Any
 ) -> Operator:
+    """Return the FLOPs and bytes of an operator that has run.
+
+    Args:
+        func: the operator.
+        args, kwargs: its arguments.
+        inputs, outputs: the tensors among its arguments and results.
+        result: what it returned.
+    """
     name = func._schema.name.partition("::")[2]
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
