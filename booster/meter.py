@@ -60,6 +60,12 @@ class Meter:
         self._bar = _progress_bar(total_steps, initial_step) if bar and _is_rank_0() else None
         self._shows = bar and _is_rank_0()
 
+    def restart(self, step: int, total_steps: int | None = None) -> None:
+        """Begin to count time from now, at a step of a run."""
+        self.initial_step = self.current_step = step
+        self.total_steps = total_steps
+        self._began = self._since = time.perf_counter()
+
     def count(self, batch: Any) -> None:
         """Count a batch of this rank: its samples, tokens and FLOPs; padding is no token."""
         tensors = batch if isinstance(batch, Mapping) else {"": batch}

@@ -19,7 +19,6 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.checkpointing import load_custom_state, save_custom_state
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from booster.booster import Booster
 from booster.errors import ConfigurationError
 from booster.integrations.fused_head import FusedHead
-from booster.integrations.prepared_loader import PreparedLoader
+from booster.integrations.prepared_loader import PreparedLoader, seedable, with_sampler
 from booster.integrations.replicas import Replicas, map_tensors
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
@@ -121,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         if self.use_seedable_sampler and isinstance(data_loader.sampler, RandomSampler):
-            data_loader = _with_sampler(data_loader, _seedable(data_loader.sampler, self.dataloader_config.data_seed))
+            data_loader = with_sampler(data_loader, seedable(data_loader.sampler, self.dataloader_config.data_seed))
         loader = PreparedLoader(self.booster.boost(data_loader), self.gradient_state)
         self._dataloaders.append(loader)
         return loader
@@ -376,27 +375,6 @@ def _check(options: dict[str, Any], precision: str) -> None:
 def _inside(optimizer: AcceleratedOptimizer) -> Any:
     boosted = optimizer.optimizer
     return boosted.unwrap() if isinstance(boosted, OptimizerWrapper) else boosted
-
-
-def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
-    """Return accelerate's sampler of the same samples, whose order depends on the seed and the epoch."""
-    return SeedableRandomSampler(
-        data_source=sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator,
-        data_seed=seed,
-    )
-
-
-def _with_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
-    """Return the same loader with another sampler."""
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    names += ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
-    options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last, **options
-    )
 
 
 def _has_tensors(data: Any) -> bool:

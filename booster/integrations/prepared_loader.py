@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import GradientState
+from torch.utils.data import DataLoader, RandomSampler
 
 
 class PreparedLoader:
@@ -92,3 +94,24 @@ class PreparedLoader:
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
+    """Return accelerate's sampler of the same samples, whose order depends on the seed and the epoch."""
+    return SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=seed,
+    )
+
+
+def with_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
+    """Return the same loader with another sampler."""
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    names += ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
+    options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    return DataLoader(
+        loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last, **options
+    )

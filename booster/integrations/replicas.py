@@ -6,6 +6,7 @@ one of them counts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -58,10 +59,20 @@ class Replicas:
         return map_tensors(self._gather_tensor, data)
 
     def gather_objects(self, data: list[Any]) -> list[Any]:
-        """Return the lists of all replicas, one after the other."""
-        lists: list[Any] = [None] * self.size
-        dist.all_gather_object(lists, data, group=self.mesh.get_group())
-        return [each for items in lists for each in items]
+        """Return the lists of all replicas, one after the other.
+
+        Raises:
+            ConfigurationError: if they hold what JSON cannot represent.
+        """
+        if self.size == 1:
+            return data
+        try:
+            text = json.dumps(data).encode()
+        except TypeError as error:
+            raise ConfigurationError(f"{error}; gather tensors, or lists of numbers and texts") from None
+        lengths = self._gather_tensor(torch.tensor(len(text))).tolist()
+        texts = self._gather_tensor(torch.tensor(list(text), dtype=torch.uint8)).split(lengths)
+        return [each for part in texts for each in json.loads(bytes(part.tolist()))]
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return nested tensors added up over replicas ("sum"), averaged ("mean"), or as they are ("none")."""

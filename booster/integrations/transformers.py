@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
 from booster.integrations.fused_head import WithoutAdapters
+from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.trainer_arguments import check_arguments, check_datasets, check_job
 from booster.launch import launch_from_torch
@@ -111,6 +112,8 @@ class BoostedTrainer:
         self.model.register_forward_hook(self._note_shared_loss, prepend=True)
         if has_adapters and getattr(self, "ref_model", self.model) is None:
             self.ref_model = WithoutAdapters(self.model)
+        for callback in self._meters():
+            callback.attach(self.plugin, self.model)
         self.model_wrapped = self.model
         self._mixed_mesh_grads = False  # Trainer would look for DTensors among the gradients
         return self.model
@@ -177,6 +180,23 @@ class BoostedTrainer:
         if self.args.bf16 and self.accelerator.mixed_precision == "no":
             stack.enter_context(torch.autocast(self.args.device.type, torch.bfloat16))
         return stack
+
+    # ----- the meter -----
+
+    def _meters(self) -> list[MeterCallback]:
+        return [each for each in self.callback_handler.callbacks if isinstance(each, MeterCallback)]
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a batch, which meters count."""
+        for callback in self._meters():
+            callback.meter.count(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log values, with the figures of meters."""
+        for callback in self._meters():
+            callback.add_figures(logs)
+        super().log(logs, *args, **kwargs)
 
     # ----- batches that a resumed epoch has seen -----
 
