@@ -6,11 +6,12 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 NPROC ?= 4
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: help setup bert convergence test test-fast test-cuda gpu campaigns lint format bench wheel clean
+.PHONY: help setup bert convergence test test-fast test-cuda gpu campaigns docs lint format bench wheel clean
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
@@ -19,6 +20,7 @@ help:
 	@echo "make gpu          on a machine with a GPU: tests and measures it in 8 minutes, and writes runs/gpu.md"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
 	@echo "make convergence  the loss curves of five layouts against the unsharded one"
+	@echo "make docs         the documentation site, in build/site; open build/site/index.html, without a server"
 	@echo "make bench        the figures of the README, as ratios"
 	@echo "make lint | format | wheel | setup | clean"
 
@@ -61,6 +63,14 @@ gpu: setup
 
 campaigns: setup
 	$(BIN)/python -m pytest zoo_tests --campaigns -m campaign $(ARGS)
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+# With ruff on the path, signatures in the reference are wrapped.
+docs: $(DOCS_READY)
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

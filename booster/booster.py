@@ -24,8 +24,10 @@ class Booster:
     """Facade that turns ordinary training objects into parallel ones, and runs them.
 
     Example:
+        ```python
         booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=2))
         model, optimizer, dataloader = booster.boost(model, optimizer, dataloader)
+        ```
 
     Args:
         plugin: a parallel training strategy, or the name of an installed one.

@@ -56,6 +56,7 @@ def launch_from_torch(
         timeout_s: seconds after which a collective without its peers, or a rank that has not joined, is an error.
         heartbeat_s: seconds without a heartbeat from any rank of another machine after which that machine counts as
             lost; 0 for never. Ranks on the same machine are monitored as processes.
+
     Raises:
         ConfigurationError: torchrun's environment variables are incomplete or invalid.
     """
@@ -80,8 +81,16 @@ def launch(
     """Join a job whose ranks were started by other means; all pass the host and port of rank 0.
 
     Args:
+        rank: rank of this process in the job.
+        world_size: number of ranks of the job.
+        host: host name or address of rank 0.
+        port: port of rank 0.
         local_rank: rank within this machine, which selects the GPU (default: `rank` modulo the number of GPUs).
-        seed, backend, timeout_s, heartbeat_s: see `launch_from_torch`.
+        seed: see `launch_from_torch`.
+        backend: see `launch_from_torch`.
+        timeout_s: see `launch_from_torch`.
+        heartbeat_s: see `launch_from_torch`.
+
     Raises:
         ConfigurationError: `rank` is not in [0, world_size), or its GPU does not exist.
     """

@@ -20,7 +20,9 @@ class ShardFormer:
     """Shards a full model and keeps this rank's part.
 
     Example:
+        ```python
         model, shared_params = ShardFormer(ShardConfig(tensor_parallel_process_group=group)).optimize(model)
+        ```
 
     Args:
         shard_config: the sharding options.
@@ -59,7 +61,9 @@ class ShardModel:
     """Shards `model` in place across tensor-parallel ranks.
 
     Example:
+        ```python
         model = ShardModel(model, MyPolicy).model
+        ```
 
     Args:
         model: the full model, identical on every rank.

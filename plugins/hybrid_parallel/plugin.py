@@ -50,7 +50,9 @@ class HybridParallelPlugin(Plugin):
     """Trains with tensor, sequence, pipeline and data parallelism, ZeRO-1 and mixed precision.
 
     Example:
+        ```python
         plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, precision="bf16")
+        ```
 
     Args:
         options: fields of the groups of `HybridParallelConfig`, as keyword arguments.

@@ -43,7 +43,9 @@ class ParallelModule(nn.Module, ABC):
         The default does nothing, which is right if inputs and outputs of the replacement are whole on every rank.
 
         Args:
-            module, process_group, kwargs: as for `from_native_module`.
+            module: the native layer, whole, on this rank.
+            process_group: the tensor-parallel group.
+            kwargs: options of the layer class.
 
         Raises:
             TypeError: the number of features that the module reads or returns cannot be determined.

@@ -31,9 +31,11 @@ def record_module_init(allow_bin: bool = False) -> Iterator[None]:
         allow_bin: let `from_pretrained` read `.bin` files, by `torch.load(weights_only=True)`.
 
     Example:
+        ```python
         with record_module_init():
             model = LlamaForCausalLM(LlamaConfig())
         model, optimizer = booster.boost(model, optimizer)
+        ```
     """
     if _is_recording.get():
         yield  # the outer context records

@@ -1,7 +1,8 @@
 """The pages of the documentation, and the scripts in them.
 
 A python block belongs to the script that the last comment `<!-- script: … -->` above it began. The comment says how the
-script runs: `4 ranks`, `1 rank`, or `command` for one that a reader starts by `booster run` as it stands.
+script runs: `4 ranks`, `1 rank`, or `command` for one that a reader starts by `booster run` as it stands. A `py` block
+is another library's code, which does not run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 COMMAND, ALONE = "command", "python"
 _BEGIN = re.compile(r"<!-- script: (?P<how>command|python|\d ranks?) -->")
 _FENCE = re.compile(r"```(?P<language>\w*)")

@@ -16,7 +16,11 @@ class KernelOptions(OptionGroup):
     """Optimisations of the sharded model that leave its results as they are.
 
     Attributes:
-        enable_*: see `ShardConfig`.
+        enable_fused_normalization: use fused kernels for layer and RMS norms.
+        enable_flash_attention: True for the fastest attention kernel that applies, or the name of one.
+        enable_jit_fused: use fused elementwise operators.
+        enable_sequence_overlap: overlap the communication of sequence parallelism with matrix products.
+        enable_all_optimization: enable every optimisation that is available.
         gradient_checkpointing: "full" recomputes every layer in the backward pass; a fraction in (0, 1] recomputes this
             share of each stage's layers, counted from its first; "selective" recomputes the attention kernels that
             store their scores; None keeps all activations.

@@ -22,8 +22,12 @@ class ParallelOptions(OptionGroup):
     """Sizes of the mesh.
 
     Attributes:
-        tp_size, pp_size, sp_size, cp_size, ep_size, dp_size: ranks on each axis. `dp_size` is derived from the world
-            size. `sp_size` equals `tp_size`, or `cp_size`, whichever axis shares the sequence.
+        tp_size: tensor-parallel ranks, which share every large weight.
+        pp_size: pipeline-parallel ranks, which share the layers.
+        sp_size: ranks that share a sequence: equal to `tp_size`, or to `cp_size`, by the mode.
+        cp_size: context-parallel ranks, each with a part of every sequence.
+        ep_size: expert-parallel ranks, each with a part of the experts; divides `dp_size * cp_size`.
+        dp_size: data-parallel replicas; derived from the world size, and checked if it is given.
         enable_sequence_parallelism: split activations along the sequence, over the axis that the mode implies.
         sequence_parallelism_mode: "split_gather" or "all_to_all" over `tp_size`; "ring_attn" or "all_to_all" over
             `cp_size`.

@@ -16,9 +16,9 @@ class PipelineOptions(OptionGroup):
     """How a batch is split into micro-batches, and how they go through the stages.
 
     Attributes:
-        num_microbatches, microbatch_size: how a batch is split; give at most one. Default: one micro-batch per pipeline
-            stage.
-        pp_style: pipeline schedule.
+        num_microbatches: number of parts that a batch is split into; None for one per pipeline stage.
+        microbatch_size: number of samples in a micro-batch, instead of their number.
+        pp_style: pipeline schedule: "1f1b", "gpipe", "interleaved", "zero_bubble", "zbv" or "dualpipev".
         num_model_chunks: stages per rank, for interleaved schedules; None for the smallest number that interleaves
             (two).
         layers_per_stage: explicit split of the layers, one number per stage.

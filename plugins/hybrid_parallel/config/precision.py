@@ -16,7 +16,8 @@ class PrecisionOptions(OptionGroup):
     Attributes:
         precision: dtype of parameters and activations; "fp32" keeps the model's own dtype, "fp8" is "bf16" with the
             matrix products of the layers in 8 bit.
-        initial_scale, growth_interval: initial fp16 loss scale; number of steps without overflow before it doubles.
+        initial_scale: loss scale of the first fp16 step.
+        growth_interval: number of fp16 steps without overflow before the loss scale doubles.
         master_weights: keep fp32 copies of 16-bit parameters for the optimizer.
     """
 

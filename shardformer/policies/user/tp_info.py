@@ -42,7 +42,9 @@ class TPInfo:
     "h.*.attn". Methods return the object, so that calls can be chained.
 
     Example:
+        ```python
         TPInfo().shard_col({"attn.c_attn": {"stride": 3}}, "mlp.c_fc").shard_row("attn.c_proj", "mlp.c_proj")
+        ```
     """
 
     def __init__(self) -> None:

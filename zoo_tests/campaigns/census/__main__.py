@@ -99,7 +99,8 @@ def _page(verdicts: dict[HeadClass, Verdict]) -> str:
     ]
     for head, verdict in verdicts.items():
         for where, reason in verdict.failures():
-            lines.append(f"| `{head.name}` | {where} | {reason} |")
+            shown = reason.replace("[", r"\[")  # Markdown takes [a][b] for a link
+            lines.append(f"| `{head.name}` | {where} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
