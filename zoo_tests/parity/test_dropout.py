@@ -25,6 +25,7 @@ _DROPOUT = {
     "llama": {"attention_dropout": 0.1},
     "beit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
     "swinv2": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
+    "cpmant": {"dropout_p": 0.1},
     "electra": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     "ernie": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     "distilbert": {"dropout": 0.1, "attention_dropout": 0.1},
@@ -80,6 +81,7 @@ def test_the_same_seed_gives_the_same_numbers(family: str, layout: str, sp: bool
         pytest.param("beit", False, marks=pytest.mark.slow),
         pytest.param("beit", True, marks=pytest.mark.slow),
         pytest.param("swinv2", False, marks=pytest.mark.slow),
+        pytest.param("cpmant", False, marks=pytest.mark.slow),
         *[pytest.param(family, sp, marks=pytest.mark.slow) for family in _ENCODERS for sp in _modes(family)],
     ],
 )

@@ -33,8 +33,8 @@ _FUSED_NORMS = {"enable_fused_normalization": True}
 _FUSED_OPERATORS = {"enable_jit_fused": True}
 _RECOMPUTATION = {"gradient_checkpointing": "full"}
 _ALL_TO_ALL = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
-# transformers recomputes nothing of ALBERT and MPNet, and whole stages of SwinV2, which pipeline stages cut.
-_WITHOUT_RECOMPUTATION = ("albert", "mpnet", "swinv2")
+# transformers recomputes nothing of ALBERT, CPM-Ant and MPNet, and whole stages of SwinV2, which pipeline stages cut.
+_WITHOUT_RECOMPUTATION = ("albert", "cpmant", "mpnet", "swinv2")
 # Their native norms round to fp32, which the fused ones do not.
 _ROUNDING = ("llama", "mistral", "qwen2", "qwen3", "chatglm2")
 # Whose tables name operators to fuse.

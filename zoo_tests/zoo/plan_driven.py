@@ -1,4 +1,4 @@
-"""Decoders that are sharded by transformers' own plan: Gemma, Phi-3, GLM, OLMo 2 and mixtures of experts."""
+"""Decoders that are sharded by a plan: Gemma, Phi-3, GLM, OLMo 2 and mixtures of experts; CPM-Ant by one of ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import transformers
 
-from zoo_tests.zoo.base import Family
+from zoo_tests.zoo.base import VOCAB_SIZE, Family, Head
+from zoo_tests.zoo.labels import of_tokens
 from zoo_tests.zoo.llama import _like_llama
 
 _EXPERTS = {
@@ -50,6 +51,28 @@ GLM4 = _plan_driven("Glm4", head_dim=16)
 OLMO2 = _rounding(_plan_driven("Olmo2"))
 MIXTRAL = _rounding(_plan_driven("Mixtral", **_EXPERTS))
 QWEN3_MOE = _rounding(_plan_driven("Qwen3Moe", head_dim=16, **_EXPERTS))
+# Position biases of all layers, embeddings that are registered after the layers, a vocabulary with rows for prompts.
+CPM_ANT = Family(
+    config_class="CpmAntConfig",
+    config={
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "dim_head": 12,
+        "dim_ff": 83,
+        "position_bias_num_buckets": 16,
+        "position_bias_max_distance": 32,
+        "prompt_types": 4,
+        "prompt_length": 3,
+        "segment_types": 5,
+        "dropout_p": 0.0,
+    },
+    heads={"causal_lm": Head("CpmAntForCausalLM", of_tokens())},
+    attention_output="self_attention.attention_out",
+    attention_by_hand=True,
+    sequence_parallel=False,
+)
 
 FAMILIES = {
     "gemma2": GEMMA2,
@@ -61,4 +84,5 @@ FAMILIES = {
     "olmo2": OLMO2,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "cpmant": CPM_ANT,
 }

@@ -31,7 +31,8 @@ class DeclaredPlan:
         local: path of a module -> attributes that count heads or features; each is divided by the number of ranks.
         layers: path of the layer list that is split into stages; None for the list that the styles name.
         towers: paths of the layer lists of an encoder and its decoder.
-        first: placeholders on later stages for modules before the layers, if the module tree does not determine them.
+        first: placeholders on later stages for modules before the layers, if the module tree does not determine them:
+            because they are registered after the layers, or because their names do not say what they return.
         every: modules that all stages need.
         last: modules that run after the layers but are registered before them.
         carried_inputs: inputs of the layers that an earlier layer computes.
@@ -101,12 +102,13 @@ class DeclaredPlan:
         every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
         moved = tuple(path for path in paths if any(_ends(path, end) for end in self.last))
         sublayer_lists = tuple(next(path for path in paths if _ends(path, end)) for end in self.sublayer_lists)
+        earlier = {path: found for path in layout.last if (found := _lookup(path, self.first)) is not None}
         first = {
             path: _lookup(path, self.first) or placeholder
-            for path, placeholder in layout.first.items()
+            for path, placeholder in {**layout.first, **earlier}.items()
             if path not in (*every, *moved, *sublayer_lists)
         }
-        last = (*(path for path in layout.last if path not in (*every, *sublayer_lists)), *moved)
+        last = (*(path for path in layout.last if path not in (*every, *earlier, *sublayer_lists)), *moved)
         next_layers = None if layout.next_layers is None else self._corrected(layout.next_layers, model)
         outputs = layout.tuple_output if self.layer_outputs is None else self.layer_outputs
         return replace(

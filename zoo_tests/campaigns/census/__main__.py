@@ -1,9 +1,10 @@
 """`python -m zoo_tests.campaigns.census`: train every head class sharded and plainly, and write how many agree.
 
     python -m zoo_tests.campaigns.census --output docs/results/coverage.md
-        [--only PATTERN] [--layouts LAYOUTS] [--known LOG]
+        [--only PATTERN] [--layouts LAYOUTS] [--known FILE] [--again PATTERN]
 
-What it prints is the log that `--known` reads: a run that was interrupted goes on, and one family can be judged anew.
+What it prints is the log that `--known` reads, so that an interrupted run goes on. `--known` also reads the page: with
+`--again '^family/'`, only the classes of that family are trained again.
 A class is exact under a layout when two losses and all first gradients agree with plain training in fp32.
 """
 
@@ -19,6 +20,7 @@ import transformers
 
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import Verdict, plain_run, refusal, sharded_verdict
+from zoo_tests.docs.pages import rows_of
 from zoo_tests.harness.ranks import stop_pools
 
 EXACT = "exact"
@@ -28,12 +30,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression on Family/Class")
     parser.add_argument("--layouts", default="tp2pp2,tp2,pp2", help="the first; the others where it is not exact")
-    parser.add_argument("--known", type=Path, help="log of an earlier run: classes in it are not trained again")
+    parser.add_argument("--known", type=Path, help="log or page of an earlier run: its classes are not trained again")
+    parser.add_argument("--again", help="regular expression on Family/Class: these are, although they are known")
     parser.add_argument("--output", type=Path, help="Markdown page to write")
     arguments = parser.parse_args()
     chosen = [head for head in head_classes() if re.search(arguments.only, f"{head.family}/{head.name}")]
     layouts = arguments.layouts.split(",")
-    known = {} if arguments.known is None else _read(arguments.known, layouts)
+    known = _known(arguments.known, layouts)
+    if arguments.again is not None:
+        known = {name: verdict for name, verdict in known.items() if not re.search(arguments.again, name)}
     verdicts: dict[HeadClass, Verdict] = {}
     for number, head in enumerate(chosen, start=1):
         verdicts[head] = known.get(f"{head.family}/{head.name}") or _judge(head, layouts)
@@ -44,7 +49,28 @@ def main() -> None:
     stop_pools()
 
 
-def _read(log: Path, layouts: list[str]) -> dict[str, Verdict]:
+def _known(file: Path | None, layouts: list[str]) -> dict[str, Verdict]:
+    """Family/class -> verdict, of a log or of the page."""
+    if file is None:
+        return {}
+    return _read_page(file, layouts) if file.suffix == ".md" else _read_log(file, layouts)
+
+
+def _read_page(page: Path, layouts: list[str]) -> dict[str, Verdict]:
+    """Family/class -> verdict: what the page does not list is exact."""
+    failures: dict[str, dict[str, str]] = {}
+    for name, where, reason in rows_of(page, "Class"):
+        failures.setdefault(name.strip("`"), {})[where] = reason.replace(r"\[", "[")
+    found = {}
+    for head in head_classes():
+        listed = dict(failures.get(head.name, {}))
+        plain = listed.pop("plain", EXACT)
+        judged = {name: listed.get(name, EXACT) for name in layouts} if listed else {layouts[0]: EXACT}
+        found[f"{head.family}/{head.name}"] = Verdict(plain, judged if plain == EXACT else {})
+    return found
+
+
+def _read_log(log: Path, layouts: list[str]) -> dict[str, Verdict]:
     """Family/class -> verdict, of the lines of a log; the last of several counts."""
     found = {}
     for name, text in re.findall(r"^\d+/\d+ (\S+): (.*)$", log.read_text(encoding="utf-8"), flags=re.MULTILINE):

@@ -67,6 +67,14 @@ def test_the_tree_tells_the_stages() -> None:
     assert layout.every == ("token", "table") and layout.last == ("norm",)
 
 
+def test_a_plan_tells_what_runs_before_the_layers_though_it_is_registered_after_them() -> None:
+    model = Model()
+    model.token_type, model.late = nn.Embedding(2, 4), nn.Embedding(9, 4)
+    layout = DeclaredPlan({"output.dense": "rowwise"}, first={"late": Received}).stages_of(model)
+    assert layout.first["late"] is Received
+    assert "late" not in layout.last and layout.last[-1] == "token_type"
+
+
 @pytest.mark.parametrize(
     ("layer", "count"),
     [("llama.LlamaDecoderLayer", 0), ("t5.T5Block", 3), ("xlnet.XLNetLayer", 2), ("luke.LukeLayer", 2)],

@@ -6,7 +6,7 @@ from shardformer.loss.heads import own_loss
 from shardformer.loss.text import causal_lm, classes_of_tokens, masked_lm
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
-from shardformer.stages.stage import ZeroEmbedding
+from shardformer.stages.stage import Received, ZeroEmbedding
 
 _ATTENTION = self_attention("o_proj")
 _W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
@@ -88,6 +88,22 @@ PLANS = {
         _DECODER_LOCAL,
         first={"embed_positions": ZeroEmbedding},
         head_losses={"BioGptForTokenClassification": classes_of_tokens},
+    ),
+    "cpmant": DeclaredPlan(
+        {
+            **{f"self_attention.project_{part}": "colwise" for part in "qkv"},
+            "self_attention.attention_out": "rowwise",
+            "self_attention.dropout": "dropout",
+            "w_in.w_0": "colwise",
+            "w_in.w_1": "colwise",
+            "ffn.ffn.dropout": "dropout",  # of the features of a rank; ffn.dropout is that of the residual
+            "ffn.w_out": "rowwise",
+            "position_bias.relative_attention_bias": "rowwise",  # [buckets, heads]
+        },
+        {"self_attention": ("num_heads",)},
+        first={"input_embedding": Received, "segment_embedding": ZeroEmbedding},  # registered after the layers
+        every=("position_bias",),
+        head_losses={"CpmAntForCausalLM": masked_lm},  # labels are not shifted
     ),
     "ctrl": DeclaredPlan(
         {
