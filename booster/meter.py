@@ -23,11 +23,13 @@ class Meter:
     """Counts what passes through a boosted model; ranks talk to each other only where figures are made.
 
     Example:
+        ```python
         meter = Meter(booster.plugin, model, total_steps=1000)
         for batch in loader:
             ...
             meter.step(result.loss, batch, lr=scheduler.get_last_lr()[0])
         meter.close()
+        ```
 
     Args:
         plugin: the parallel training strategy, which counts the model's FLOPs.

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: links that lead out of `docs` work in a checkout, and become text on the site."""
+"""Hooks of the documentation site: links out of `docs`, which work in a checkout, become text; tables get room."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ _LINK = re.compile(r"(?<!!)\[(?P<label>[^\]]+)\]\((?P<target>\.\./[^)\s]*)\)")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Replace links to files of the repository that are no pages by the names of these files."""
+    """Replace links to files of the repository that are no pages by the names of these files.
+
+    Pages of results, which are mostly wide tables, get the room of the table of contents.
+    """
+    if page.file.src_uri.startswith("results/"):
+        page.meta.setdefault("hide", ["toc"])
     folder = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def written(link: re.Match) -> str:

@@ -6,9 +6,11 @@ What fails here first is an example that the code has left behind: the traceback
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from zoo_tests.docs.pages import ALONE, COMMAND, PAGES, Script, scripts_of
 from zoo_tests.harness.ranks import rank_context, run_on_ranks
@@ -21,13 +23,35 @@ _TIMEOUT_S = 120
 
 
 def run_here(source: str, name: str, directory: str) -> None:
-    """Run a script on this rank, in `directory`."""
+    """Run a script on this rank, in `directory`, with the variables of `booster run`."""
     before = os.getcwd()
     os.chdir(directory)
     try:
-        exec(compile(source, name, "exec"), {"__name__": "__main__"})
+        with pytest.MonkeyPatch.context() as patched:
+            for variable, value in _variables().items():
+                patched.setenv(variable, value)
+            exec(compile(source, name, "exec"), {"__name__": "__main__"})
     finally:
         os.chdir(before)
+        _forget_job()
+
+
+def _variables() -> dict[str, str]:
+    """What `booster run` sets on this rank; nothing in a process that is no rank."""
+    if not dist.is_initialized():
+        return {}
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return {"RANK": rank, "LOCAL_RANK": rank, **world}
+
+
+def _forget_job() -> None:
+    """Let the next script of this rank find accelerate as it is in a new process."""
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 @pytest.mark.parametrize("script", IN_POOL, ids=lambda script: script.name)
