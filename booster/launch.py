@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -217,3 +219,23 @@ def _seed_all(seed: int | None) -> None:
 
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def command_of_this_job(*more: str) -> str:
+    """Return the command that starts this job's script again; scripts print it as the way to go on.
+
+    Args:
+        more: options to add; one that the script was given already is replaced.
+    """
+    given = list(sys.argv)
+    names = {option for option in more if option.startswith("--")}
+    kept, skips = [], False
+    for word in given:
+        if word.startswith("--"):
+            skips = word.partition("=")[0] in names
+        if not skips:
+            kept.append(word)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world_size = dist.get_world_size() if dist.is_initialized() else here
+    machines = [] if world_size == here else ["--nnodes", str(world_size // here)]
+    return shlex.join(["booster", "run", *machines, "--nproc-per-node", str(here), *kept, *more])

@@ -39,6 +39,7 @@ class LossTerm:
         prepare: (labels, batch) -> labels in the form that `count` and `total` take; None if unchanged.
         per_token: whether prepared labels are [batch, seq], each used only with the output of its own token.
         keywords: the `LOSS_KEYWORDS` that this term takes from the batch.
+        is_divided: labels -> whether `num_items_in_batch` divides their sum; None if always.
     """
 
     labels: str
@@ -51,6 +52,7 @@ class LossTerm:
     prepare: Callable[[Tensor, Batch], Tensor] | None = None
     per_token: bool = False
     keywords: tuple[str, ...] = ()
+    is_divided: Callable[[Tensor], bool] | None = None
 
     def labels_of(self, batch: Batch) -> Tensor:
         """Return the labels of a batch in the form that `count` and `total` take: -100 where ignored."""
@@ -65,7 +67,7 @@ class LossTerm:
     def factor(self, batch: Batch, global_count: Tensor) -> Tensor:
         """Return the factor of the sum of values in the loss (0-d)."""
         divisor = batch.get(DIVISOR) if DIVISOR in self.keywords else None
-        if divisor is not None:
+        if divisor is not None and (self.is_divided is None or self.is_divided(batch[self.labels])):
             # Filled on the device: a copy of a number of the host would wait for the kernels of the forward pass.
             if isinstance(divisor, int | float):
                 return self.weight / torch.full_like(global_count, divisor)

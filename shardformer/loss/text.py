@@ -170,7 +170,11 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
         pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
         return pointwise(logits.reshape(-1), labels.reshape(-1).to(logits.dtype), reduction="sum")
 
-    return HeadLoss(LossTerm("labels", count, total), function="ForSequenceClassificationLoss")
+    def is_divided(labels: Tensor) -> bool:
+        return problem(labels) == "single_label_classification"
+
+    term = LossTerm("labels", count, total, keywords=(DIVISOR,), is_divided=is_divided)
+    return HeadLoss(term, function="ForSequenceClassificationLoss")
 
 
 def question_answering(_: nn.Module) -> HeadLoss:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from shardformer.loss.image import contrastive
 from shardformer.loss.terms import HeadLoss
@@ -47,3 +48,19 @@ def test_counts_and_factors_are_made_on_the_device(head: HeadLoss, more: dict[st
         factors = [term.factor(batch, count) for term, count in zip(head.terms, counted, strict=True)]
     assert counted.is_meta and all(factor.is_meta for factor in factors)
     assert not counts.copies and not counts.syncs
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification", "single_label_classification"])
+def test_a_given_divisor_is_read_as_transformers_does(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    config = SimpleNamespace(num_labels=3, problem_type=kind)
+    logits = torch.randn(4, 3, generator=generator)
+    classes = torch.tensor([2, -100, 0, 1])
+    batch = {"labels": classes if kind.startswith("single") else logits.sigmoid().roll(1, 0), "num_items_in_batch": 7}
+    expected = ForSequenceClassificationLoss(**batch, pooled_logits=logits, config=config)
+    head = sequence_classification(SimpleNamespace(config=config))
+    head.reads_keywords = True
+    [term], [count] = head.terms, head.counts(batch)
+    assert head.unread(batch) is None
+    found = term.total(SimpleNamespace(logits=logits), term.labels_of(batch)) * term.factor(batch, count)
+    torch.testing.assert_close(found.float(), expected)

@@ -1,0 +1,103 @@
+"""Fine-tune a mixture of experts (Mixtral, Qwen3-MoE) with expert parallelism, by transformers' Trainer.
+
+    booster run --nproc-per-node 8 train.py --ep_size 4 --tp_size 2
+    booster run --nproc-per-node 2 train.py --ep_size 2 --tiny          # without a download, in seconds
+
+The router's load-balancing loss is part of the loss, over the global batch as without expert parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    DataCollatorForLanguageModeling,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from booster import launch_from_torch
+from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.transformers import boosted
+from booster.launch import command_of_this_job
+from plugins.hybrid_parallel import HybridParallelPlugin
+
+
+@dataclass
+class Options:
+    """What to train on, and the layout; the ranks that tp and pp leave are data-parallel, and share the experts."""
+
+    model: str = "Qwen/Qwen3-30B-A3B"
+    dataset: str = "HuggingFaceH4/no_robots"
+    max_length: int = 2048
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    tiny: bool = False
+
+
+def main() -> None:
+    parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
+    parser.set_defaults(output_dir="runs/moe", learning_rate=1e-5, num_train_epochs=1, logging_steps=5)
+    options, args = parser.parse_args_into_dataclasses()
+    launch_from_torch(seed=args.seed)
+    model, tokenizer, data = tiny() if options.tiny else from_hub(options)
+    model.config.output_router_logits = True  # adds the router's loss
+    layout = {"tp_size": options.tp_size, "pp_size": options.pp_size, "ep_size": options.ep_size}
+    trainer = boosted(Trainer)(
+        model=model,
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        callbacks=[MeterCallback()],
+        plugin=HybridParallelPlugin(**layout),
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        print("to continue:", command_of_this_job("--resume_from_checkpoint", "True", "--num_train_epochs", "2"))
+        print("to export:  ", f"transformers serve {args.output_dir}")
+
+
+def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Dataset]:
+    """Load a pretrained mixture of experts, and conversations as text."""
+    from datasets import load_dataset
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    data = load_dataset(options.dataset, split="train")
+
+    def tokenize(rows: dict[str, Any]) -> dict[str, Any]:
+        texts = tokenizer.apply_chat_template(rows["messages"], tokenize=False)
+        return tokenizer(texts, truncation=True, max_length=options.max_length)
+
+    return (
+        AutoModelForCausalLM.from_pretrained(options.model),
+        tokenizer,
+        data.map(tokenize, batched=True, remove_columns=data.column_names),
+    )
+
+
+def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Any]]:
+    """Make a small model of 4 experts, and lines that count up."""
+    tokenizer = ByT5Tokenizer()
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), head_dim=16, **sizes, **experts, **special)
+    lines = [" ".join(str(number + step) for step in range(2 + number % 4)) for number in range(64)]
+    return Qwen3MoeForCausalLM(config), tokenizer, [dict(tokenizer(line)) for line in lines]
+
+
+if __name__ == "__main__":
+    main()

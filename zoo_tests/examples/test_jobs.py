@@ -1,0 +1,82 @@
+"""The examples that are people's jobs: each trains at a tiny size, says how to go on, and goes on in another layout.
+
+What breaks here first: an argument of Trainer or TRL that was renamed. `examples/bert` has tests of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zoo_tests.examples.scripts import REPOSITORY
+from zoo_tests.harness.ranks import run_on_ranks
+
+_TRAINER = ("--use_cpu", "True", "--disable_tqdm", "True", "--logging_steps", "1", "--max_steps")
+_PLAIN = ("--steps",)
+# Example -> (the way to say the steps, more options, options of the layout, those of the layout that goes on)
+JOBS = {
+    "pretraining": (_PLAIN, ("--save-every", "3"), ("--tp", "2"), ("--pp", "2")),
+    "sft_lora": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--pp_size", "2"), ("--tp_size", "2")),
+    "dpo": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--tp_size", "2"), ()),
+    "bert_trainer": (_TRAINER, ("--save_steps", "3"), ("--tp_size", "2"), ("--pp_size", "2")),
+    "t5_summarization": (_TRAINER, ("--save_steps", "3"), ("--tp_size", "2"), ()),
+    "whisper": (_TRAINER, ("--save_steps", "3"), ("--tp_size", "2"), ()),
+    "vit": (_TRAINER, ("--save_steps", "3"), ("--pp_size", "2"), ("--tp_size", "2")),
+    "moe": (_TRAINER, ("--save_steps", "3"), ("--ep_size", "2"), ("--tp_size", "2")),
+}
+
+
+def _run(name: str, arguments: list[str]) -> str:
+    """Run an example's script on this rank, as `python train.py` does; return what it printed."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    script = REPOSITORY / "examples" / name / "train.py"
+    kept, sys.argv = sys.argv, [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = kept
+        sys.path.remove(str(script.parent))
+        for path in script.parent.glob("*.py"):
+            sys.modules.pop(path.stem, None)
+    return out.getvalue()
+
+
+def _losses(folder: Path) -> list[float]:
+    """Losses by step, of the newest checkpoint of a Trainer."""
+    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_trains_and_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
+    steps, more, layout, other = JOBS[name]
+    flag = "--output" if steps == _PLAIN else "--output_dir"
+    common = ["--tiny", flag, str(tmp_path / "out"), *more]
+    printed = run_on_ranks(2, _run, name, [*common, *layout, *steps, "3"])
+    assert "to continue:" in printed[0] and "to export:" in printed[0]
+    assert "to continue:" not in printed[1], "one rank speaks"
+    resume = ["--resume"] if steps == _PLAIN else ["--resume_from_checkpoint", "True"]
+    run_on_ranks(2, _run, name, [*common, *other, *resume, *steps, "5"])
+    if steps == _PLAIN:
+        assert {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()} == {"step-3", "step-5"}
+    else:
+        assert len(_losses(tmp_path / "out")) >= 3
+    assert list((tmp_path / "out").glob("*.safetensors")), "the result opens plainly"
