@@ -6,12 +6,26 @@ ranks drew different tokens, each would continue with a different text, and thei
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from shardformer.distributed.random import adopt_first_generator
 from shardformer.shard_config import ShardConfig
+
+_RUNNER = "_generates_as"  # attribute of a model while it generates through the stages of a pipeline
+
+
+@contextmanager
+def generating_as(model: nn.Module, runner: nn.Module) -> Iterator[None]:
+    """Let `model.generate` call `runner`, which shares the state of `model`, for each next token."""
+    vars(model)[_RUNNER] = runner
+    try:
+        yield
+    finally:
+        del vars(model)[_RUNNER]
 
 
 def generate_alike(model: nn.Module, config: ShardConfig) -> None:
@@ -21,11 +35,11 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
     """
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        manager = config.stage_manager
-        if manager.num_stages > 1:
+        manager, runner = config.stage_manager, vars(self).get(_RUNNER, self)
+        if manager.num_stages > 1 and runner is self:
             raise RuntimeError(
-                f"generate() cannot run stage {manager.stage} of a pipeline; boost the model with pp_size=1 "
-                "(a checkpoint opens under any layout)"
+                f"generate() cannot run stage {manager.stage} of a pipeline alone; call generate() of the model that "
+                "boost() returned, on all ranks of the pipeline"
             )
         if config.context is not None:
             raise RuntimeError(
@@ -49,7 +63,7 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
             )
         if config.tensor_parallel_size > 1:
             adopt_first_generator(config.group, next(self.parameters()).device)
-        return type(self).generate(self, *args, **kwargs)
+        return type(runner).generate(runner, *args, **kwargs)
 
     model.generate = generate.__get__(model)
 

@@ -274,7 +274,8 @@ class StagePartitioner:
             self._stand_in(view, dict.fromkeys(layout.last, IdentityPlaceholder), self.starts[index + 1] - 1, held)
             for path, fields in layout.finished_towers.items():
                 if self.starts[index + 1] <= held.start:
-                    view.placeholders[self._place(path)] = CachedTower(path, fields)
+                    native = self.model.get_submodule(self._prefix + path)
+                    view.placeholders[self._place(path)] = _alike(CachedTower(path, fields), native)
         if stage != self.manager.num_stages - 1:
             for name in self._head:
                 view.placeholders[self.model, name] = UnreachablePlaceholder()
@@ -364,15 +365,15 @@ def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
 
 def has_module(root: nn.Module, path: str) -> bool:
     """Return whether `path` names a module below `root`; an attribute that is None (no pooler) does not count."""
-    try:
-        root.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
+    return any(name == path for name, _ in root.named_modules(remove_duplicate=False))
 
 
 def run_stage(
-    model: nn.Module, message: StageMessage | None, inputs: Mapping[str, Any], stage: int | None = None
+    model: nn.Module,
+    message: StageMessage | None,
+    inputs: Mapping[str, Any],
+    stage: int | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> Any:
     """Run one forward pass of a pipeline stage.
 
@@ -381,16 +382,17 @@ def run_stage(
         message: the previous stage's message, the hidden state [batch, seq, hidden] first; None on the first stage.
         inputs: the keyword arguments of the model's forward, the same on every stage.
         stage: index of the stage, one of this rank's stages; None if the rank has only one.
+        call: runs a part of the model, such as its encoder; None runs the model.
 
     Returns:
-        The message for the next stage, or the model's own output on the last stage.
+        The message for the next stage, or the output of what is called, where it ends on this stage.
     """
-    views = getattr(model, "stage_views", None)
+    views, call = getattr(model, "stage_views", None), call or model
     if views is None:
-        return model(**inputs)
+        return call(**inputs)
     with views.running(stage, message) as view:
         inputs = {name: value for name, value in inputs.items() if name not in view.ignored_inputs}
         try:
-            return model(**inputs)
+            return call(**inputs)
         except StageBoundary as boundary:
             return boundary.message

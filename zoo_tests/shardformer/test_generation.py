@@ -206,9 +206,9 @@ def test_inference_only_leaves_nothing_to_train() -> None:
 
 
 @distributed(2)
-def test_a_pipeline_says_what_to_do() -> None:
+def test_a_stage_alone_says_what_to_do() -> None:
     boosted = Booster(plugin=HybridParallelPlugin(pp_size=2)).boost(_model("llama"))
     with pytest.raises(
-        RuntimeError, match=r"generate\(\) cannot run stage . of a pipeline; boost the model with pp_size=1"
+        RuntimeError, match=r"generate\(\) cannot run stage . of a pipeline alone; call generate\(\) of"
     ):
-        boosted.generate(input_ids=torch.ones(1, 3, dtype=torch.long))
+        boosted.unwrap().generate(input_ids=torch.ones(1, 3, dtype=torch.long))

@@ -15,6 +15,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared, size_asked_of
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
+from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
@@ -246,16 +247,20 @@ class HybridParallelModel(GuardedModel):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' `generate` on sharded weights; every tensor-parallel rank returns all tokens.
+        """Run transformers' `generate` on sharded weights; every rank of the pipeline and of its stages has all tokens.
 
-        Sampling draws from torch's own random numbers, as they are on the first tensor-parallel rank.
+        Sampling draws from torch's own random numbers, as they are on the first of these ranks.
 
         Raises:
-            RuntimeError: if the model is a pipeline stage, or if its layers keep no cache.
+            RuntimeError: if the layers of the model keep no cache.
+            ConfigurationError: for what a pipeline cannot do, or ranks of one that do not ask for the same.
         """
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
-        return self.module.generate(*args, **to_device(kwargs, self.mesh.device, self.input_dtype))
+        kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
+        if self.mesh.size("pp") > 1:
+            return generate_through_stages(self, args, kwargs)
+        return self.module.generate(*args, **kwargs)
 
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
