@@ -58,8 +58,8 @@ class StateFolders:
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
         """Load what `save_state` wrote, under this layout or another.
 
-        Loaders begin the epoch that was under way from its start, in the same order of samples; `skip_first_batches` skips what
-        was seen, or `DataLoaderConfiguration(use_stateful_dataloader=True)` does.
+        Loaders begin the epoch that was under way from its start, in the same order of samples; `skip_first_batches`
+        skips what was seen, or `DataLoaderConfiguration(use_stateful_dataloader=True)` does.
 
         Raises:
             ConfigurationError: if there is no such state, or it is of other objects.
