@@ -117,8 +117,10 @@ def test_bad_input_is_named() -> None:
     with fresh_accelerate():
         with pytest.raises(ConfigurationError, match=r"Accelerator\(\) got no plugin; give the layout, as in plugin="):
             Accelerator()
-        with pytest.raises(ConfigurationError, match="plugin='tp2' is no parallel training strategy; give one"):
+        with pytest.raises(ConfigurationError, match="plugin='tp2' is not installed; use one of .*hybrid_parallel"):
             Accelerator(plugin="tp2")
+        with pytest.raises(ConfigurationError, match="plugin=2 is no parallel training strategy; give one"):
+            Accelerator(plugin=2)
         old = rf"accelerate 0.34.2 is too old for booster.integrations.accelerate; install accelerate>={OLDEST}"
         with mock.patch("accelerate.__version__", "0.34.2"), pytest.raises(ConfigurationError, match=old):
             Accelerator(plugin=HybridParallelPlugin())
