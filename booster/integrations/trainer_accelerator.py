@@ -1,0 +1,92 @@
+"""The Accelerator of a boosted Trainer: it knows the loss that the Trainer computes, and the Trainer's samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from booster.integrations.accelerate import Accelerator
+from booster.integrations.prepared_loader import PreparedLoader
+
+
+class ItemCount(Tensor):
+    """Number of items (labels that count) of a batch, 0-d; it notes whether a loss reads it."""
+
+    was_read = False
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Note the use, and compute as plain tensors do."""
+        for each in args:
+            if isinstance(each, cls) and function.__name__ != "__get__":  # dtype or device
+                each.was_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    def plain(self) -> Tensor:
+        """Return the number as a plain tensor, which nobody watches."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+@dataclass
+class LossInProgress:
+    """The loss of a batch that a Trainer computes.
+
+    Attributes:
+        rows: samples of this replica; None if that is unknown.
+        items: the number of items of all replicas, as the Trainer's `compute_loss` gets it.
+        is_shared: whether the model computed it, as one loss of all replicas.
+        is_weighted: whether its mean over replicas is the loss of all of them.
+        read_processes: whether `accelerator.num_processes` was read, as by code for several processes.
+    """
+
+    rows: int | None
+    items: Any = None
+    is_shared: bool = False
+    is_weighted: bool = False
+    read_processes: bool = False
+
+
+class TrainerAccelerator(Accelerator):
+    """accelerate's Accelerator under a layout, as a Trainer needs it."""
+
+    loss_in_progress: LossInProgress | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data-parallel replicas; 1 while a loss is computed that is that of all replicas.
+
+        Trainer multiplies its share of a loss by it.
+        """
+        progress = self.loss_in_progress
+        if progress is not None:
+            progress.read_processes = True
+            if progress.is_shared:
+                return 1
+        return super().num_processes
+
+    @contextmanager
+    def computing_loss(self, progress: LossInProgress) -> Iterator[LossInProgress]:
+        """Note in `progress` what becomes of a loss; what is noted in an outer one is that of this one in the end."""
+        outer, self.loss_in_progress = self.loss_in_progress, progress
+        try:
+            yield progress
+        finally:
+            self.loss_in_progress = outer
+            if outer is not None:
+                outer.is_weighted = True
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> PreparedLoader:
+        """Return a loader of this replica's share; samples of like lengths meet in batches of all replicas."""
+        sampler = getattr(data_loader, "sampler", None)
+        if isinstance(data_loader, DataLoader) and isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self.replicas.size  # Trainer gave it that of one replica
+        return super().prepare_data_loader(data_loader, *args, **kwargs)

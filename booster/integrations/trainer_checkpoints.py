@@ -1,0 +1,69 @@
+"""The checkpoints of a boosted Trainer: a Hugging Face directory, and the training state of any layout beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigurationError
+from booster.wrappers import ModelWrapper
+
+_STATE = "booster"  # folder of the training state in a checkpoint of Trainer
+
+
+class TrainerCheckpoints:
+    """Mixin of a Trainer: the state of a sharded model, its optimizer and its random numbers, on all ranks together."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a Hugging Face directory, on all ranks together, that plain `from_pretrained` opens."""
+        if not isinstance(self.model, ModelWrapper):  # not trained yet: every rank has the whole model
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.accelerator.save_model(self.model, folder)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _training_state(self) -> dict[str, Any]:
+        state = {"model": self.model, "optimizer": self.optimizer.optimizer, "lr_scheduler": self.lr_scheduler}
+        return {kind: value for kind, value in state.items() if value is not None}
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        loader = self._train_loader.loader
+        self.accelerator.booster.save_checkpoint(Path(output_dir) / _STATE, **self._training_state(), dataloader=loader)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Refuse a checkpoint of another Trainer; the training state, which is loaded later, has the weights."""
+        if not (Path(resume_from_checkpoint) / _STATE).is_dir():
+            raise ConfigurationError(
+                f"{resume_from_checkpoint} holds no training state of a boosted Trainer; start from its weights "
+                f"instead, as in from_pretrained('{resume_from_checkpoint}'), without resume_from_checkpoint"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = self._training_state()
+        if not self.args.ignore_data_skip:
+            state["dataloader"] = self._train_loader.loader
+        self.accelerator.booster.load_checkpoint(Path(checkpoint) / _STATE, **state)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if (best / _STATE).is_dir():
+            self.accelerator.booster.load_checkpoint(best / _STATE, model=self.model)
+        else:
+            self.accelerator.booster.load_model(self.model, best)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: the training state has the random states of all ranks."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: the training state has the random states of all ranks."""

@@ -1,0 +1,119 @@
+"""The loss of a boosted Trainer: it is that of one process that has the samples of all replicas.
+
+Trainer averages the losses of processes. Here that mean must be the loss of the whole batch, although the shares of
+replicas have different numbers of samples and of labels: the model computes one loss of all replicas, the number of
+items is counted over all of them, and any other mean over samples is weighted by their number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import find_batch_size
+from torch import Tensor, nn
+
+from booster.integrations.trainer_accelerator import ItemCount, LossInProgress, TrainerAccelerator
+
+
+class TrainerLoss:
+    """Mixin of a Trainer: what it takes for the loss of a batch, and how replicas average it."""
+
+    accelerator: TrainerAccelerator
+
+    def _take_loss_functions(self) -> None:
+        """Let the functions that the Trainer calls for a loss see the labels of all replicas."""
+        if self.accelerator.num_processes == 1:
+            return
+        if self.label_smoother is not None:
+            self.label_smoother = functools.partial(self._smooth_labels, self.label_smoother)
+        if self.compute_loss_func is not None:
+            self.compute_loss_func = functools.partial(self._call_loss_function, self.compute_loss_func)
+
+    def _watch_losses_of(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(_with_plain_items, with_kwargs=True)
+        model.register_forward_hook(self._note_shared_loss, prepend=True)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as the Trainer class does; its mean over replicas is that over all samples, or items."""
+        replicas = self.accelerator.num_processes
+        if replicas == 1:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        rows = find_batch_size(inputs)
+        if num_items_in_batch is None and not self.model.training:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.as_subclass(ItemCount)
+        with self.accelerator.computing_loss(LossInProgress(rows, num_items_in_batch)) as progress:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        if progress.is_shared or progress.is_weighted:
+            return result
+        loss, *outputs = result if return_outputs else (result,)
+        if not getattr(num_items_in_batch, "was_read", False):
+            loss = self._weighted(loss, rows)
+        elif not progress.read_processes:  # a sum over this replica's items, divided by the number of all items
+            loss = loss * replicas
+        return (loss, *outputs) if return_outputs else loss
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """Evaluate a batch; its loss is that of all replicas."""
+        if self.accelerator.num_processes == 1:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        rows = find_batch_size(inputs)
+        with self.accelerator.computing_loss(LossInProgress(rows)) as progress:
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None:
+            loss = loss if progress.is_shared or progress.is_weighted else self._weighted(loss, rows)
+            loss = self.accelerator.reduce(loss, "mean")
+        return loss, logits, labels
+
+    def _smooth_labels(
+        self, smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Return the smoothed loss of this replica's labels, whose mean over replicas is that over all labels."""
+        progress, replicas = self.accelerator.loss_in_progress, self.accelerator.replicas.size
+        if progress is not None:
+            progress.is_weighted = True
+        if num_items_in_batch is not None:  # Trainer multiplies by the number of replicas
+            return smoother(outputs, labels, shift_labels, num_items_in_batch=num_items_in_batch)
+        counted = labels[..., 1:] if shift_labels else labels
+        items = self.accelerator.reduce(counted.ne(smoother.ignore_index).sum())
+        return smoother(outputs, labels, shift_labels, num_items_in_batch=items) * replicas
+
+    def _call_loss_function(
+        self, function: Any, outputs: Any, labels: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Return the loss of the user's function, which Trainer multiplies by the number of replicas."""
+        loss = function(outputs, labels, num_items_in_batch=num_items_in_batch, **kwargs)
+        progress = self.accelerator.loss_in_progress
+        if progress is None or num_items_in_batch is None:
+            return loss
+        progress.is_weighted = True
+        if getattr(num_items_in_batch, "was_read", True):
+            return loss
+        return self._weighted(loss, progress.rows) / self.accelerator.replicas.size
+
+    def _weighted(self, loss: Tensor, rows: int | None) -> Tensor:
+        """Weight a mean over this replica's samples by its share of the samples: the last batch may be short."""
+        if rows is None:
+            return loss
+        total = int(self.accelerator.reduce(torch.tensor(rows, device=self.args.device)))
+        weight = rows * self.accelerator.replicas.size / max(total, 1)
+        # The mean over no samples is nan.
+        return loss * weight if rows else loss.nan_to_num(0.0) * 0.0
+
+    def _note_shared_loss(self, module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Note whether the model computed the loss: it is then the mean over all replicas, the same on each."""
+        progress = self.accelerator.loss_in_progress
+        if progress is not None and isinstance(outputs, Mapping) and "loss" in outputs:
+            progress.is_shared = True
+
+
+def _with_plain_items(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Give the model the number of items as a plain tensor: that it reads it says nothing about the user's loss."""
+    plain = {name: value.plain() if isinstance(value, ItemCount) else value for name, value in kwargs.items()}
+    return args, plain
