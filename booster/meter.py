@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from booster.logging import get_logger
 from booster.plugin import Plugin
+from shardformer.distributed.process_groups import world_group
 
 _logger = get_logger(__name__)
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids")
@@ -182,21 +183,17 @@ def _ranks_of_a_replica(plugin: Plugin) -> int:
 
 def _summed(values: list[float], copies: int) -> list[float]:
     """Return sums over all ranks of values that `copies` ranks have each counted."""
-    total = torch.tensor(values, dtype=torch.float64, device=_device()) / copies
+    total = torch.tensor(values, dtype=torch.float64) / copies
     if _world_size() > 1:
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=world_group())
     return total.tolist()
 
 
 def _fullest(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64, device=_device())
+    total = torch.tensor(value, dtype=torch.float64)
     if _world_size() > 1:
-        dist.all_reduce(total, dist.ReduceOp.MAX)
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=world_group())
     return float(total)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _world_size() -> int:

@@ -119,6 +119,10 @@ class CheckpointIO(ABC):
     def load_model(self, model: nn.Module, directory: str, **options: Any) -> None:
         """Read a Hugging Face directory into the model."""
 
+    def whole_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the whole model, on all ranks, in host memory; optional for a plugin."""
+        raise ConfigurationError(f"{type(self).__name__} cannot gather a model; use save_model")
+
     @abstractmethod
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Write the full optimizer state."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import GradientState
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from booster.errors import ConfigurationError
 
 
 class PreparedLoader:
@@ -25,7 +27,6 @@ class PreparedLoader:
     def __init__(self, loader: Any, gradient_state: GradientState) -> None:
         self.loader, self.gradient_state = loader, gradient_state
         self.end_of_dataloader, self.remainder = False, -1
-        self.is_under_way = False
         self._to_skip = 0
 
     @property
@@ -45,21 +46,24 @@ class PreparedLoader:
         # After `set_epoch`, which starts an epoch from its beginning.
         if self._to_skip:
             self.loader.skip_batches, self._to_skip = self._to_skip, 0
-        self.end_of_dataloader, self.is_under_way = False, True
+        self.end_of_dataloader = False
         self.remainder = self._samples_of_short_batch()
         self.gradient_state._add_dataloader(self)
         try:
             yield from self._batches()
-            self.is_under_way = False
         finally:
             self.gradient_state._remove_dataloader(self)
 
     def _samples_of_short_batch(self) -> int:
+        batches = self.loader.batch_sampler
+        if self.loader.batch_size is None or getattr(batches, "drop_last", self.loader.drop_last):
+            return -1
         try:
-            samples = len(self.loader.dataset)
+            # A sampler may draw more or fewer samples than the dataset has.
+            samples = len(getattr(batches, "sampler", self.loader.dataset))
         except TypeError:
             return -1
-        return -1 if self.loader.drop_last else samples % self.total_batch_size
+        return samples % self.total_batch_size
 
     def _batches(self) -> Iterator[Any]:
         try:
@@ -90,10 +94,34 @@ class PreparedLoader:
         """Set the epoch of the next iteration."""
         self.loader.set_epoch(epoch)
 
+    def load_state_dict(self, state: dict[str, Any], continues: bool = True) -> None:
+        """Load a state of the loader.
+
+        Args:
+            state: of `state_dict`.
+            continues: whether the next iteration continues where the saved one stopped, or begins its epoch again, in
+                the same order of samples.
+        """
+        self.loader.load_state_dict(state if continues else state | {"samples": 0, "order_to_come": None})
+
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def split_by(loader: DataLoader, num_replicas: int) -> DataLoader:
+    """Return the same loader whose batches are parts of the given one's, one for each replica.
+
+    Raises:
+        ConfigurationError: if the batch size is not a multiple of the number of replicas.
+    """
+    if loader.batch_size is None or loader.batch_size % num_replicas:
+        raise ConfigurationError(
+            f"split_batches=True cannot split batch_size={loader.batch_size} into {num_replicas} equal parts, one for "
+            f"each replica; use a multiple of {num_replicas}"
+        )
+    return rebuilt(loader, batch_size=loader.batch_size // num_replicas)
 
 
 def seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
@@ -107,11 +135,12 @@ def seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
     )
 
 
-def with_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
-    """Return the same loader with another sampler."""
+def rebuilt(loader: DataLoader, sampler: Any = None, batch_size: int | None = None) -> DataLoader:
+    """Return the same loader with another sampler or batch size."""
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     names += ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last, **options
-    )
+    if not isinstance(loader.dataset, IterableDataset):
+        options["sampler"] = loader.sampler if sampler is None else sampler
+    size = loader.batch_size if batch_size is None else batch_size
+    return DataLoader(loader.dataset, batch_size=size, drop_last=loader.drop_last, **options)

@@ -6,8 +6,9 @@ one of them counts.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin
+
+_REDUCTIONS = ("sum", "mean", "max", "none")
+_MOST_DIMS = 16  # of a tensor that is gathered
 
 
 class Replicas:
@@ -53,6 +57,9 @@ class Replicas:
         """Return nested tensors of all replicas, joined along dim 0, to which each may contribute another number.
 
         A 0-d tensor contributes one row. With one replica, tensors are returned as they are.
+
+        Raises:
+            ConfigurationError: if rows have other shapes on other replicas; raised on all of them.
         """
         if self.size == 1:
             return data
@@ -70,18 +77,29 @@ class Replicas:
             text = json.dumps(data).encode()
         except TypeError as error:
             raise ConfigurationError(f"{error}; gather tensors, or lists of numbers and texts") from None
+        if json.loads(text) != data:  # tuples, and keys that are no texts
+            raise ConfigurationError(
+                f"{data!r:.80} cannot be gathered as it is; gather tensors, or lists of numbers, texts, lists and dicts"
+            )
         lengths = self._gather_tensor(torch.tensor(len(text))).tolist()
         texts = self._gather_tensor(torch.tensor(list(text), dtype=torch.uint8)).split(lengths)
         return [each for part in texts for each in json.loads(bytes(part.tolist()))]
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return nested tensors added up over replicas ("sum"), averaged ("mean"), or as they are ("none")."""
+        """Return nested tensors combined over replicas: "sum", "mean" or "max", or as they are: "none".
+
+        Raises:
+            ConfigurationError: for another reduction.
+        """
+        if reduction not in _REDUCTIONS:
+            raise ConfigurationError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}")
         factor = scale / self.size if reduction == "mean" else scale
+        operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
 
         def reduced(tensor: Tensor) -> Tensor:
             tensor = tensor.clone()
             if reduction != "none" and self.size > 1:
-                dist.all_reduce(tensor, group=self.mesh.get_group())
+                dist.all_reduce(tensor, operation, group=self.mesh.get_group())
             return tensor * factor if factor != 1.0 else tensor
 
         return map_tensors(reduced, data)
@@ -89,24 +107,48 @@ class Replicas:
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         group = self.mesh.get_group()
         tensor = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
-        rows = tensor.new_tensor([tensor.shape[0]], dtype=torch.int64)
-        all_rows = [torch.empty_like(rows) for _ in range(self.size)]
-        dist.all_gather(all_rows, rows, group=group)
-        counts = [int(each) for each in all_rows]
-        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
-        padded[: tensor.shape[0]] = tensor
+        shapes = self._shapes(tensor)
+        counts = [shape[0] for shape in shapes]
+        # A replica without rows does not know how long the rows of the others are.
+        rows = {tuple(shape[1:]) for shape in shapes if shape[0]} or {tuple(tensor.shape[1:])}
+        if len(rows) > 1:
+            raise ConfigurationError(
+                f"replicas have tensors of the shapes {shapes}, which cannot be joined; pad them before, as in "
+                "accelerator.pad_across_processes(tensor, dim=1)"
+            )
+        padded = tensor.new_zeros(max(counts), *rows.pop())
+        if len(tensor):
+            padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _shapes(self, tensor: Tensor) -> list[list[int]]:
+        """Return the shape of a tensor on each replica."""
+        own = torch.full((1 + _MOST_DIMS,), 0, dtype=torch.int64, device=tensor.device)
+        own[0], own[1 : 1 + tensor.dim()] = tensor.dim(), torch.tensor(tensor.shape, device=tensor.device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.mesh.get_group())
+        return [shape[1 : 1 + shape[0]] for shape in (each.tolist() for each in found)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
     """Apply a function to all tensors in nested containers; other values stay."""
     if isinstance(data, Tensor):
         return function(data)
-    if isinstance(data, dict):
-        return type(data)({key: map_tensors(function, value) for key, value in data.items()})
+    if isinstance(data, Mapping):
+        result = copy.copy(data)  # outputs of a model, or of a tokenizer, stay what they are
+        for key, value in data.items():
+            result[key] = map_tensors(function, value)
+        return result
     if isinstance(data, tuple | list):
         values = [map_tensors(function, value) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     return data
+
+
+def holds_tensors(data: Any) -> bool:
+    """Return whether nested containers hold a tensor."""
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    return isinstance(data, Tensor) or (isinstance(data, tuple | list) and any(map(holds_tensors, data)))

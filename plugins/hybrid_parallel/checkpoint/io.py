@@ -26,6 +26,7 @@ from plugins.hybrid_parallel.checkpoint.model_files.peft import (
     save_adapter_files,
 )
 from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
+from plugins.hybrid_parallel.checkpoint.model_files.whole_state import whole_state_dict
 from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
 from plugins.hybrid_parallel.checkpoint.state.background import BackgroundWriter
 from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
@@ -106,6 +107,13 @@ class HybridParallelCheckpointIO(CheckpointIO):
         else:
             refuse_bare_adapters(model.unwrap())
             load_model_files(model, Path(directory), strict, allow_bin)
+
+    @failure.guard("the whole state dict")
+    def whole_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the whole model, on all ranks, in host memory."""
+        _check_boosted({"model": model})
+        _wait_for_parameters(model)
+        return whole_state_dict(model, self.mesh)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Write a checkpoint that holds only the optimizer and the random states."""

@@ -1,0 +1,129 @@
+"""Options of accelerate's `Accelerator` that cannot hold next to a plugin, each refused in one sentence."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DynamoBackend,
+    ProfileKwargs,
+)
+
+from booster.errors import ConfigurationError
+
+OLDEST = "1.12"  # the oldest release of accelerate that the integration runs with
+
+_ENGINES = {
+    "deepspeed_plugin": "DeepSpeed is another engine; leave it out, and give HybridParallelPlugin(zero_stage=1)",
+    "deepspeed_plugins": "DeepSpeed is another engine; leave it out, and give HybridParallelPlugin(zero_stage=1)",
+    "fsdp_plugin": "FSDP is another engine; leave it out, and give HybridParallelPlugin(zero_stage=1)",
+    "megatron_lm_plugin": "Megatron-LM is another engine; leave it out, and give HybridParallelPlugin(tp_size=2)",
+    "torch_tp_plugin": "accelerate's parallelism is another engine; leave it out, and give tp_size to the plugin",
+    "parallelism_config": "accelerate's parallelism is another engine; leave it out, and give tp_size, cp_size to the "
+    "plugin",
+}
+# Variables by which `accelerate launch` asks for the same.
+_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+_HANDLERS = {
+    "DistributedDataParallelKwargs": "DistributedDataParallel does not wrap the model; leave it out",
+    "GradScalerKwargs": "the plugin scales the loss; leave it out, and give "
+    "HybridParallelPlugin(precision='fp16', initial_scale=...)",
+    "InitProcessGroupKwargs": "the process group exists already; leave it out, and call "
+    "launch_from_torch(timeout_s=...) before",
+}
+
+
+def check_version(found: str) -> None:
+    """Refuse a release of accelerate that lacks what the integration uses.
+
+    Raises:
+        ConfigurationError: the version, and the oldest that would do.
+    """
+    from packaging.version import Version
+
+    if Version(found) < Version(OLDEST):
+        raise ConfigurationError(
+            f"accelerate {found} is too old for booster.integrations.accelerate; install accelerate>={OLDEST}"
+        )
+
+
+def check_options(options: dict[str, Any], precision: str, on_gpu: bool) -> None:
+    """Refuse options that would train otherwise than they say.
+
+    Args:
+        options: keyword arguments of `Accelerator`.
+        precision: the plugin's: "fp32", "bf16", "fp16" or "fp8".
+        on_gpu: whether the ranks are on GPUs.
+
+    Raises:
+        ConfigurationError: the option, the reason, and what to use.
+    """
+    for name, reason in _ENGINES.items():
+        if options.get(name) is not None:
+            raise ConfigurationError(f"Accelerator({name}=...): {reason}")
+    for variable, name in _VARIABLES.items():
+        if _is_set(variable):
+            raise ConfigurationError(f"{variable}={os.environ[variable]} asks for {name}: {_ENGINES[name]}")
+    _check_precision(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION"), precision)
+    _check_compilation(options)
+    for handler in options.get("kwargs_handlers") or ():
+        _check_handler(handler, precision)
+    if options.get("rng_types") not in (None, ["generator"]):
+        raise ConfigurationError(
+            f"Accelerator(rng_types={options['rng_types']!r}) would give all ranks the same random numbers; leave it "
+            "out: the order of samples is the same on all ranks in any case"
+        )
+    if options.get("cpu") and on_gpu:
+        raise ConfigurationError(
+            "Accelerator(cpu=True) while torch finds GPUs, which the plugin trains on; set CUDA_VISIBLE_DEVICES='' to "
+            "hide them"
+        )
+    _check_loading(options.get("dataloader_config"))
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("1", "true", "yes")
+
+
+def _check_precision(wanted: Any, precision: str) -> None:
+    if str(wanted or "no") in ("no", "no" if precision == "fp32" else precision):
+        return
+    raise ConfigurationError(
+        f"mixed_precision={str(wanted)!r} is not the plugin's precision {precision!r}; use "
+        f"HybridParallelPlugin(precision={str(wanted)!r})"
+    )
+
+
+def _check_compilation(options: dict[str, Any]) -> None:
+    plugin = options.get("dynamo_plugin")
+    asked = options.get("dynamo_backend") or os.environ.get("ACCELERATE_DYNAMO_BACKEND")
+    backend = DynamoBackend(str(asked or "no").upper()) if plugin is None else plugin.backend
+    if backend != DynamoBackend.NO:
+        raise ConfigurationError(
+            f"dynamo_backend={backend.value.lower()!r}: torch.compile cannot trace the communication of a boosted "
+            "model; leave it out, and give HybridParallelPlugin(compile_layers=True)"
+        )
+
+
+def _check_handler(handler: Any, precision: str) -> None:
+    name = type(handler).__name__
+    if isinstance(handler, ProfileKwargs) or (isinstance(handler, AutocastKwargs) and precision == "fp32"):
+        return
+    reason = _HANDLERS.get(name, f"the plugin's precision {precision!r} holds everywhere; leave it out")
+    raise ConfigurationError(f"Accelerator(kwargs_handlers=[{name}(...)]): {reason}")
+
+
+def _check_loading(config: DataLoaderConfiguration | None) -> None:
+    if config is not None and config.dispatch_batches:
+        raise ConfigurationError(
+            "DataLoaderConfiguration(dispatch_batches=True) reads batches on one rank and sends them to the others; "
+            "leave it out: each replica reads its own samples"
+        )

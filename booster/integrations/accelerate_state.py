@@ -1,0 +1,242 @@
+"""The part of `Accelerator` that writes and opens folders of training states, under any layout."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from booster.booster import Booster
+from booster.errors import ConfigurationError
+
+_STATE = "booster"  # folder of the first model's checkpoint; those of others have a number
+
+
+class StateFolders:
+    """Mixin before accelerate's `Accelerator`.
+
+    Attributes:
+        booster: saves and loads checkpoints.
+        step: number of batches since the last complete group of accumulated ones.
+    """
+
+    booster: Booster
+    step: int
+    project_configuration: Any
+    project_dir: str | None
+    save_iteration: int
+    is_main_process: bool
+    use_stateful_dataloader: bool
+    wait_for_everyone: Callable[[], None]
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+    _custom_objects: list[Any]
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
+        """Write the whole training state, which opens under any layout; return its folder. All ranks call it.
+
+        It holds models, optimizers, schedulers, loaders, random states, and objects of `register_for_checkpointing`.
+
+        Raises:
+            ConfigurationError: if a model has several optimizers, the folder exists already under automatic naming, or
+                for options of another engine.
+        """
+        _refuse("save_state", options)
+        folder = self._new_folder(output_dir)
+        self._save(folder)
+        self._remove_oldest()
+        self.project_configuration.iteration += 1
+        return str(folder)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
+        """Load what `save_state` wrote, under this layout or another.
+
+        Loaders begin the epoch that was under way from its start, in the same order of samples; `skip_first_batches`
+        skips what was seen, or `DataLoaderConfiguration(use_stateful_dataloader=True)` does.
+
+        Raises:
+            ConfigurationError: if there is no such state, or it is of other objects.
+        """
+        _refuse("load_state", options | (load_kwargs or {}))
+        self._load(self._latest_folder() if input_dir is None else Path(input_dir))
+
+    def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
+        """Refuse hooks, which expect the whole weights of each model.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "register_save_state_pre_hook() gives a hook the weights of whole models, which no rank has while a state "
+            "is saved; call accelerator.save_model(model, folder) after save_state(), or register_for_checkpointing()"
+        )
+
+    def register_load_state_pre_hook(self, hook: Any) -> NoReturn:
+        """Refuse hooks, which would load whole weights.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "register_load_state_pre_hook() gives a hook models to load whole weights into, which no rank has; call "
+            "accelerator.booster.load_model(model, folder) after load_state()"
+        )
+
+    def _save(self, folder: Path) -> None:
+        """Write the state of all prepared and registered objects; all ranks call it.
+
+        Raises:
+            ConfigurationError: if there is no model, a model has several optimizers, or a state is not plain data.
+        """
+        groups = self._groups()
+        custom = [_plain_bytes(each) for each in self._custom_objects]
+        extra = {
+            "step": self.step,
+            "schedulers": [each.scheduler.state_dict() for each in self._schedulers],
+            "loaders": [each.state_dict() for each in self._dataloaders],
+        }
+        for index, group in enumerate(groups):
+            self.booster.save_checkpoint(_path(folder, index), **group, **({} if index else extra))
+        if self.is_main_process:
+            for index, data in enumerate(custom):
+                _custom_file(folder, index).write_bytes(data)
+        self.wait_for_everyone()
+
+    def _load(self, folder: Path) -> None:
+        """Load a state that `_save` wrote.
+
+        Raises:
+            ConfigurationError: if it is of other objects.
+        """
+        groups = self._groups()
+        if not _path(folder, 0).is_dir():
+            raise ConfigurationError(f"{folder} holds no state of save_state(); give the folder that it returned")
+        _check_number("models", len(groups), len(list(folder.glob(f"{_STATE}*"))), folder)
+        objects = self._custom_objects
+        _check_number("registered objects", len(objects), len(list(folder.glob("custom_*.pkl"))), folder)
+        loaded = [self.booster.load_checkpoint(_path(folder, index), **each) for index, each in enumerate(groups)]
+        extra = loaded[0]
+        self.step = extra["step"]
+        _check_number("schedulers", len(self._schedulers), len(extra["schedulers"]), folder)
+        for scheduler, state in zip(self._schedulers, extra["schedulers"], strict=True):
+            scheduler.scheduler.load_state_dict(state)
+        _check_number("dataloaders", len(self._dataloaders), len(extra["loaders"]), folder)
+        for loader, state in zip(self._dataloaders, extra["loaders"], strict=True):
+            loader.load_state_dict(state, continues=self.use_stateful_dataloader)
+        for index, each in enumerate(objects):
+            each.load_state_dict(torch.load(_custom_file(folder, index), map_location="cpu", weights_only=True))
+
+    def _new_folder(self, output_dir: str | None) -> Path:
+        """Return the folder of the next state: the given one, or by automatic naming.
+
+        Raises:
+            ConfigurationError: if none is given, or the automatic one exists.
+        """
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ConfigurationError("save_state() got no folder; give one, or automatic_checkpoint_naming=True")
+            return Path(output_dir)
+        folder = self._checkpoints() / f"checkpoint_{self.save_iteration}"
+        if folder.exists():
+            raise ConfigurationError(
+                f"{folder} exists already; set accelerator.project_configuration.iteration to the next number"
+            )
+        self.wait_for_everyone()  # another rank must not find what this one is about to create
+        return folder
+
+    def _latest_folder(self) -> Path:
+        """Return the newest folder of automatic naming.
+
+        Raises:
+            ConfigurationError: if naming is not automatic, or there is none.
+        """
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigurationError("load_state() got no folder; give the one that save_state() returned")
+        found = self._by_age()
+        if not found:
+            raise ConfigurationError(
+                f"load_state() finds no checkpoint in {self._checkpoints()}; give the folder of one"
+            )
+        return found[-1]
+
+    def _remove_oldest(self) -> None:
+        """Keep the newest `total_limit` folders of automatic naming."""
+        project = self.project_configuration
+        if project.automatic_checkpoint_naming and project.total_limit is not None:
+            if self.is_main_process:
+                for folder in self._by_age()[: -project.total_limit]:
+                    shutil.rmtree(folder)
+            self.wait_for_everyone()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return each prepared model with its optimizer, as `save_checkpoint` takes them."""
+        groups = []
+        for model in self._models:
+            own = [each.optimizer for each in self._optimizers if each.model is model]
+            if len(own) > 1:
+                raise ConfigurationError(
+                    f"save_state() and load_state() take one optimizer of each model, and {len(own)} are prepared with "
+                    "one; save each with accelerator.booster.save_optimizer(optimizer, folder)"
+                )
+            groups.append({"model": model} | ({"optimizer": own[0]} if own else {}))
+        if not groups:
+            raise ConfigurationError("save_state() and load_state() find no model; prepare one before")
+        return groups
+
+    def _checkpoints(self) -> Path:
+        if self.project_dir is None:
+            raise ConfigurationError(
+                "automatic_checkpoint_naming=True without project_dir; give Accelerator(project_dir=)"
+            )
+        return Path(self.project_dir) / "checkpoints"
+
+    def _by_age(self) -> list[Path]:
+        folders = self._checkpoints().glob("checkpoint_*")
+        return sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def _check_number(kind: str, prepared: int, saved: int, folder: Path) -> None:
+    if prepared != saved:
+        raise ConfigurationError(
+            f"{folder} is the state of {saved} {kind}, and the accelerator has {prepared}; prepare and register what "
+            "was saved"
+        )
+
+
+def _plain_bytes(custom: Any) -> bytes:
+    """Return the state of a registered object as a file that can be read without running code."""
+    buffer = io.BytesIO()
+    torch.save(custom.state_dict(), buffer)
+    _refuse_code(lambda: torch.load(io.BytesIO(buffer.getvalue()), weights_only=True), type(custom).__name__)
+    return buffer.getvalue()
+
+
+def _refuse_code(read: Callable[[], Any], name: str) -> None:
+    try:
+        read()
+    except Exception as error:
+        raise ConfigurationError(
+            f"the state_dict() of the registered {name} holds more than tensors, numbers, texts and containers of them "
+            f"({str(error).splitlines()[0]}); return plain data"
+        ) from None
+
+
+def _path(folder: Path, index: int) -> Path:
+    return folder / (f"{_STATE}_{index}" if index else _STATE)
+
+
+def _custom_file(folder: Path, index: int) -> Path:
+    return folder / f"custom_checkpoint_{index}.pkl"
+
+
+def _refuse(method: str, options: dict[str, Any]) -> None:
+    if options:
+        raise ConfigurationError(f"{method}() cannot take {sorted(options)} under a layout; leave it out")
