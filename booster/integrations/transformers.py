@@ -90,6 +90,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options = super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
         options.pop("dynamo_plugin", None)
+        options.pop("kwargs_handlers", None)  # of DistributedDataParallel, which wraps no boosted model
         self._accelerator_options = {name: value for name, value in options.items() if value is not None}
         return options
 
