@@ -92,8 +92,10 @@ def _fields(logits: Tensor, targets: Tensor, wanted: tuple[str, ...]) -> dict[st
     return fields
 
 
-class WithoutAdapters:
-    """The reference model of DPO with adapters: the boosted model while its adapters are switched off.
+class AdapterReference:
+    """The reference model of a trainer whose model has adapters: the boosted model with other adapters.
+
+    That is TRL's choice: the adapter "ref", which TRL has copied from an adapter that was given, or none.
 
     Args:
         model: the boosted model around a peft model.
@@ -103,6 +105,9 @@ class WithoutAdapters:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model without its adapters."""
-        with self.model.unwrap().disable_adapter():
+        """Run the model with the adapters of the reference."""
+        from trl.trainer.utils import use_adapter
+
+        inside = self.model.unwrap()
+        with use_adapter(inside, "ref" if "ref" in inside.peft_config else None):
             return self.model(*args, **kwargs)

@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from booster.integrations.accelerate import Accelerator
 from booster.integrations.prepared_loader import PreparedLoader
+from booster.integrations.replica_means import ReplicaMeans
 
 
 class ItemCount(Tensor):
@@ -83,6 +84,17 @@ class TrainerAccelerator(Accelerator):
             self.loss_in_progress = outer
             if outer is not None:
                 outer.is_weighted = True
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return values of all replicas; a scalar of a loss's samples is one value a replica, none of which is cut."""
+        progress = self.loss_in_progress
+        is_scalar = isinstance(input_data, Tensor) and input_data.dim() == 0
+        if progress is None or not is_scalar or use_gather_object or self.replicas.size == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        values = self.replicas.gather(input_data)
+        if progress.rows is None or not values.is_floating_point():
+            return values
+        return ReplicaMeans.of(values, self.replicas.gather(torch.tensor(progress.rows, device=values.device)))
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> PreparedLoader:
         """Return a loader of this replica's share; samples of like lengths meet in batches of all replicas."""

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from booster.integrations.fused_head import WithoutAdapters
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.trainer_accelerator import TrainerAccelerator
 from booster.integrations.trainer_arguments import check_arguments, check_datasets, check_job
 from booster.integrations.trainer_checkpoints import TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
+from booster.integrations.trl_trainers import trl_mixins
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 from booster.wrappers import ModelWrapper
@@ -40,7 +40,7 @@ def boosted(trainer_class: type) -> type:
             `SFTTrainer`, or one of your own.
 
     Raises:
-        ConfigurationError: if it does not derive from `Trainer`.
+        ConfigurationError: if it does not derive from `Trainer`, or is one of TRL's that holds under no layout.
     """
     from transformers import Trainer
 
@@ -49,7 +49,8 @@ def boosted(trainer_class: type) -> type:
             f"boosted() got {trainer_class!r}, which does not derive from transformers.Trainer; give the class, as in "
             "boosted(Trainer)(model=..., plugin=...)"
         )
-    return type(f"Boosted{trainer_class.__name__}", (BoostedTrainer, trainer_class), {"__doc__": trainer_class.__doc__})
+    bases = (*trl_mixins(trainer_class), BoostedTrainer, trainer_class)
+    return type(f"Boosted{trainer_class.__name__}", bases, {"__doc__": trainer_class.__doc__})
 
 
 class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
@@ -90,6 +91,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options = super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
         options.pop("dynamo_plugin", None)
+        options.pop("kwargs_handlers", None)  # of DistributedDataParallel, which wraps no boosted model
         self._accelerator_options = {name: value for name, value in options.items() if value is not None}
         return options
 
@@ -101,14 +103,11 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
             return model
         if self.optimizer is None and self.train_dataset is not None:
             self.create_optimizer()
-        has_adapters = hasattr(model, "disable_adapter")
         if self.optimizer is None:
             self.model = self.accelerator.prepare(model)
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         self._watch_losses_of(self.model)
-        if has_adapters and getattr(self, "ref_model", self.model) is None:
-            self.ref_model = WithoutAdapters(self.model)
         for callback in self._meters():
             callback.attach(self.plugin, self.model)
         self.model_wrapped = self.model

@@ -1,0 +1,84 @@
+"""Trainers and options of TRL that cannot hold under a layout, each refused in one sentence."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+from booster.errors import ConfigurationError
+from booster.plugin import Plugin
+
+_OLDEST = "1.16"
+_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
+# Losses of DPO that are no mean over pairs.
+_OF_A_BATCH = {
+    "aot": "sorts the pairs of a batch",
+    "aot_unpaired": "sorts the answers of a batch",
+    "sft": "is a mean over the tokens of a batch",
+}
+
+
+def check_trainer_class(names: list[str]) -> None:
+    """Refuse a class of TRL that does not hold under layouts.
+
+    Args:
+        names: classes of TRL that the trainer derives from, itself included.
+
+    Raises:
+        ConfigurationError: if it is none of those that do, or TRL is too old.
+    """
+    installed = version("trl")
+    if Version(installed) < Version(_OLDEST):
+        raise ConfigurationError(
+            f"TRL {installed} is installed, and boosted() needs the fused head of TRL {_OLDEST}; "
+            f"pip install 'trl>={_OLDEST}'"
+        )
+    if not set(names) & set(_TRAINERS):
+        raise ConfigurationError(
+            f"boosted() got TRL's {names[0]}, which generates, or takes means over processes, as no layout does; use "
+            f"{', '.join(_TRAINERS[:-1])} or {_TRAINERS[-1]}, or run {names[0]} without boosted()"
+        )
+
+
+def check_options(args: Any, plugin: Plugin) -> None:
+    """Refuse options of a configuration that would train otherwise than they say.
+
+    Raises:
+        ConfigurationError: the option, the reason, and what to use.
+    """
+    kind = type(args).__name__
+    if getattr(args, "activation_offloading", False):
+        raise ConfigurationError(
+            f"{kind}(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True"
+        )
+    losses = getattr(args, "loss_type", None)
+    for loss in losses if isinstance(losses, list) else ():
+        if loss in _OF_A_BATCH and plugin.dp_size > 1:
+            raise ConfigurationError(
+                f"{kind}(loss_type={losses}): {loss!r} {_OF_A_BATCH[loss]}, which dp_size={plugin.dp_size} shares out; "
+                "use dp_size=1, or another loss"
+            )
+
+
+def check_options_of_model(trainer: Any) -> None:
+    """Refuse what depends on the model, or on functions that were given to the trainer.
+
+    Raises:
+        ConfigurationError: the option, the reason, and what to use.
+    """
+    plugin, sizes = trainer.plugin, {}
+    for axis in ("dp", "pp", "cp"):
+        sizes[f"{axis}_size"] = plugin.mesh[axis].size()
+    spread = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    if getattr(trainer, "aux_loss_enabled", False) and spread:
+        raise ConfigurationError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} weights a loss over the router scores of all layers "
+            f"and tokens, which {spread} spreads over ranks; use router_aux_loss_coef=0.0, or tp_size and ep_size alone"
+        )
+    if trainer.compute_metrics is not None and plugin.dp_size > 1 and not hasattr(trainer, "completion_only_loss"):
+        raise ConfigurationError(
+            f"compute_metrics of a {type(trainer).__name__} gets the two answers of each pair in rows that dp_size="
+            f"{plugin.dp_size} orders otherwise; use dp_size=1, or the metrics that the trainer logs"
+        )
