@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from booster.integrations.replicas import Replicas
+from booster.integrations.replicas import Replicas, map_tensors
 
 _LOSS = "loss"
 
@@ -31,7 +31,8 @@ class ReplicaShares:
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self._weight = 1.0  # samples of the batch at hand, as a multiple of the mean over replicas
-        self._outputs: list[tuple[float, Any]] = []  # of calls that have no gradients yet, where the weight is not 1
+        # Outputs of pipelines, with their weights and the names of those that need none any more.
+        self._fetched_later: list[tuple[float, Mapping[str, Any], set[str]]] = []
         self._in_step = False
 
     def attach(self, model: nn.Module) -> None:
@@ -44,7 +45,7 @@ class ReplicaShares:
     def step(self) -> Iterator[None]:
         """Weigh means of values of a batch in this context."""
         self._in_step, self._weight = True, 1.0
-        self._outputs.clear()
+        self._fetched_later.clear()
         try:
             yield
         finally:
@@ -58,11 +59,12 @@ class ReplicaShares:
         return value * self._weight if self._weight else torch.zeros_like(value)
 
     def weigh_gradients(self) -> None:
-        """Put the weights on the gradients of the outputs so far; call it before the backward pass."""
-        for weight, outputs in self._outputs:
-            for tensor in _tensors_besides_loss(outputs):
-                tensor.register_hook(partial(torch.mul, weight))
-        self._outputs.clear()
+        """Put the weights on the gradients of outputs that a pipeline has fetched; call it before the backward pass."""
+        for weight, outputs, done in self._fetched_later:
+            for tensor in (each for name, value in _entries(outputs) if name not in done for each in _tensors(value)):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(torch.mul, weight))
+        self._fetched_later.clear()
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         rows = next((tensor.shape[0] for tensor in _tensors([*args, kwargs]) if tensor.dim()), None)
@@ -71,26 +73,47 @@ class ReplicaShares:
         total = int(self.replicas.reduce(torch.tensor(rows)))
         self._weight = rows * self.replicas.size / total if total else 1.0
 
-    def _after(self, module: nn.Module, args: tuple, outputs: Any) -> None:
-        if self._weight != 1.0 and torch.is_grad_enabled():
-            self._outputs.append((self._weight, outputs))
+    def _after(self, module: nn.Module, args: tuple, outputs: Any) -> Any:
+        """Return the outputs with weights on their gradients, which the loss among them does without."""
+        if self._weight == 1.0 or not torch.is_grad_enabled():
+            return None
+        weigh = partial(_Weighed.apply, self._weight)
+        if not isinstance(outputs, Mapping):
+            return map_tensors(lambda each: weigh(each) if each.dim() else each, outputs)
+        done = {name for name, value in _entries(outputs) if any(True for _ in _tensors(value))} | {_LOSS}
+        for name, value in list(_entries(outputs)):
+            if name in done - {_LOSS}:
+                outputs[name] = map_tensors(weigh, value)
+        self._fetched_later.append((self._weight, outputs, done))
+        return outputs
 
 
-def _tensors_besides_loss(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Mapping):
-        # The values that a pipeline has not fetched yet are no tensors there, and nothing depends on them.
-        values = dict.items(outputs) if isinstance(outputs, dict) else outputs.items()
-        outputs = [value for name, value in values if name != _LOSS]
-    for tensor in _tensors(outputs):
-        if tensor.requires_grad:
-            yield tensor
+class _Weighed(torch.autograd.Function):
+    """Passes a tensor on, and a multiple of its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: float, tensor: Tensor) -> Tensor:
+        """Return a view of the tensor, of which other results do not depend."""
+        ctx.weight = weight
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Return the multiple."""
+        return None, grad * ctx.weight
+
+
+def _entries(outputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the outputs that are there: in a pipeline, what has not been fetched is no tensor."""
+    yield from dict.items(outputs) if isinstance(outputs, dict) else outputs.items()
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):
-        yield from _tensors(list(dict.values(data) if isinstance(data, dict) else data.values()))
+        for _, each in _entries(data):
+            yield from _tensors(each)
     elif isinstance(data, tuple | list):
         for each in data:
             yield from _tensors(each)

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
@@ -113,21 +113,23 @@ class Job(lightning.LightningModule):
 
     Args:
         model: "bert" or "llama".
-        own_loss: whether the step computes the loss from the logits.
+        own_loss: whether the step computes the loss from the logits; both terms are in it if "both".
     """
 
-    def __init__(self, model: str = "bert", own_loss: bool = False, steps: int = 20) -> None:
+    def __init__(
+        self, model: str = "bert", own_loss: bool | str = False, dtype: str = "float64", optimizer: str = "adamw"
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = MODELS[model]()
+        self.model = MODELS[model]().to(getattr(torch, dtype))
         self.seen, self.mean_loss = SumMetric(), MeanMetric()
-        self.history: list[dict[str, float]] = []
 
     def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        outputs = self.model(**batch)
         if not self.hparams.own_loss:
-            return self.model(**batch).loss
-        logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return torch.nn.functional.cross_entropy(logits, batch["labels"])
+            return outputs.loss
+        own = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
+        return own if self.hparams.own_loss is True else outputs.loss + 0.3 * own
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss_of(batch)
@@ -148,8 +150,11 @@ class Job(lightning.LightningModule):
         return self.model(**batch).logits.argmax(-1)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-        schedule = get_linear_schedule_with_warmup(optimizer, 3, self.hparams.steps)
+        if self.hparams.optimizer == "sgd":
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        schedule = get_linear_schedule_with_warmup(optimizer, 3, 60)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -199,7 +204,8 @@ def trainer(folder: str | Path, layout: str | None, callbacks: tuple[Callback, .
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     plugin = options.pop("plugin", {})
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "logger": False}
-    quiet |= {"accelerator": "cpu", "enable_checkpointing": any("Checkpoint" in type(each).__name__ for each in callbacks)}
+    saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    quiet |= {"accelerator": "cpu", "enable_checkpointing": saves}
     return lightning.Trainer(
         default_root_dir=folder,
         strategy=strategy_of(layout, **plugin),
@@ -215,3 +221,50 @@ def weights_of(made: Any, module: Any, folder: str | Path) -> dict[str, Tensor]:
         made.strategy.save_model(str(folder))
         model = type(MODELS[module.hparams.model]()).from_pretrained(folder)
     return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def fitted(
+    folder: str,
+    layout: str | None,
+    job: dict[str, Any] | None = None,
+    counts: tuple[int, int] = (19, 7),
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit a job with validations.
+
+    Args:
+        job: options of `Job`.
+        counts: samples for training and validation.
+        options: of the Trainer.
+
+    Returns:
+        What was logged, the final weights, and the sum over samples that a metric has counted.
+    """
+    history, module = History(), Job(**(job or {}))
+    model = module.hparams.model
+    made = trainer(folder, layout, (history,), **{"max_epochs": 2, "gradient_clip_val": 0.7, **options})
+    torch.manual_seed(11)
+    made.fit(
+        module,
+        loader(samples(model, counts[0]), layout, shuffle=True),
+        loader(samples(model, counts[1], 1), layout),
+    )
+    return {
+        "logs": history.logs,
+        "weights": weights_of(made, module, Path(folder) / "final"),
+        "seen": float(module.seen.compute()),
+    }
+
+
+def worst_difference(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
+    """The greatest difference of what was logged, and of the weights."""
+    assert [each.keys() for each in ours["logs"]] == [each.keys() for each in plain["logs"]]
+    assert ours["weights"].keys() == plain["weights"].keys()
+    assert ours["seen"] == plain["seen"]
+    logs = [
+        abs(mine[name] - theirs[name])
+        for mine, theirs in zip(ours["logs"], plain["logs"], strict=True)
+        for name in mine
+    ]
+    weights = [float((ours["weights"][name] - each).abs().max()) for name, each in plain["weights"].items()]
+    return {"logs": max(logs), "weights": max(weights)}
