@@ -32,7 +32,7 @@ class ItemCount(Tensor):
             return function(*args, **(kwargs or {}))
 
     def plain(self) -> Tensor:
-        """Return the number as a plain tensor, which nobody watches."""
+        """Return the number as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 

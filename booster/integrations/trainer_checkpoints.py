@@ -1,4 +1,4 @@
-"""The checkpoints of a boosted Trainer: a Hugging Face directory, and the training state of any layout beside it."""
+"""The checkpoints of a boosted Trainer: a Hugging Face directory, with the training state of any layout."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
@@ -29,6 +28,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+from zoo_tests.booster.integrations import trainer_losses
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -169,68 +170,6 @@ def overlap(prediction: Any) -> dict[str, float]:
     right = (found[:, 1 : width + 1] == labels[:, :width]) & (labels[:, :width] > _PAD)
     tokens = sum((row + 1) * int(token) for row, line in enumerate(found) for token in line if token > 1)
     return {"overlap": float(right.mean()), "tokens": float(tokens)}
-
-
-# ----- losses that users write -----
-
-
-class MeanLoss(Trainer):
-    """A mean over the samples of the batch at hand, weighted by class."""
-
-    loss_is_scaled_for_ga = False
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        each = functional.cross_entropy(outputs.logits, labels, reduction="none") * (1.0 + labels)
-        loss = each.mean() + 0.1 * outputs.logits.square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-class SumLoss(Trainer):
-    """A sum over samples, divided by their number in all batches of a step."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
-
-
-class SumLossOfProcesses(SumLoss):
-    """The same by somebody who knows that Trainer averages the losses of processes."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = loss * self.accelerator.num_processes
-        return (loss, outputs) if return_outputs else loss
-
-
-class OwnEvaluation(Trainer):
-    """Evaluates by a loss of its own."""
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        labels = inputs.pop("labels")
-        with torch.no_grad():
-            logits = model(**inputs).logits
-            loss = functional.multi_margin_loss(logits, labels)
-        return loss, logits, labels
-
-
-def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A function for `compute_loss_func` that takes the mean of the batch at hand."""
-    return functional.multi_margin_loss(outputs["logits"], labels)
-
-
-def sum_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A function for `compute_loss_func` that divides by the number of items of a step."""
-    return functional.multi_margin_loss(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
 
 # ----- jobs -----
@@ -405,4 +344,4 @@ def _kept(entry: dict[str, Any]) -> list[str]:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    return globals()[name]
+    return globals().get(name) or getattr(trainer_losses, name)

@@ -1,0 +1,69 @@
+"""Losses that users write for transformers' Trainer: methods of a subclass, and functions for `compute_loss_func`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import Trainer
+
+
+class MeanLoss(Trainer):
+    """A mean over the samples of the batch at hand, weighted by class."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        each = functional.cross_entropy(outputs.logits, labels, reduction="none") * (1.0 + labels)
+        loss = each.mean() + 0.1 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class SumLoss(Trainer):
+    """A sum over samples, divided by their number in all batches of a step."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class SumLossOfProcesses(SumLoss):
+    """The same by somebody who knows that Trainer averages the losses of processes."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnEvaluation(Trainer):
+    """Evaluates by a loss of its own."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        labels = inputs.pop("labels")
+        with torch.no_grad():
+            logits = model(**inputs).logits
+            loss = functional.multi_margin_loss(logits, labels)
+        return loss, logits, labels
+
+
+def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A function for `compute_loss_func` that takes the mean of the batch at hand."""
+    return functional.multi_margin_loss(outputs["logits"], labels)
+
+
+def sum_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A function for `compute_loss_func` that divides by the number of items of a step."""
+    return functional.multi_margin_loss(outputs.logits, labels, reduction="sum") / num_items_in_batch
