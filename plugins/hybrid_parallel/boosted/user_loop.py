@@ -26,7 +26,8 @@ from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, split_batch, stand_in, without_rows
 from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
-from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
+from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.pipeline.schedule import Action
@@ -34,7 +35,7 @@ from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 
-_LOSS = "loss"
+_LOSS, _AUX_LOSS = "loss", "aux_loss"
 _BARE = ""  # the name of the output of a model that returns a single tensor
 
 
@@ -112,6 +113,7 @@ class PipelineCall:
         self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
         self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
         self.passes: PassState | None = None
+        self.balance: RouterBalance | None = None
         self.num_microbatches = 0
         self.num_steps = [optimizer.num_steps for optimizer in model.optimizers]
         self._header: dict[str, Any] = {}
@@ -150,8 +152,9 @@ class PipelineCall:
             stack.enter_context(naming_entry(batch))
             if loss.reads_parallel_logits:
                 stack.enter_context(parallel_logits(model))
-            self.passes = runtime.begin(inputs, finish_forward)
+            self.passes = runtime.begin(inputs, finish_forward, loss.balance)
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])
+        self.balance = loss.balance
         if not trains:
             self.passes = None
 
@@ -165,6 +168,9 @@ class PipelineCall:
         outputs = StageOutputs(self._header, self.read)
         if _LOSS in self._header:
             outputs[_LOSS] = self.model.loss_over_replicas(self.fetch(_LOSS))
+        if self.balance is not None:
+            outputs[_AUX_LOSS] = self._with_border(self.balance.finish(), (_AUX_LOSS, 0))
+            outputs[_LOSS] = outputs[_LOSS] + (self.balance.factor * outputs[_AUX_LOSS]).to(outputs[_LOSS])
         return outputs
 
     @failure.guard("reading outputs of model(**batch)")
@@ -195,9 +201,13 @@ class PipelineCall:
         else:
             value = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=mesh.device)
         dist.broadcast(value, runtime.rank_of_last_stage, group=mesh.group("pp"))
-        if not leaf["needs_grad"] or not torch.is_grad_enabled():
+        return self._with_border(value, (name, position)) if leaf["needs_grad"] else value
+
+    def _with_border(self, value: Tensor, key: tuple[str, int]) -> Tensor:
+        """Return an output as part of the graph of the user's loss."""
+        if not torch.is_grad_enabled():
             return value
-        return _Border.apply(torch.empty(0, requires_grad=True), [value], self, (name, position))
+        return _Border.apply(torch.empty(0, requires_grad=True), [value], self, key)
 
     # ----- backward -----
 
@@ -240,6 +250,9 @@ class PipelineCall:
         """
         runtime, passes = self.model.runtime, self.passes
         self.passes = None
+        if self.balance is not None:
+            # Of the mean over replicas, each of which has the whole auxiliary loss in its own.
+            self.balance.weight = self.grads.pop((_AUX_LOSS, 0), 0.0) * self.model.mesh.size(DP_CP)
         unfinished = set(runtime.stages)
 
         def before_last(action: Action) -> None:
@@ -278,16 +291,15 @@ class OutputGradients:
     grads: Mapping[tuple[str, int], Tensor]
     requires_grad: bool = True
 
-    def backward(self) -> None:
-        """Add the gradients of the micro-batch."""
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs of the micro-batch with their gradients."""
         pairs = []
         for (name, position), grad in self.grads.items():
             tensor = _leaves(self.result[name])[position]
             part = grad if name == _LOSS else grad.tensor_split(self.num_microbatches)[self.index]
             if tensor.requires_grad:
                 pairs.append((tensor, part))
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+        return pairs
 
 
 class _Border(torch.autograd.Function):

@@ -177,6 +177,12 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "value = value * num_rows(self.microbatches[0])",
         (f"{_UNEQUAL}[mean_square-7-1]",),
     ),
+    "gradient of routers by the choices of one stage": Edit(
+        "plugins.hybrid_parallel.loss.router_balance",
+        "self._total.derivatives * self.weight",
+        "part.derivatives * self.weight",
+        ("zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain_training[4-options9]",),
+    ),
     "loss of routers added by every replica": Edit(
         "plugins.hybrid_parallel.loss.step_loss",
         "(self.routers.factor * of_routers / replicas)",
