@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -134,7 +134,8 @@ class PipelineStep:
             outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)
             if keep is not None:
-                keep.append(detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))
+                kept = detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs)
+                keep.append(_without(kept, loss.coupled_outputs if len(microbatches) > 1 else ()))
             return scaled(share, self.model.optimizers[0].loss_scale.value) if self.trains else share
 
         with ExitStack() as stack:
@@ -185,3 +186,10 @@ class PipelineStep:
         if self.mesh.size("pp") == 1:
             return merged
         return broadcast_outputs(merged, self.mesh, runtime.rank_of_last_stage)
+
+
+def _without(outputs: Any, names: Collection[str]) -> Any:
+    """Return outputs without those of `names`, of which parts of a batch have only parts."""
+    if not names or not isinstance(outputs, Mapping):
+        return outputs
+    return type(outputs)(**{name: value for name, value in outputs.items() if name not in names})

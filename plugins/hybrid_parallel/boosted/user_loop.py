@@ -8,7 +8,7 @@ last stage start the backward passes of the micro-batches.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,16 @@ from torch import Tensor
 from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.lazy_outputs import StageOutputs
+from plugins.hybrid_parallel.boosted.output_parts import (
+    AUX_LOSS,
+    CACHE_WITHHELD,
+    LOSS,
+    SCORES_WITHHELD,
+    build,
+    describe_outputs,
+    leaves,
+    reason_withheld,
+)
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
@@ -35,7 +45,6 @@ from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 
-_LOSS, _AUX_LOSS = "loss", "aux_loss"
 _BARE = ""  # the name of the output of a model that returns a single tensor
 
 
@@ -110,6 +119,7 @@ class PipelineCall:
 
     def __init__(self, model: Any, number: int, empty: bool) -> None:
         self.model, self.number, self.empty = model, number, empty
+        self.rows, self.coupled = 0, ()
         self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
         self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
         self.passes: PassState | None = None
@@ -117,6 +127,7 @@ class PipelineCall:
         self.num_microbatches = 0
         self.num_steps = [optimizer.num_steps for optimizer in model.optimizers]
         self._header: dict[str, Any] = {}
+        self._not_made: dict[str, str] = {}  # outputs of the plain model that no stage computes, and why
 
     # ----- forward -----
 
@@ -129,6 +140,7 @@ class PipelineCall:
         """
         model, runtime = self.model, self.model.runtime
         loss = model.step_loss(own, None, batch)
+        self.rows, self.coupled = num_rows(batch), loss.coupled_outputs
         inputs = [model.inputs_of(microbatch, loss) for microbatch in microbatches]
         self.num_microbatches = len(microbatches)
         trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, self.empty
@@ -142,8 +154,8 @@ class PipelineCall:
             whole = model.gathered(outputs) if loss.reads_parallel_logits else outputs
             result = dict(whole) if isinstance(whole, Mapping) else {_BARE: whole}
             result = without_rows(result) if empty else result
-            result.pop(_LOSS, None)
-            results.append(result if share is None else {_LOSS: share, **result})
+            result.pop(LOSS, None)
+            results.append(result if share is None else {LOSS: share, **result})
             return OutputGradients(results[-1], index, len(microbatches), grads) if trains else None
 
         with ExitStack() as stack:
@@ -155,22 +167,29 @@ class PipelineCall:
             self.passes = runtime.begin(inputs, finish_forward, loss.balance)
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])
         self.balance = loss.balance
+        self._not_made = {"past_key_values": CACHE_WITHHELD} if model.options.would_cache(batch) else {}
+        self._not_made |= {"router_logits": SCORES_WITHHELD} if self.balance is not None else {}
         if not trains:
             self.passes = None
 
     def outputs(self) -> Any:
         """Return the outputs of all micro-batches; the loss is fetched now, other outputs when they are read."""
         runtime, mesh = self.model.runtime, self.model.mesh
-        described = _described(self.results) if runtime.has_last_stage else None
+        described = describe_outputs(self.results, self.coupled, self.rows) if runtime.has_last_stage else None
         self._header = broadcast_json(described, mesh.group("pp"), runtime.rank_of_last_stage)
+        withheld = {name: reason for name, node in self._header.items() if (reason := reason_withheld(node))}
+        if _BARE in withheld:
+            raise ConfigurationError(f"the output of the model {withheld[_BARE]}")
         if _BARE in self._header:
             return self.fetch(_BARE)
-        outputs = StageOutputs(self._header, self.read)
-        if _LOSS in self._header:
-            outputs[_LOSS] = self.model.loss_over_replicas(self.fetch(_LOSS))
+        withheld |= self._not_made
+        names = dict.fromkeys(([LOSS, AUX_LOSS] if self.balance is not None else []) + list(self._header))
+        outputs = StageOutputs([name for name in names if name not in withheld], self.read, withheld)
+        if LOSS in self._header:
+            outputs[LOSS] = self.model.loss_over_replicas(self.fetch(LOSS))
         if self.balance is not None:
-            outputs[_AUX_LOSS] = self._with_border(self.balance.finish(), (_AUX_LOSS, 0))
-            outputs[_LOSS] = outputs[_LOSS] + (self.balance.factor * outputs[_AUX_LOSS]).to(outputs[_LOSS])
+            outputs[AUX_LOSS] = self._with_border(self.balance.finish(), (AUX_LOSS, 0))
+            outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
         return outputs
 
     @failure.guard("reading outputs of model(**batch)")
@@ -185,19 +204,14 @@ class PipelineCall:
 
     def fetch(self, name: str) -> Any:
         """Broadcast an output from the last stage."""
-        leaves = iter(range(len(_leaves(self._header[name]))))
-        return _build(self._header[name], lambda leaf: self._broadcast(name, next(leaves), leaf))
+        positions = iter(range(len(leaves(self._header[name]))))
+        return build(self._header[name], lambda leaf: self._broadcast(name, next(positions), leaf))
 
     def _broadcast(self, name: str, position: int, leaf: Mapping[str, Any]) -> Tensor:
         mesh, runtime = self.model.mesh, self.model.runtime
-        if "differ" in leaf:
-            raise ConfigurationError(
-                f"outputs.{name} of micro-batches have shapes {leaf['differ']}, which cannot be put together; use "
-                "num_microbatches=1, or do not read it"
-            )
         if runtime.has_last_stage:
-            parts = [_leaves(result[name])[position].detach() for result in self.results]
-            value = (torch.stack(parts).sum(0) if name == _LOSS else torch.cat(parts)).contiguous()
+            parts = [leaves(result[name])[position].detach() for result in self.results]
+            value = _joined(parts, is_sum=name == LOSS)
         else:
             value = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=mesh.device)
         dist.broadcast(value, runtime.rank_of_last_stage, group=mesh.group("pp"))
@@ -252,7 +266,7 @@ class PipelineCall:
         self.passes = None
         if self.balance is not None:
             # Of the mean over replicas, each of which has the whole auxiliary loss in its own.
-            self.balance.weight = self.grads.pop((_AUX_LOSS, 0), 0.0) * self.model.mesh.size(DP_CP)
+            self.balance.weight = self.grads.pop((AUX_LOSS, 0), 0.0) * self.model.mesh.size(DP_CP)
         unfinished = set(runtime.stages)
 
         def before_last(action: Action) -> None:
@@ -295,8 +309,9 @@ class OutputGradients:
         """Return outputs of the micro-batch with their gradients."""
         pairs = []
         for (name, position), grad in self.grads.items():
-            tensor = _leaves(self.result[name])[position]
-            part = grad if name == _LOSS else grad.tensor_split(self.num_microbatches)[self.index]
+            tensor = leaves(self.result[name])[position]
+            is_whole = name == LOSS or not grad.dim()
+            part = grad if is_whole else grad.tensor_split(self.num_microbatches)[self.index]
             if tensor.requires_grad:
                 pairs.append((tensor, part))
         return pairs
@@ -350,43 +365,12 @@ def empty_share(outputs: Any, loss: StepLoss) -> Tensor | None:
     return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
 
 
+def _joined(parts: Sequence[Tensor], is_sum: bool) -> Tensor:
+    """Return the parts of an output together: their sum, or their rows."""
+    if is_sum:
+        return torch.stack(list(parts)).sum(0)
+    return (torch.cat(list(parts)) if parts[0].dim() else parts[0]).contiguous()
+
+
 def _has_loss(outputs: Any) -> bool:
-    return isinstance(outputs, Mapping) and isinstance(outputs.get(_LOSS), Tensor)
-
-
-def _described(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Describe the outputs that can be fetched, in a JSON-serializable form; scalars and caches are left out."""
-    described = {name: _describe([result[name] for result in results], name == _LOSS) for name in results[0]}
-    return {name: each for name, each in described.items() if each is not None}
-
-
-def _describe(values: Sequence[Any], is_sum: bool = False) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor) and (first.dim() or is_sum):
-        shapes = [list(value.shape) for value in values]
-        if any(shape[1:] != shapes[0][1:] for shape in shapes):
-            return {"differ": shapes}
-        rows = [] if is_sum else [sum(shape[0] for shape in shapes)]
-        dtype = str(first.dtype).removeprefix("torch.")
-        needs_grad = any(value.requires_grad for value in values)
-        return {"dtype": dtype, "shape": [*rows, *shapes[0][1:]], "needs_grad": needs_grad}
-    if type(first) in (tuple, list):
-        parts = [_describe(parts) for parts in zip(*values, strict=True)]
-        return None if None in parts else parts
-    return None
-
-
-def _build(node: Any, make: Callable[[Mapping[str, Any]], Tensor]) -> Any:
-    return tuple(_build(each, make) for each in node) if isinstance(node, list) else make(node)
-
-
-def _leaves(value: Any) -> list[Any]:
-    return list(_flat(value))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
+    return isinstance(outputs, Mapping) and isinstance(outputs.get(LOSS), Tensor)

@@ -59,6 +59,13 @@ class LossChoice:
         Raises:
             ConfigurationError: if the loss cannot be combined from these parts; raised on all ranks.
         """
+        loss = self._step_loss(microbatches, criterion, batch)
+        loss.coupled_outputs = () if self.head_loss is None else self.head_loss.coupled_outputs
+        return loss
+
+    def _step_loss(
+        self, microbatches: Microbatches, criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
+    ) -> StepLoss:
         if criterion is not None:
             return CriterionStepLoss(microbatches, self.mesh, criterion)
         if self.lacks_labels(batch):

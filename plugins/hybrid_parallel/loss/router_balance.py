@@ -1,8 +1,8 @@
 """The auxiliary loss of routers on several stages, micro-batches and replicas.
 
 Its derivative with respect to the scores of one micro-batch depends on the choices of all routers for all tokens. So
-all forward passes run before any backward pass. Between the two, the sums of `RouterSums` are added over ranks; then each
-stage adds the gradient of its own scores to that of its outputs.
+all forward passes run before any backward pass. Between the two, the sums of `RouterSums` are added over ranks; then
+each stage adds the gradient of its own scores to that of its outputs.
 """
 
 from __future__ import annotations

@@ -42,12 +42,14 @@ class StepLoss:
         copies: number of context-parallel ranks that compute the same value, because they see whole sequences.
         own_entries: names of batch entries that only the loss reads.
         balance: auxiliary loss of routers that are spread over stages or micro-batches; None if there is none.
+        coupled_outputs: names of outputs whose rows depend on other samples of the batch.
     """
 
     reads_parallel_logits = False
     reads_parts = False
     own_entries: Collection[str] = ()
     balance: RouterBalance | None = None
+    coupled_outputs: Collection[str] = ()
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh
