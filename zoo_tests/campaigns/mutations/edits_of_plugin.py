@@ -121,8 +121,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "gradients doubled between stages": Edit(
         "plugins.hybrid_parallel.pipeline.runtime",
-        "torch.autograd.backward(tuple(edges), grads)",
-        "torch.autograd.backward(tuple(edges), tuple(grad * 2.0 for grad in grads))",
+        "zip(edges, grads, strict=True)",
+        "zip(edges, [grad * 2.0 for grad in grads], strict=True)",
         (f"{_16_BIT}[bert-masked_lm-pp2dp2-zero1-momentum-fp16]",),
     ),
     "loss not scaled before the backward pass": Edit(
