@@ -16,7 +16,7 @@ from shardformer.context_parallel.attention import use_context_attention
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.loss.routers import routers_are_asked
+from shardformer.loss.routers import router_loss_of, routers_are_asked
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
@@ -288,8 +288,10 @@ class ModelSharder:
 
     def _check_routers(self) -> list[str]:
         """Return layouts that conflict with a load-balancing loss, which reads the scores of all layers and tokens."""
+        routers = router_loss_of(self.model)
+        adds_up = routers is not None and routers.adds_up
         spread = {
-            f"pp_size={self.config.stage_manager.num_stages}": self.config.stage_manager.num_stages > 1,
+            f"pp_size={self.config.stage_manager.num_stages}": self.config.stage_manager.num_stages > 1 and not adds_up,
             "cp_size above 1": self.config.context is not None,
             "sequence_parallelism_mode='all_to_all'": self.config.uses_ulysses,
         }

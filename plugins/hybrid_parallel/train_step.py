@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,10 +19,11 @@ from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
 from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
-from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
+from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
@@ -125,7 +126,6 @@ class PipelineStep:
     ) -> None:
         """Run the passes; unless `counts`, add nothing to the loss and no outputs to `keep`."""
         runtime = self.model.runtime
-        turns = runtime.turns(len(microbatches), self.trains)
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
@@ -134,7 +134,8 @@ class PipelineStep:
             outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)
             if keep is not None:
-                keep.append(detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs))
+                kept = detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs)
+                keep.append(_without(kept, loss.coupled_outputs if len(microbatches) > 1 else ()))
             return scaled(share, self.model.optimizers[0].loss_scale.value) if self.trains else share
 
         with ExitStack() as stack:
@@ -145,7 +146,23 @@ class PipelineStep:
             stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
             if self.trains and runtime.recorder is not None:
                 stack.enter_context(runtime.recorder.step())
-            runtime.run(turns, inputs, finish_forward, self._before_last, self._after_last)
+            if loss.balance is None:
+                turns = runtime.turns(len(microbatches), self.trains)
+                runtime.run(turns, inputs, finish_forward, self._before_last, self._after_last)
+            else:
+                self._run_phases(runtime.begin(inputs, finish_forward, loss.balance), loss)
+
+    def _run_phases(self, step: PassState, loss: StepLoss) -> None:
+        """Run all forward passes before any backward pass: the gradients of routers depend on all of them."""
+        runtime, balance = self.model.runtime, loss.balance
+        forwards, backwards = runtime.phases(len(step.microbatches))
+        runtime.execute(step, forwards)
+        value = balance.factor * balance.finish()
+        if runtime.has_last_stage:  # once for each replica
+            loss.total += value / self.mesh.size(DP_CP)
+        if self.trains:
+            balance.weight = balance.factor * self.model.optimizers[0].loss_scale.value
+            runtime.execute(step, backwards, self._before_last, self._after_last)
 
     def _before_last(self, action: Action) -> None:
         """Mark the last backward pass as final if it is not split: hooks then tell when each gradient is complete."""
@@ -169,3 +186,10 @@ class PipelineStep:
         if self.mesh.size("pp") == 1:
             return merged
         return broadcast_outputs(merged, self.mesh, runtime.rank_of_last_stage)
+
+
+def _without(outputs: Any, names: Collection[str]) -> Any:
+    """Return outputs without those of `names`, of which parts of a batch have only parts."""
+    if not names or not isinstance(outputs, Mapping):
+        return outputs
+    return type(outputs)(**{name: value for name, value in outputs.items() if name not in names})

@@ -72,6 +72,7 @@ class ContrastiveLoss(HeadLoss):
     """CLIP's contrastive loss: each text must match its image among the images of the batch, and vice versa."""
 
     couples_samples = True
+    coupled_outputs = ("logits_per_image", "logits_per_text")
 
     def __init__(self) -> None:
         def total(outputs: Any, _: Any) -> Tensor:

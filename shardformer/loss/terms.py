@@ -88,11 +88,13 @@ class HeadLoss:
 
     Attributes:
         couples_samples: whether a sample's loss depends on other samples of the batch, which then cannot be split.
+        coupled_outputs: names of outputs whose rows depend on other samples.
         reads_keywords: whether the head's forward passes `LOSS_KEYWORDS` on to its loss function.
         further_entries: optional batch entries that the head's forward reads for its loss and this class does not.
     """
 
     couples_samples = False
+    coupled_outputs: tuple[str, ...] = ()
     further_entries: tuple[str, ...] = ()
 
     def __init__(

@@ -6,17 +6,26 @@ What breaks here first: a gradient at the border between the user's loss and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from booster import Booster
 from booster.errors import ConfigurationError
-from zoo_tests.harness.case import Case, Recipe
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.case import Case, Recipe, share_of
 from zoo_tests.harness.compare import check_case
-from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.train_sharded import boost
 
+_EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+_EP = (("ep_size", 2),)
 _FAST = (
     Case(recipe=Recipe(family="gpt2", head="lm_head", optimizer="momentum", max_norm=0.1), layout="tp2pp2"),
     Case(recipe=Recipe(family="bert", head="sequence", optimizer="momentum"), layout="pp2dp2"),
@@ -29,7 +38,10 @@ _FAST = (
 _SLOW = (
     Case(recipe=Recipe(family="bert", head="masked_lm", precision="fp32"), layout="pp2"),
     Case(recipe=Recipe(family="llama", head="causal_lm", precision="fp16"), layout="tp2pp2"),
+    Case(recipe=Recipe(family="gpt2", head="lm_head", precision="bf16"), layout="pp2dp2"),
     Case(recipe=Recipe(family="llama", head="causal_lm", max_norm=0.1), layout="pp4"),
+    Case(recipe=Recipe(family="vit", head="image"), layout="pp2"),
+    Case(recipe=Recipe(family="mixtral", head="causal_lm", precision="fp32"), layout="pp2dp2", options=_EP),
     Case(recipe=Recipe(family="llama", head="causal_lm"), layout="pp2", options=(("pp_style", "zbv"),)),
     Case(recipe=Recipe(family="bert", head="masked_lm"), layout="pp2dp2", zero_stage=0),
     Case(recipe=Recipe(family="llama", head="causal_lm"), layout="cp2pp2"),
@@ -74,3 +86,133 @@ def test_misuse_is_refused_on_all_ranks() -> None:
         if boosted.plugin.stage_index == 0:
             outputs.logits  # noqa: B018
         backward(outputs.loss, optimizer)
+
+
+# ----- several models in one loss -----
+
+_BERT, _GPT2 = Recipe(family="bert", head="sequence"), Recipe(family="gpt2", head="sequence")
+_SHARED = ("input_ids", "attention_mask", "labels")  # entries that both read
+
+
+def _boost(recipe: Recipe, **options: Any) -> tuple[Booster, Any, Any]:
+    model, booster = recipe.model(), Booster(plugin=HybridParallelPlugin(**options))
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _check_gradients(optimizer: Any, plain: nn.Module) -> None:
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    for name, gradient in optimizer.full_gradients().items():
+        wanted = expected[name].grad
+        torch.testing.assert_close(gradient, wanted, **_EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _mutual(one: Any, other: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Two students learn from each other."""
+    mine, theirs = one(**batch), other(**batch)
+    soft = F.kl_div(mine.logits.log_softmax(-1), theirs.logits.softmax(-1), reduction="batchmean")
+    return mine.loss + soft + 0.5 * theirs.loss
+
+
+def _train_two_students(options: dict[str, Any]) -> None:
+    batch = {name: value[:8] for name, value in _BERT.batch(0).items() if name in _SHARED}
+    plain = [_BERT.model(), _GPT2.model()]
+    _mutual(*plain, batch).backward()
+    booster, model, optimizer = _boost(_BERT, **options)
+    other = _GPT2.model()
+    other, other_optimizer = booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    share = share_of(batch, booster.plugin.dp_rank, booster.plugin.dp_size)
+    for given in (optimizer, other_optimizer):  # whichever is given, and in two parts
+        with booster.no_sync(model, given):
+            booster.backward(_mutual(model, other, share) / 4, given)
+        booster.backward(_mutual(model, other, share) * 0.75, given)
+        for each, whole in zip((optimizer, other_optimizer), plain, strict=True):
+            _check_gradients(each, whole)
+            each.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, {}), pytest.param(4, {}, marks=pytest.mark.slow), (4, {"tp_size": 2})]
+)
+def test_two_trained_models_in_one_loss(ranks: int, options: dict[str, Any]) -> None:
+    run_on_ranks(ranks, _train_two_students, {"pp_size": 2, **options})
+
+
+@distributed(2)
+def test_a_teacher_under_another_layout() -> None:
+    batch = {name: value for name, value in _BERT.batch(0).items() if name in _SHARED}
+
+    def distilled(student: Any, teacher: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(**batch).logits.softmax(-1)
+        outputs = student(**batch)
+        return outputs.loss + F.kl_div(outputs.logits.log_softmax(-1), target, reduction="batchmean")
+
+    plain, teacher = _BERT.model(), _GPT2.model()
+    expected = distilled(plain, teacher)
+    expected.backward()
+    for ours, theirs in (("pp_size", "tp_size"), ("tp_size", "pp_size")):
+        booster, model, optimizer = _boost(_BERT, **{ours: 2})
+        loss = distilled(model, Booster(plugin=HybridParallelPlugin(**{theirs: 2})).boost(_GPT2.model()))
+        torch.testing.assert_close(loss, expected, **_EXACT)
+        booster.backward(loss, optimizer)
+        _check_gradients(optimizer, plain)
+
+
+# ----- shares and outputs -----
+
+
+@pytest.mark.parametrize("family", ["bert", pytest.param("t5", marks=pytest.mark.slow)])
+@distributed(4)
+def test_an_empty_share(family: str) -> None:
+    recipe = Recipe(family=family, head={"bert": "sequence", "t5": "generation"}[family])
+    batch, plain = {name: value[:1] for name, value in recipe.batch(0).items()}, recipe.model()
+    booster, model, optimizer = _boost(recipe, pp_size=2, dp_size=2)
+    share = share_of(batch, booster.plugin.dp_rank, 2)
+    expected = plain(**batch).loss
+    expected.backward()
+    outputs = model(**share)
+    assert len(outputs.logits) == len(share["labels"]) == booster.plugin.dp_rank
+    torch.testing.assert_close(outputs.loss, expected, **_EXACT)
+    booster.backward(outputs.loss, optimizer)
+    _check_gradients(optimizer, plain)
+
+
+def _contrast(outputs: Any) -> Tensor:
+    scores = outputs.image_embeds @ outputs.text_embeds.t() * 7
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def _encoded(outputs: Any) -> Tensor:
+    return outputs.loss + outputs.encoder_last_hidden_state.square().mean() + outputs[1].logsumexp(-1).mean()
+
+
+_LOSSES: dict[str, tuple[str, Callable[[Any], Tensor], dict[str, str]]] = {
+    "clip_towers": (
+        "similarity",
+        _contrast,
+        {
+            "logits_per_text": "compares all samples .* 2 micro-batches",
+            "text_model_output": "is a BaseModelOutput",
+        },
+    ),
+    "t5": ("generation", _encoded, {"past_key_values": "is not filled by the passes of a pipeline"}),
+}
+
+
+@pytest.mark.parametrize("family", list(_LOSSES))
+@distributed(2)
+def test_losses_of_further_outputs(family: str) -> None:
+    head, loss_of, withheld = _LOSSES[family]
+    recipe = Recipe(family=family, head=head, rows=6)
+    batch, plain = recipe.batch(0), recipe.model()
+    expected = loss_of(plain(**batch))
+    expected.backward()
+    booster, model, optimizer = _boost(recipe, pp_size=2)
+    outputs = model(**batch)
+    for name, reason in withheld.items():
+        assert getattr(plain(**batch), name) is not None and not hasattr(outputs, name)
+        with pytest.raises(ConfigurationError, match=f"outputs.{name} {reason}"):
+            outputs[name]
+    torch.testing.assert_close(loss_of(outputs), expected, **_EXACT)
+    booster.backward(loss_of(outputs), optimizer)
+    _check_gradients(optimizer, plain)

@@ -72,10 +72,8 @@ def ported(name: str, layout: str) -> str:
     boosted = [each for each in _BOOSTED if re.search(rf"^(\w+, )?{each}\b.* = ", source, re.MULTILINE)]
     source = _share_batches(source) if layout == "dp2" else source
     source = _insert_boost(source, boosted)
-    if layout == "pp2":
-        source = _PASS.sub(
-            r"\g<indent>loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss\n", source
-        )
+    if layout == "pp2" and "outputs." not in _PASS.sub("", source):  # what reads them keeps the ordinary loop
+        source = _PASS.sub(_PIPELINED, source)
     source = re.sub(r"^( +)(.+)\.backward\(\)$", _backward(boosted), source, flags=re.MULTILINE)
     return _insert_launch(source, ", ".join(filter(None, (LAYOUTS[layout], port.options))))
 

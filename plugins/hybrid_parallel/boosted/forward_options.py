@@ -56,6 +56,10 @@ class ForwardOptions:
         yield inspect.signature(self.module.forward)
         yield inspect.signature(self.inside.forward)
 
+    def would_cache(self, given: Mapping[str, Any]) -> bool:
+        """Return whether the plain model would return a cache of keys and values."""
+        return self._takes_use_cache and bool(self._asked(given, "use_cache"))
+
     def wants_tuple(self, given: Mapping[str, Any]) -> bool:
         """Return whether a transformers model must return a tuple instead of its output class."""
         return self._returns_class and self._asked(given, "return_dict") is False

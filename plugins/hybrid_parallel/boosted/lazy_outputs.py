@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from booster.errors import ConfigurationError
+
 _NOT_FETCHED = object()
+
+
+class WithheldError(ConfigurationError, AttributeError):
+    """An output that the plain model has and a pipeline does not give; `hasattr` finds none."""
 
 
 class StageOutputs(dict[str, Any]):
@@ -16,16 +22,19 @@ class StageOutputs(dict[str, Any]):
     Args:
         names: names of the outputs, in order.
         fetch: name -> value, on all ranks of the pipeline.
+        withheld: name -> why the output of the plain model cannot be read; such outputs are not listed.
     """
 
-    def __init__(self, names: Iterable[str], fetch: Callable[[str], Any]) -> None:
+    def __init__(self, names: Iterable[str], fetch: Callable[[str], Any], withheld: Mapping[str, str]) -> None:
         super().__init__(dict.fromkeys(names, _NOT_FETCHED))
         # Not in the mapping: `vars` would list it among the outputs.
         object.__setattr__(self, "_fetch", fetch)
+        object.__setattr__(self, "_withheld", withheld)
 
     def __getitem__(self, key: str | int | slice) -> Any:
         if not isinstance(key, str):
             return self.to_tuple()[key] if isinstance(key, slice) else self[list(self.keys())[key]]
+        self._refuse_withheld(key)
         value = super().__getitem__(key)
         if value is _NOT_FETCHED:
             value = self._fetch(key)
@@ -37,10 +46,15 @@ class StageOutputs(dict[str, Any]):
             return self[name]
         if name.startswith("__"):
             raise AttributeError(f"the model's outputs have no {name}")
+        self._refuse_withheld(name)
         return None  # as an optional field of a `ModelOutput`
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+    def _refuse_withheld(self, name: str) -> None:
+        if name in self._withheld:
+            raise WithheldError(f"outputs.{name} {self._withheld[name]}")
 
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
@@ -51,6 +65,7 @@ class StageOutputs(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return an output, or `default` if the model has none of that name."""
+        self._refuse_withheld(key)
         return self[key] if key in self else default  # noqa: SIM401 (dict.get would not fetch it)
 
     def pop(self, key: str, *default: Any) -> Any:

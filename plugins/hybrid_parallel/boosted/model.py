@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
+from shardformer.loss.routers import ASKED
 from shardformer.loss.terms import LOSS_KEYWORDS
 from shardformer.peft.file_names import FileNames, file_names
 from shardformer.stages.placeholders import StagePlaceholder
@@ -271,6 +272,8 @@ class HybridParallelModel(GuardedModel):
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
         """Return the arguments of the model's forward, without labels that the loss reads; caches are not filled."""
         inputs = {name: value for name, value in microbatch.items() if name not in loss.own_entries}
+        if loss.balance is not None:
+            inputs[ASKED] = False  # the model would compute the auxiliary loss of this stage's layers
         inputs = self.options.inputs(inputs, is_microbatch=True)
         if self.head_loss is not None and not isinstance(loss, ModelStepLoss):
             inputs = self.head_loss.inputs(inputs)

@@ -8,7 +8,7 @@ last stage start the backward passes of the micro-batches.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,24 @@ from torch import Tensor
 from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.lazy_outputs import StageOutputs
+from plugins.hybrid_parallel.boosted.output_parts import (
+    AUX_LOSS,
+    CACHE_WITHHELD,
+    LOSS,
+    SCORES_WITHHELD,
+    build,
+    describe_outputs,
+    leaves,
+    reason_withheld,
+)
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, split_batch, stand_in, without_rows
 from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
-from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
+from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.pipeline.schedule import Action
@@ -34,7 +45,6 @@ from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 
-_LOSS = "loss"
 _BARE = ""  # the name of the output of a model that returns a single tensor
 
 
@@ -109,12 +119,15 @@ class PipelineCall:
 
     def __init__(self, model: Any, number: int, empty: bool) -> None:
         self.model, self.number, self.empty = model, number, empty
+        self.rows, self.coupled = 0, ()
         self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
         self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
         self.passes: PassState | None = None
+        self.balance: RouterBalance | None = None
         self.num_microbatches = 0
         self.num_steps = [optimizer.num_steps for optimizer in model.optimizers]
         self._header: dict[str, Any] = {}
+        self._not_made: dict[str, str] = {}  # outputs of the plain model that no stage computes, and why
 
     # ----- forward -----
 
@@ -127,6 +140,7 @@ class PipelineCall:
         """
         model, runtime = self.model, self.model.runtime
         loss = model.step_loss(own, None, batch)
+        self.rows, self.coupled = num_rows(batch), loss.coupled_outputs
         inputs = [model.inputs_of(microbatch, loss) for microbatch in microbatches]
         self.num_microbatches = len(microbatches)
         trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, self.empty
@@ -140,8 +154,8 @@ class PipelineCall:
             whole = model.gathered(outputs) if loss.reads_parallel_logits else outputs
             result = dict(whole) if isinstance(whole, Mapping) else {_BARE: whole}
             result = without_rows(result) if empty else result
-            result.pop(_LOSS, None)
-            results.append(result if share is None else {_LOSS: share, **result})
+            result.pop(LOSS, None)
+            results.append(result if share is None else {LOSS: share, **result})
             return OutputGradients(results[-1], index, len(microbatches), grads) if trains else None
 
         with ExitStack() as stack:
@@ -150,21 +164,32 @@ class PipelineCall:
             stack.enter_context(naming_entry(batch))
             if loss.reads_parallel_logits:
                 stack.enter_context(parallel_logits(model))
-            self.passes = runtime.begin(inputs, finish_forward)
+            self.passes = runtime.begin(inputs, finish_forward, loss.balance)
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])
+        self.balance = loss.balance
+        self._not_made = {"past_key_values": CACHE_WITHHELD} if model.options.would_cache(batch) else {}
+        self._not_made |= {"router_logits": SCORES_WITHHELD} if self.balance is not None else {}
         if not trains:
             self.passes = None
 
     def outputs(self) -> Any:
         """Return the outputs of all micro-batches; the loss is fetched now, other outputs when they are read."""
         runtime, mesh = self.model.runtime, self.model.mesh
-        described = _described(self.results) if runtime.has_last_stage else None
+        described = describe_outputs(self.results, self.coupled, self.rows) if runtime.has_last_stage else None
         self._header = broadcast_json(described, mesh.group("pp"), runtime.rank_of_last_stage)
+        withheld = {name: reason for name, node in self._header.items() if (reason := reason_withheld(node))}
+        if _BARE in withheld:
+            raise ConfigurationError(f"the output of the model {withheld[_BARE]}")
         if _BARE in self._header:
             return self.fetch(_BARE)
-        outputs = StageOutputs(self._header, self.read)
-        if _LOSS in self._header:
-            outputs[_LOSS] = self.model.loss_over_replicas(self.fetch(_LOSS))
+        withheld |= self._not_made
+        names = dict.fromkeys(([LOSS, AUX_LOSS] if self.balance is not None else []) + list(self._header))
+        outputs = StageOutputs([name for name in names if name not in withheld], self.read, withheld)
+        if LOSS in self._header:
+            outputs[LOSS] = self.model.loss_over_replicas(self.fetch(LOSS))
+        if self.balance is not None:
+            outputs[AUX_LOSS] = self._with_border(self.balance.finish(), (AUX_LOSS, 0))
+            outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
         return outputs
 
     @failure.guard("reading outputs of model(**batch)")
@@ -179,25 +204,24 @@ class PipelineCall:
 
     def fetch(self, name: str) -> Any:
         """Broadcast an output from the last stage."""
-        leaves = iter(range(len(_leaves(self._header[name]))))
-        return _build(self._header[name], lambda leaf: self._broadcast(name, next(leaves), leaf))
+        positions = iter(range(len(leaves(self._header[name]))))
+        return build(self._header[name], lambda leaf: self._broadcast(name, next(positions), leaf))
 
     def _broadcast(self, name: str, position: int, leaf: Mapping[str, Any]) -> Tensor:
         mesh, runtime = self.model.mesh, self.model.runtime
-        if "differ" in leaf:
-            raise ConfigurationError(
-                f"outputs.{name} of micro-batches have shapes {leaf['differ']}, which cannot be put together; use "
-                "num_microbatches=1, or do not read it"
-            )
         if runtime.has_last_stage:
-            parts = [_leaves(result[name])[position].detach() for result in self.results]
-            value = (torch.stack(parts).sum(0) if name == _LOSS else torch.cat(parts)).contiguous()
+            parts = [leaves(result[name])[position].detach() for result in self.results]
+            value = _joined(parts, is_sum=name == LOSS)
         else:
             value = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=mesh.device)
         dist.broadcast(value, runtime.rank_of_last_stage, group=mesh.group("pp"))
-        if not leaf["needs_grad"] or not torch.is_grad_enabled():
+        return self._with_border(value, (name, position)) if leaf["needs_grad"] else value
+
+    def _with_border(self, value: Tensor, key: tuple[str, int]) -> Tensor:
+        """Return an output as part of the graph of the user's loss."""
+        if not torch.is_grad_enabled():
             return value
-        return _Border.apply(torch.empty(0, requires_grad=True), [value], self, (name, position))
+        return _Border.apply(torch.empty(0, requires_grad=True), [value], self, key)
 
     # ----- backward -----
 
@@ -240,6 +264,9 @@ class PipelineCall:
         """
         runtime, passes = self.model.runtime, self.passes
         self.passes = None
+        if self.balance is not None:
+            # Of the mean over replicas, each of which has the whole auxiliary loss in its own.
+            self.balance.weight = self.grads.pop((AUX_LOSS, 0), 0.0) * self.model.mesh.size(DP_CP)
         unfinished = set(runtime.stages)
 
         def before_last(action: Action) -> None:
@@ -278,16 +305,16 @@ class OutputGradients:
     grads: Mapping[tuple[str, int], Tensor]
     requires_grad: bool = True
 
-    def backward(self) -> None:
-        """Add the gradients of the micro-batch."""
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs of the micro-batch with their gradients."""
         pairs = []
         for (name, position), grad in self.grads.items():
-            tensor = _leaves(self.result[name])[position]
-            part = grad if name == _LOSS else grad.tensor_split(self.num_microbatches)[self.index]
+            tensor = leaves(self.result[name])[position]
+            is_whole = name == LOSS or not grad.dim()
+            part = grad if is_whole else grad.tensor_split(self.num_microbatches)[self.index]
             if tensor.requires_grad:
                 pairs.append((tensor, part))
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+        return pairs
 
 
 class _Border(torch.autograd.Function):
@@ -338,43 +365,12 @@ def empty_share(outputs: Any, loss: StepLoss) -> Tensor | None:
     return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
 
 
+def _joined(parts: Sequence[Tensor], is_sum: bool) -> Tensor:
+    """Return the parts of an output together: their sum, or their rows."""
+    if is_sum:
+        return torch.stack(list(parts)).sum(0)
+    return (torch.cat(list(parts)) if parts[0].dim() else parts[0]).contiguous()
+
+
 def _has_loss(outputs: Any) -> bool:
-    return isinstance(outputs, Mapping) and isinstance(outputs.get(_LOSS), Tensor)
-
-
-def _described(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Describe the outputs that can be fetched, in a JSON-serializable form; scalars and caches are left out."""
-    described = {name: _describe([result[name] for result in results], name == _LOSS) for name in results[0]}
-    return {name: each for name, each in described.items() if each is not None}
-
-
-def _describe(values: Sequence[Any], is_sum: bool = False) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor) and (first.dim() or is_sum):
-        shapes = [list(value.shape) for value in values]
-        if any(shape[1:] != shapes[0][1:] for shape in shapes):
-            return {"differ": shapes}
-        rows = [] if is_sum else [sum(shape[0] for shape in shapes)]
-        dtype = str(first.dtype).removeprefix("torch.")
-        needs_grad = any(value.requires_grad for value in values)
-        return {"dtype": dtype, "shape": [*rows, *shapes[0][1:]], "needs_grad": needs_grad}
-    if type(first) in (tuple, list):
-        parts = [_describe(parts) for parts in zip(*values, strict=True)]
-        return None if None in parts else parts
-    return None
-
-
-def _build(node: Any, make: Callable[[Mapping[str, Any]], Tensor]) -> Any:
-    return tuple(_build(each, make) for each in node) if isinstance(node, list) else make(node)
-
-
-def _leaves(value: Any) -> list[Any]:
-    return list(_flat(value))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
+    return isinstance(outputs, Mapping) and isinstance(outputs.get(LOSS), Tensor)

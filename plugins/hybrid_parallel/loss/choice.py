@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import (
     CriterionStepLoss,
     HeadStepLoss,
@@ -22,7 +24,7 @@ from plugins.hybrid_parallel.loss.step_loss import (
 from shardformer.attention import log_once
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.loss.replaced import own_loss_reason
-from shardformer.loss.routers import routers_are_asked
+from shardformer.loss.routers import RouterScores, routers_are_asked
 from shardformer.peft import behind_prompts, model_inside
 from shardformer.policies.head_losses import head_loss_of
 
@@ -57,17 +59,27 @@ class LossChoice:
         Raises:
             ConfigurationError: if the loss cannot be combined from these parts; raised on all ranks.
         """
+        loss = self._step_loss(microbatches, criterion, batch)
+        loss.coupled_outputs = () if self.head_loss is None else self.head_loss.coupled_outputs
+        return loss
+
+    def _step_loss(
+        self, microbatches: Microbatches, criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
+    ) -> StepLoss:
         if criterion is not None:
             return CriterionStepLoss(microbatches, self.mesh, criterion)
         if self.lacks_labels(batch):
             return NoLoss(microbatches, self.mesh)
         reason = self.own_reason(batch)
         adds_routers = routers_are_asked(self.model, batch)
-        if adds_routers:
-            self._check_routers(microbatches, is_known=reason is None)
+        are_spread = adds_routers and self._routers_are_spread(microbatches, is_known=reason is None)
         if reason is not None:
             return ModelStepLoss(microbatches, self.mesh, batch, reason)
-        return HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers)
+        loss = HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers and not are_spread)
+        if are_spread:
+            masks = [microbatch.get("attention_mask") for microbatch in microbatches]
+            loss.balance = RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh)
+        return loss
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the head computes no loss for `batch`."""
@@ -89,11 +101,18 @@ class LossChoice:
             log_once(type(self.model).__name__, f"computes its loss itself, of whole logits: {reason}")
         return reason
 
-    def _check_routers(self, microbatches: Microbatches, is_known: bool) -> None:
-        """Refuse layouts in which no rank has the router scores of all layers and tokens for an auxiliary loss.
+    @cached_property
+    def _router_scores(self) -> RouterScores:
+        return RouterScores(list(self.head_loss.routers.routers(self.model.modules())))
+
+    def _routers_are_spread(self, microbatches: Microbatches, is_known: bool) -> bool:
+        """Return whether the auxiliary loss is of routers on several stages, or of several micro-batches.
 
         Args:
             is_known: whether the loss can be combined over replicas.
+
+        Raises:
+            ConfigurationError: if no rank can have what it is computed from; raised on all ranks.
         """
         sizes = {axis: self.mesh.size(axis) for axis in ("pp", "cp", "dp")}
         fewest = most = len(microbatches)
@@ -101,14 +120,16 @@ class LossChoice:
             extremes = torch.tensor([fewest, -most])  # on the CPU: the result is read at once
             dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
             fewest, most = int(extremes[0]), -int(extremes[1])
+        adds_up = is_known and self.head_loss.routers.adds_up
+        are_spread = sizes["pp"] > 1 or most > 1
         exchanges = getattr(self.model, "heads_are_exchanged", False)
         reasons = {
-            f"pp_size={sizes['pp']} spreads over stages; use pp_size=1": sizes["pp"] > 1,
+            f"pp_size={sizes['pp']} spreads over stages; use pp_size=1": sizes["pp"] > 1 and not adds_up,
             f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1": sizes["cp"] > 1,
             "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'": exchanges,
-            f"is cut into {most} micro-batches; use num_microbatches=1": most > 1,
+            f"is cut into {most} micro-batches; use num_microbatches=1": most > 1 and not adds_up,
             f"dp_size={sizes['dp']} spreads over replicas; use dp_size=1": sizes["dp"] > 1 and not is_known,
-            "leaves a replica without samples; use drop_last=True": fewest == 0,
+            "leaves a replica without samples; use drop_last=True": fewest == 0 and not are_spread,
         }
         for reason, is_so in reasons.items():
             if is_so:
@@ -116,3 +137,4 @@ class LossChoice:
                     "output_router_logits=True adds a loss over the router scores of all layers and tokens of the "
                     f"batch, which {reason}, or output_router_logits=False"
                 )
+        return are_spread

@@ -20,6 +20,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import count_factor, per_copy, share_of_mean, share_of_sum
+from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.collectives import gather_rows
 from shardformer.layers.lm_head import deferred_logits, parallel_logits
@@ -40,11 +41,15 @@ class StepLoss:
         reads_parts: whether it reads outputs of this rank's part of each sequence.
         copies: number of context-parallel ranks that compute the same value, because they see whole sequences.
         own_entries: names of batch entries that only the loss reads.
+        balance: auxiliary loss of routers that are spread over stages or micro-batches; None if there is none.
+        coupled_outputs: names of outputs whose rows depend on other samples of the batch.
     """
 
     reads_parallel_logits = False
     reads_parts = False
     own_entries: Collection[str] = ()
+    balance: RouterBalance | None = None
+    coupled_outputs: Collection[str] = ()
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh
@@ -118,7 +123,7 @@ class HeadStepLoss(StepLoss):
         head_loss: computes sums and counts of the loss.
         batch: the batch that the micro-batches are parts of; it has its keys even if this replica's share is empty.
         axis: the axis over which the model leaves sequences split; None if its outputs are of whole sequences.
-        adds_routers: whether to add the auxiliary loss of the model's routers.
+        adds_routers: whether to add the auxiliary loss of the model's routers, all of which are in one pass.
     """
 
     reads_parallel_logits = True

@@ -27,16 +27,26 @@ from shardformer.stages.stage import run_stage
 
 
 class Root(Protocol):
-    """What the backward pass of a micro-batch starts from on the last stage: a loss (0-d), or `OutputGradients`."""
+    """What the backward pass of a micro-batch starts from on the last stage, in the place of a loss (0-d)."""
 
     requires_grad: bool
 
-    def backward(self) -> None:
-        """Add the gradients of the micro-batch."""
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs of the micro-batch with their gradients."""
+
+
+class StageLoss(Protocol):
+    """A loss of what happens inside stages, beside that of the outputs."""
+
+    def watching(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return a context for the forward pass of a stage."""
+
+    def root(self, stage: int, microbatch: int) -> Tensor | None:
+        """Return a value (0-d) whose gradient is added in the backward pass of a stage."""
 
 
 # (outputs, index of the micro-batch) -> what its backward pass starts from; None if there is none
-LossFunction = Callable[[Any, int], Root | None]
+LossFunction = Callable[[Any, int], Tensor | Root | None]
 
 
 class PipelineRuntime:
@@ -127,9 +137,18 @@ class PipelineRuntime:
         """
         self.execute(self.begin(microbatches, loss_function), turns, before_last, after_last)
 
-    def begin(self, microbatches: Sequence[dict[str, Any]], loss_function: LossFunction) -> PassState:
-        """Return the state of a pass over `microbatches`, before any of its turns; see `run`."""
-        return PassState(self, microbatches, loss_function)
+    def begin(
+        self,
+        microbatches: Sequence[dict[str, Any]],
+        loss_function: LossFunction,
+        stage_loss: StageLoss | None = None,
+    ) -> PassState:
+        """Return the state of a pass over `microbatches`, before any of its turns; see `run`.
+
+        Args:
+            stage_loss: a loss of what happens inside stages; it needs all forward passes before any backward pass.
+        """
+        return PassState(self, microbatches, loss_function, stage_loss)
 
     def execute(
         self,
@@ -172,9 +191,14 @@ class PassState:
     """State of one run: posted receives, and forwards that wait for their backward pass."""
 
     def __init__(
-        self, runtime: PipelineRuntime, microbatches: Sequence[dict[str, Any]], loss_function: LossFunction
+        self,
+        runtime: PipelineRuntime,
+        microbatches: Sequence[dict[str, Any]],
+        loss_function: LossFunction,
+        stage_loss: StageLoss | None,
     ) -> None:
         self.runtime, self.microbatches, self.loss_function = runtime, microbatches, loss_function
+        self.stage_loss = stage_loss
         # Keys that both sides of a message know; they also tell whether gradients come back, and in which precision.
         state = torch.is_grad_enabled(), autocast_dtype(runtime.mesh.device)
         self.keys = [(signature(microbatch), *state) for microbatch in microbatches]
@@ -187,7 +211,7 @@ class PassState:
         # By stage and micro-batch:
         self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # tensors whose gradients are sent back
         # Edges instead of tensors: an activation is freed as soon as it is sent.
-        self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Root | None] = {}
+        self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | Root | None] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}  # weight gradients still to be computed
 
     def prepare_receives(self, actions: Sequence[Action]) -> None:
@@ -281,7 +305,8 @@ class PassState:
             self.arrived[action.stage, index] = [
                 tensor.requires_grad_() for tensor, spec in zip(message, specs, strict=True) if _needs_grad(spec)
             ]
-        output = run_stage(runtime.module, message, self.microbatches[index], action.stage)
+        with self.stage_loss.watching(action.stage, index) if self.stage_loss is not None else nullcontext():
+            output = run_stage(runtime.module, message, self.microbatches[index], action.stage)
         if links.activations_out is None:
             self.roots[action.stage, index] = self.loss_function(output, index)
             return
@@ -318,13 +343,15 @@ class PassState:
     def _backward(self, action: Action, grads: StageMessage | None) -> None:
         index, links = action.microbatch, self.runtime.links[action.stage]
         root = self.roots.pop((action.stage, index))
+        further = None if self.stage_loss is None else self.stage_loss.root(action.stage, index)
+        starts = [] if further is None else [(further, None)]
         if links.gradients_in is None:
-            _check_trains(root)
-            root.backward()
+            starts += _starts_of(root, is_alone=further is None)
         else:
             edges, _ = root
-            if edges:
-                torch.autograd.backward(tuple(edges), grads)
+            starts += zip(edges, grads, strict=True) if edges else ()
+        if starts:
+            torch.autograd.backward(*zip(*starts, strict=True))
         if links.gradients_out is not None:
             arrived = self.arrived.pop((action.stage, index))
             links.gradients_out.mark_known(self.keys[index], specs_of(arrived))
@@ -332,12 +359,16 @@ class PassState:
             self.unsent = lambda: links.gradients_out.send(grads, self.keys[index])
 
 
-def _check_trains(loss: Root) -> None:
-    if not loss.requires_grad:
+def _starts_of(root: Tensor | Root, is_alone: bool) -> list[tuple[Tensor, Tensor | None]]:
+    """Return what the backward pass of the last stage starts from; `is_alone`: unless a stage loss adds gradients."""
+    if is_alone and not root.requires_grad:
         raise ConfigurationError(
             "the loss depends on no parameter that takes gradients (all have requires_grad=False); unfreeze some, or "
             "call booster.execute_pipeline without optimizer= to evaluate"
         )
+    if not isinstance(root, Tensor):
+        return root.pairs()
+    return [(root, None)] if root.requires_grad else []
 
 
 def _needs_grad(spec: TensorSpec | None) -> bool:

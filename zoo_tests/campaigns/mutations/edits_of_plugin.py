@@ -121,8 +121,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "gradients doubled between stages": Edit(
         "plugins.hybrid_parallel.pipeline.runtime",
-        "torch.autograd.backward(tuple(edges), grads)",
-        "torch.autograd.backward(tuple(edges), tuple(grad * 2.0 for grad in grads))",
+        "zip(edges, grads, strict=True)",
+        "zip(edges, [grad * 2.0 for grad in grads], strict=True)",
         (f"{_16_BIT}[bert-masked_lm-pp2dp2-zero1-momentum-fp16]",),
     ),
     "loss not scaled before the backward pass": Edit(
@@ -176,6 +176,12 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "value = value * num_rows(microbatch)",
         "value = value * num_rows(self.microbatches[0])",
         (f"{_UNEQUAL}[mean_square-7-1]",),
+    ),
+    "gradient of routers by the choices of one stage": Edit(
+        "plugins.hybrid_parallel.loss.router_balance",
+        "self._total.derivatives * self.weight",
+        "part.derivatives * self.weight",
+        ("zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain_training[4-options9]",),
     ),
     "loss of routers added by every replica": Edit(
         "plugins.hybrid_parallel.loss.step_loss",

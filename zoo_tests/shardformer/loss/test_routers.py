@@ -1,6 +1,7 @@
 """The load-balancing loss of routers is part of the loss where it is asked for, and never dropped in silence.
 
-It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/loss/routers.py`.
+It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/loss/routers.py`, and
+for stages and micro-batches in `plugins/hybrid_parallel/loss/router_balance.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
 def _model(**config: Any) -> MixtralForCausalLM:
     torch.manual_seed(0)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 2.0}
-    return MixtralForCausalLM(MixtralConfig(**_SIZES, **experts, num_hidden_layers=2, vocab_size=67, **config))
+    return MixtralForCausalLM(MixtralConfig(**_SIZES, **experts, num_hidden_layers=4, vocab_size=67, **config))
 
 
 def _batch(**extra: Any) -> dict[str, Any]:
@@ -60,6 +61,11 @@ def _train_as_said(options: dict[str, Any]) -> list[Report]:
     return [_train(options, *said, ordinary) for said in _SAID for ordinary in (False, True)]
 
 
+def _of_all_stages(reports: tuple[Report, ...]) -> Report:
+    gradients = {name: gradient for _, each in reports for name, gradient in each.items()}
+    return reports[0][0], gradients
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
@@ -69,11 +75,16 @@ def _train_as_said(options: dict[str, Any]) -> list[Report]:
         (2, {"tp_size": 2, "enable_sequence_parallelism": True}),
         (2, {}),
         (2, {"ep_size": 2}),
-        pytest.param(4, {"tp_size": 2}, marks=pytest.mark.slow),
+        (4, {"tp_size": 2}),
+        (1, {"num_microbatches": 3}),
+        (2, {"pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "gradient_checkpointing": "full"}),
+        (4, {"pp_size": 2, "dp_size": 2}),
+        (4, {"pp_size": 2, "ep_size": 2}),
+        (4, {"pp_size": 2, "tp_size": 2, "enable_sequence_parallelism": True}),
     ],
 )
 def test_it_is_that_of_plain_training(ranks: int, options: dict[str, Any]) -> None:
-    reports = iter(run_on_ranks(ranks, _train_as_said, options)[0])
+    reports = map(_of_all_stages, zip(*run_on_ranks(ranks, _train_as_said, options), strict=True))
     for config, extra in _SAID:
         plain = _model(**config)
         result = plain(**_batch(**extra))
@@ -89,8 +100,6 @@ def test_it_is_that_of_plain_training(ranks: int, options: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("ranks", "options", "what"),
     [
-        (1, {"num_microbatches": 4}, "is cut into 4 micro-batches; use num_microbatches=1"),
-        (2, {"pp_size": 2}, "pp_size=2 spreads"),
         (2, {"cp_size": 2}, "cp_size.* spreads"),
         (
             2,

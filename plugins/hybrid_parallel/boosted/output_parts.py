@@ -1,0 +1,95 @@
+"""Outputs of micro-batches on the last stage: descriptions by which other ranks allocate them, and reasons why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+LOSS, AUX_LOSS = "loss", "aux_loss"
+CACHE_WITHHELD = "is not filled by the passes of a pipeline; use model.generate(…), which keeps a cache on each stage"
+SCORES_WITHHELD = "lies on the stages, each with that of its own layers; outputs.aux_loss is that of all"
+_WITHHELD = "withheld"
+_PLAINLY = "call the model with pp_size=1 (a checkpoint opens under any layout)"
+
+
+def describe_outputs(results: Sequence[Mapping[str, Any]], coupled: Collection[str], rows: int) -> dict[str, Any]:
+    """Describe outputs in a JSON-serializable form, by name; those that are None are left out.
+
+    Args:
+        results: outputs of each micro-batch.
+        coupled: names of outputs whose rows depend on other samples of the batch.
+        rows: number of samples; 0 for a placeholder.
+    """
+    described = {}
+    for name, value in results[0].items():
+        if name in coupled and len(results) > 1:
+            described[name] = _withheld(
+                f"compares all samples of a batch, which is cut into {len(results)} micro-batches; compute it from the "
+                "embeddings among the outputs, or use num_microbatches=1"
+            )
+        elif value is not None:
+            described[name] = _describe([result[name] for result in results], name == LOSS, rows)
+    return described
+
+
+def reason_withheld(node: Any) -> str | None:
+    """Return why an output cannot be read, as the end of a sentence that begins with its name; None if it can."""
+    if isinstance(node, list):
+        return next((reason for reason in map(reason_withheld, node) if reason is not None), None)
+    if "differ" in node:
+        return (
+            f"has shapes {node['differ']} in micro-batches, which cannot be put together; use num_microbatches=1, or "
+            "do not read it"
+        )
+    return node.get(_WITHHELD)
+
+
+def build(node: Any, make: Callable[[Mapping[str, Any]], Tensor]) -> Any:
+    """Build an output from its description; `make` returns each tensor."""
+    return tuple(build(each, make) for each in node) if isinstance(node, list) else make(node)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the tensors of an output, or of its description."""
+    return list(_flat(value))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _describe(values: Sequence[Any], is_sum: bool, num_rows: int) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return _describe_tensors(values, is_sum, num_rows)
+    if type(first) in (tuple, list):
+        return [_describe(parts, is_sum, num_rows) for parts in zip(*values, strict=True)]
+    return _withheld(f"is a {type(first).__name__}, which a pipeline does not send between ranks; {_PLAINLY}")
+
+
+def _describe_tensors(values: Sequence[Tensor], is_sum: bool, num_rows: int) -> dict[str, Any]:
+    shapes = [list(value.shape) for value in values]
+    if not is_sum and len(values) > 1:
+        if not shapes[0]:
+            return _withheld(f"is one number of each micro-batch; use num_microbatches=1, or {_PLAINLY}")
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            return {"differ": shapes}
+    has_rows = bool(shapes[0]) and not is_sum
+    rows = [sum(shape[0] for shape in shapes)] if has_rows else []
+    if has_rows and len(values) > 1 and num_rows and rows[0] % num_rows:
+        return _withheld(f"has shapes {shapes} in micro-batches, which have no samples along dim 0; {_PLAINLY}")
+    return {
+        "dtype": str(values[0].dtype).removeprefix("torch."),
+        "shape": [*rows, *shapes[0][1:]],
+        "needs_grad": any(value.requires_grad for value in values),
+    }
+
+
+def _withheld(reason: str) -> dict[str, str]:
+    return {_WITHHELD: reason}
