@@ -55,8 +55,10 @@ def to_text(found: Verification) -> str:
     text = trial.tiny_model.config.get_text_config()
     sizes = ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"), ("hidden_size", "hidden")
     words = [f"{getattr(text, name)} {word}" for name, word in sizes if isinstance(getattr(text, name, None), int)]
+    config = HybridParallelConfig.from_options(**trial.options)
+    layout = config.layout(config.parallel.dp_size or 1)
     lines = [
-        f"{trial.tiny_model.name}, {_layout(trial.options)}, {found.world_size} ranks, {found.precision}",
+        f"{trial.tiny_model.name}, {layout}, {found.world_size} ranks, {found.precision}",
         f"tiny model: {', '.join([*words, f'{found.num_parameters:,} parameters'])}; {trial.steps} steps of "
         f"{trial.rows} samples",
         *verdict_to_text(found.verdict, found.precision),
@@ -86,16 +88,6 @@ def as_json(found: Verification) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _layout(options: dict[str, Any]) -> str:
-    config = HybridParallelConfig.from_options(**options)
-    parallel = config.parallel
-    words = [f"tp {parallel.tp_size} x pp {parallel.pp_size} x dp {parallel.dp_size or 1}"]
-    words += [f"ep {parallel.ep_size}"] if parallel.ep_size > 1 else []
-    words += [parallel.sequence_parallelism_mode] if parallel.enable_sequence_parallelism else []
-    words += [config.pipeline.pp_style] if parallel.pp_size > 1 else []
-    return ", ".join(words)
 
 
 def parser() -> CommandParser:
