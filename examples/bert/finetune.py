@@ -224,7 +224,7 @@ class FineTuning:
         print("layout:     ", plugin.layout)
         print("meter:      ", self.meter.line())
         print("to continue:", command_of_this_job("--resume", "--epochs", str(2 * options.epochs)))
-        print("to export:  ", f"transformers serve {options.output}")
+        print("to export:  ", f"optimum-cli export onnx --model {options.output} {options.output}/onnx")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def main() -> None:
         print("layout:     ", trainer.plugin.layout)
         print("meter:      ", meter.line())
         print("to continue:", command_to_continue(args))
-        print("to export:  ", f"transformers serve {args.output_dir}")
+        print("to export:  ", f"optimum-cli export onnx --model {args.output_dir} {args.output_dir}/onnx")
 
 
 def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Dataset, Dataset]:
