@@ -1,4 +1,4 @@
-"""A job to profile: `job.py PP STEPS LOOP`, where LOOP is "pipeline", "ordinary", or "nothing" for no model."""
+"""A job to profile: `job.py PP STEPS LOOP`, where LOOP is "pipeline" or "ordinary"."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "n
 def main() -> None:
     pp_size, steps, loop = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     launch_from_torch(seed=42)
-    if loop != "nothing":
-        train(pp_size, steps, loop)
+    train(pp_size, steps, loop)
 
 
 def train(pp_size: int, steps: int, loop: str) -> None:

@@ -9,15 +9,16 @@ from booster.profiling.merge import PIPELINE_MARK, RankTrace, merged
 
 def _trace(rank: int, base_ns: int = 0, more: tuple[dict[str, Any], ...] = ()) -> RankTrace:
     place = {"pid": 4000 + rank, "tid": 77}
+    action = f"{PIPELINE_MARK}forward 0, stage {rank}"
     events = [
         {"ph": "M", "name": "process_name", "ts": 0, "args": {"name": "python"}, **place},
         {"ph": "M", "name": "thread_name", "ts": 0, "args": {"name": "main"}, **place},
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 10.0, "dur": 2.0, **place},
-        {"ph": "X", "cat": "user_annotation", "name": f"{PIPELINE_MARK}forward 0, stage {rank}", "ts": 9.0, "dur": 4.0, **place},
+        {"ph": "X", "cat": "user_annotation", "name": action, "ts": 9.0, "dur": 4.0, **place},
         {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "id": 5, "ts": 10.0, **place},
         {"ph": "f", "cat": "fwdbwd", "name": "fwdbwd", "id": 5, "ts": 20.0, **place},
         {"ph": "i", "name": "[memory]", "ts": 11.0, "args": {"Total Allocated": 64, "Device Type": 0}, **place},
-        {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "ts": 0, "dur": 9, "pid": "Spans", "tid": "PyTorch"},
+        {"ph": "X", "cat": "Trace", "name": "Profiler", "ts": 0, "dur": 9, "pid": "Spans", "tid": "PyTorch"},
         *more,
     ]  # fmt: skip
     return RankTrace(rank, events, base_ns)
