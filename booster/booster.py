@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from booster import failure
 from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
 from booster.errors import ConfigurationError
+from booster.launch import take_profile_request
 from booster.meter import Meter
 from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
 
@@ -222,10 +223,22 @@ class Booster:
         boosted = self.plugin.configure(
             TrainingObjects(model, kinds["optimizer"], kinds["lr_scheduler"], kinds["dataloader"], self._criterion)
         )
+        if boosted.optimizers:
+            self._profile_if_asked(boosted)
         after = [boosted.model, *boosted.optimizers, *boosted.lr_schedulers, *boosted.dataloaders]
         before = [model, *kinds["optimizer"], *kinds["lr_scheduler"], *kinds["dataloader"]]
         by_id = {id(old): new for old, new in zip(before, after, strict=True) if old is not None}
         return by_id | {id(criterion): criterion for criterion in kinds["criterion"]}
+
+    @staticmethod
+    def _profile_if_asked(boosted: TrainingObjects) -> None:
+        """Trace the first steps of the first optimizer, if the job was started with `booster run --profile`."""
+        request = take_profile_request()
+        if request is not None:
+            # Imported here: torch's profiler is no part of training.
+            from booster.profiling.steps import StepProfile
+
+            StepProfile(*request, boosted.model).begin(boosted.optimizers[0])
 
 
 def _kind(value: Any) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy
 import torch
@@ -25,6 +26,7 @@ _logger = get_logger(__name__)
 _MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEBUG = "BOOSTER_DEBUG"
+PROFILE_STEPS, PROFILE_FOLDER = "BOOSTER_PROFILE_STEPS", "BOOSTER_PROFILE_FOLDER"  # set by `booster run --profile`
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _CPU_BACKEND = "gloo"
@@ -106,6 +108,12 @@ def launch(
 def debug_is_asked() -> bool:
     """Return whether `BOOSTER_DEBUG=1` is set, which turns on debug mode without a change of the script."""
     return os.environ.get(_DEBUG, "0") not in ("", "0")
+
+
+def take_profile_request() -> tuple[int, Path] | None:
+    """Return how many steps `booster run --profile` wants to see, and the folder for them; once in a process."""
+    steps = os.environ.pop(PROFILE_STEPS, None)
+    return None if steps is None else (int(steps), Path(os.environ[PROFILE_FOLDER]))
 
 
 def place_from_environment(environment: Mapping[str, str]) -> RankInfo:

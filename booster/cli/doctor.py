@@ -1,24 +1,41 @@
 """`booster doctor`: a report on this machine and environment.
 
 Plugins add their own sections: a module in the entry point group `booster.checks`, with `add_options(parser)` and
-`sections(options)`, which returns title -> name -> text.
+`sections(options)`, which returns a list of `Section`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from booster.cli.main import CommandParser
 from booster.launch import place_from_environment
+from booster_cli.command_parser import CommandParser, prints_json, write_json
 
 ENTRY_POINT_GROUP = "booster.checks"
 _REQUIRED = ("torch", "transformers", "accelerate", "safetensors")
 _MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Attributes:
+        key: its key in JSON.
+        title: its title in text.
+        rows: name -> text.
+        values: its value in JSON; None for the rows.
+    """
+
+    key: str
+    title: str
+    rows: dict[str, str]
+    values: Any = None
 
 
 def main(arguments: list[str]) -> int:
@@ -27,61 +44,83 @@ def main(arguments: list[str]) -> int:
     Returns:
         0, or 1 if a required package is missing.
     """
-    checks = _checks()
-    parser: argparse.ArgumentParser = CommandParser(
+    options = parser().parse_args(arguments)
+    further = [section for check in _checks() for section in check.sections(options)]
+    if place_from_environment(os.environ).rank == 0:
+        sections = [_versions(), _devices(), _backends(), _plugins(), *further]
+        if not prints_json(options.json):
+            _print(sections)
+        if options.json is not None:
+            report = {each.key: each.rows if each.values is None else each.values for each in sections}
+            write_json(report, options.json)
+    return 1 if any(_version(name) is None for name in _REQUIRED) else 0
+
+
+def parser() -> CommandParser:
+    """Return the parser of the command line, with the options of plugins."""
+    command = CommandParser(
         prog="booster doctor",
         description="Show versions, devices, backends, what is missing for each optimisation, and, with ranks, how "
         "fast they reach each other.",
+        examples=(
+            "booster doctor",
+            "booster doctor --nproc-per-node 4 --tp 2 --pp 2",
+            "booster doctor --json",
+            "booster run --nnodes 2 --nproc-per-node 8 -m booster doctor --tp 8 --json links.json",
+        ),
     )
-    for check in checks:
-        check.add_options(parser)
-    options = parser.parse_args(arguments)
-    further = [check.sections(options) for check in checks]
-    if place_from_environment(os.environ).rank == 0:
-        own = {"Versions": _versions(), "Devices": _devices(), "Backends": _backends(), "Plugins": _plugins()}
-        _print({title: rows for sections in (own, *further) for title, rows in sections.items()})
-    return 1 if any(_version(name) is None for name in _REQUIRED) else 0
+    command.add_json()
+    for check in _checks():
+        check.add_options(command)
+    return command
 
 
 def _checks() -> list[Any]:
     return [entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP)]
 
 
-def _print(sections: dict[str, dict[str, str]]) -> None:
-    width = max(len(name) for rows in sections.values() for name in rows)
-    for title, rows in sections.items():
-        sys.stdout.write(f"{title}\n")
-        sys.stdout.writelines(f"  {name:<{width}}  {value}\n" for name, value in rows.items())
+def _print(sections: list[Section]) -> None:
+    width = max(len(name) for section in sections for name in section.rows)
+    for section in sections:
+        sys.stdout.write(f"{section.title}\n")
+        sys.stdout.writelines(f"  {name:<{width}}  {value}\n" for name, value in section.rows.items())
 
 
-def _versions() -> dict[str, str]:
-    rows = {"hybrid-booster": _version("hybrid-booster") or "not installed", "python": platform.python_version()}
-    return rows | {name: _version(name) or "missing" for name in _REQUIRED}
+def _versions() -> Section:
+    found = {"hybrid-booster": _version("hybrid-booster"), "python": platform.python_version()}
+    found |= {name: _version(name) for name in _REQUIRED}
+    return Section("versions", "Versions", {name: number or "missing" for name, number in found.items()}, found)
 
 
-def _devices() -> dict[str, str]:
+def _devices() -> Section:
     import torch
 
     rows = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used by torch"}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        rows[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory // _MIB} MiB"
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    for index, gpu in enumerate(gpus):
+        rows[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory // _MIB} MiB"
+    values = {
+        "cpu": {"cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "cuda": [{"name": gpu.name, "bytes": gpu.total_memory} for gpu in gpus],
+    }
     if not torch.cuda.is_available():
         rows["cuda"] = "none: jobs run on the CPU"
-    return rows
+    return Section("devices", "Devices", rows, values)
 
 
-def _backends() -> dict[str, str]:
+def _backends() -> Section:
     import torch.distributed as dist
 
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    return {name: "yes" if there else "no" for name, there in found.items()}
+    return Section("backends", "Backends", {name: "yes" if there else "no" for name, there in found.items()}, found)
 
 
-def _plugins() -> dict[str, str]:
+def _plugins() -> Section:
     from booster.plugin import available_plugins
 
-    return {name: "installed" for name in available_plugins()} or {"none": "install the project: pip install -e ."}
+    found = available_plugins()
+    rows = {name: "installed" for name in found} or {"none": "install the project: pip install -e ."}
+    return Section("plugins", "Plugins", rows, found)
 
 
 def _version(distribution: str) -> str | None:

@@ -21,10 +21,22 @@ from typing import Any, NoReturn
 
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import REPORT_VARIABLE
+from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
+from booster.profiling.report import JobProfile
 from booster.shadows import hidden_beside
+from booster_cli.command_parser import HelpFormatter, epilog
 
 _PROG = "booster run"
 _EXAMPLE = "`booster run --nproc-per-node 4 script.py`"
+EXAMPLES = (
+    "booster run --nproc-per-node 4 script.py --epochs 3",
+    "booster run --nproc-per-node 4 --profile 3 script.py",
+    "booster run --nproc-per-node 2 -m booster doctor --tp 2",
+    "booster run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 script.py",
+    "booster run --nnodes 1:4 --nproc-per-node 8 --max-restarts 3 --rdzv-endpoint HOST:29400 script.py",
+)
+_PROFILE_FOLDER = "profile"
+_QUIET_PROFILER = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it logs its start, and what it cannot see
 _INTERRUPTED = 130
 _SIGNAL_CODE = 128
 # Seconds after which a rank that ignores the shutdown signal is killed; torchrun's default is 30.
@@ -42,15 +54,18 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigurationError: an option is unknown, a value is invalid, or the script is missing.
     """
-    options = _parse(arguments)
+    options = parser().parse_args(arguments)
     _check(options)
     hidden = None if options.module or options.no_python else hidden_beside(Path(options.training_script).resolve())
     if hidden is not None:
         sys.stderr.write(f"note: {hidden}\n")
     _prepare(options)
+    profile = _profile(options)
     with tempfile.NamedTemporaryFile("r", prefix="booster-run-") as report:
         os.environ[REPORT_VARIABLE] = report.name
         code = _run(options, lambda: bool(report.read()))
+    if profile is not None:
+        sys.stderr.write(f"note: {profile.finish()}\n")
     if code:
         _leave_now(code)
     return code
@@ -65,18 +80,23 @@ def _leave_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line: torchrun's, with options of ours."""
     from torch.distributed.run import get_args_parser
 
-    parser = get_args_parser()
-    parser.prog = _PROG
-    parser.description = (
+    command = get_args_parser()
+    command.prog = _PROG
+    command.formatter_class = HelpFormatter
+    command.description = (
         "Start a script on several ranks. All options of torchrun are understood. "
         "Ctrl-C ends the ranks with SIGTERM, and after a few seconds with SIGKILL."
     )
-    parser.error = _refuse
-    parser.set_defaults(shutdown_timeout=_SHUTDOWN_S)
-    return parser.parse_args(arguments)
+    command.epilog = epilog(EXAMPLES)
+    command.error = _refuse
+    command.set_defaults(shutdown_timeout=_SHUTDOWN_S)
+    command.add_argument("--profile", metavar="N", help="write a trace of N steps, with memory, of all ranks")
+    command.add_argument("--profile-output", type=Path, metavar="DIR", help=f"where (./{_PROFILE_FOLDER})")
+    return command
 
 
 def _refuse(message: str) -> NoReturn:
@@ -96,6 +116,21 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"script '{script}' is not a file; use one that exists, as in {_EXAMPLE}")
     if options.module and options.no_python:
         raise ConfigurationError("--module and --no-python exclude one another; use one of them")
+
+
+def _profile(options: argparse.Namespace) -> JobProfile | None:
+    """Ask the ranks for a profile, through their environment; None if the user wants none."""
+    if options.profile is None:
+        if options.profile_output is not None:
+            raise ConfigurationError("--profile-output is where a profile is written; add --profile 3, say")
+        return None
+    if not options.profile.isdecimal() or int(options.profile) < 1:
+        raise ConfigurationError(f"--profile={options.profile} is not a number of steps; use 1 or more")
+    alone = options.nnodes in ("1", "1:1")
+    profile = JobProfile(int(options.profile), options.profile_output or Path(_PROFILE_FOLDER), alone)
+    os.environ |= {PROFILE_STEPS: str(profile.num_steps), PROFILE_FOLDER: str(profile.scratch)}
+    os.environ |= {name: os.environ.get(name, level) for name, level in _QUIET_PROFILER.items()}
+    return profile
 
 
 def _check_nproc(value: str) -> None:

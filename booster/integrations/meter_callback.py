@@ -36,6 +36,10 @@ class MeterCallback(TrainerCallback):
         if self.meter is not None:
             self.meter.current_step = state.global_step
 
+    def line(self) -> str:
+        """Return the latest figures as one line of text; see `Meter.line`."""
+        return "-" if self.meter is None else self.meter.line()
+
     def add_figures(self, logs: dict[str, float]) -> None:
         """Add the figures since the last log of a loss; all ranks call it."""
         if self.meter is not None and "loss" in logs:

@@ -1,6 +1,7 @@
 """Fine-tune a BERT model on sentence pairs with tensor, pipeline and data parallelism.
 
     booster run --nproc-per-node 4 examples/bert/finetune.py --tp 2 --pp 2
+    booster run --nproc-per-node 2 examples/bert/finetune.py --tp 2 --tiny      # without a pretrained model, in seconds
 
 The remaining ranks are data-parallel. The result is a Hugging Face directory in `--output`.
 """
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from arguments import RankParser, positive_float, positive_int
 from data import PairDataset, eval_loader, steps_per_epoch, train_loader
 from metrics import Counts, Metrics
-from model import MINILM, load_model
+from model import MINILM, TINY, load_model
 from report import peak_memory_of_ranks, plot_losses, prepare_directory, print_table, write_json
 from tasks import TASKS, load_pairs, shorten
 from tqdm import tqdm
 
 from booster import Booster, ConfigurationError, launch_from_torch
+from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 _WARMUP_FRACTION = 0.1
@@ -57,6 +59,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--task", choices=TASKS, default="topics", help="what to learn")
     add("--data-dir", type=Path, help="where msr_paraphrase_{train,test}.txt lie (default: GLUE/MRPC from the hub)")
     add("--model", default=MINILM, metavar="NAME_OR_PATH", help="minilm, a directory, or a name on the hub")
+    add("--tiny", action="store_true", help="a look at it: --model tiny --limit 128 --eval-limit 64")
     add("--tp", type=positive_int, default=1, help="tensor-parallel ranks")
     add("--pp", type=positive_int, default=1, help="pipeline stages")
     add("--zero", type=int, choices=(0, 1), default=1, help="ZeRO stage")
@@ -79,7 +82,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=("latest", "auto"),
         help="go on from the newest checkpoint in --output; auto: if there is one, as after an elastic restart",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.model = TINY
+        options.limit, options.eval_limit = options.limit or 128, options.eval_limit or 64
+    return options
 
 
 class FineTuning:
@@ -154,16 +161,21 @@ class FineTuning:
             eval_loader(evaluation, self.tokenizer, options.batch_size),
         )
 
+        self.meter = self.booster.meter(self.model, bar=False)
+
     def _train(self, epoch: int) -> None:
         position, started = self.training.position, time.perf_counter()  # nonzero if the run resumes within this epoch
         batches = iter(self.training)
+        self.meter.restart(len(self.losses), self.options.epochs * len(self.training))
         progress = self._progress(range(position, len(self.training)), f"epoch {epoch + 1}/{self.options.epochs}")
         for step in progress:
-            result = self.booster.execute_pipeline(batches, self.model, optimizer=self.optimizer)
+            batch = next(batches)
+            result = self.booster.execute_pipeline(iter([batch]), self.model, optimizer=self.optimizer)
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
             self.losses.append(result.loss.item())
+            self.meter.step(self.losses[-1], batch, lr=self.schedule.get_last_lr()[0])
             progress.set_postfix(loss=f"{self.losses[-1]:.3f}", refresh=False)
             if self.options.save_every and (step + 1) % self.options.save_every == 0 and step + 1 < len(self.training):
                 self._save_checkpoint()
@@ -209,6 +221,10 @@ class FineTuning:
             ("saved in", str(options.output)),
         ]
         print_table(" ".join(f"{name}={size}" for name, size in layout.items()), (options.task, "result"), rows)
+        print("layout:     ", plugin.layout)
+        print("meter:      ", self.meter.line())
+        print("to continue:", command_of_this_job("--resume", "--epochs", str(2 * options.epochs)))
+        print("to export:  ", f"optimum-cli export onnx --model {options.output} {options.output}/onnx")
 
 
 if __name__ == "__main__":

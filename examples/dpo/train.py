@@ -28,8 +28,8 @@ from trl import DPOConfig, DPOTrainer
 
 from booster import launch_from_torch
 from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
-from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 
@@ -50,19 +50,22 @@ def main() -> None:
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, reference, tokenizer, data = tiny() if options.tiny else from_hub(options)
+    meter = MeterCallback()
     trainer = boosted(DPOTrainer)(
         model=model,
         ref_model=reference,
         args=args,
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[MeterCallback()],
+        callbacks=[meter],
         plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print("to continue:", command_of_this_job("--resume_from_checkpoint", "True", "--num_train_epochs", "2"))
+        print("layout:     ", trainer.plugin.layout)
+        print("meter:      ", meter.line())
+        print("to continue:", command_to_continue(args))
         print("to export:  ", f"transformers serve {args.output_dir}")
 
 

@@ -28,8 +28,8 @@ from transformers import (
 
 from booster import launch_from_torch
 from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
-from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 
@@ -54,19 +54,22 @@ def main() -> None:
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)
     model.config.output_router_logits = True  # adds the router's loss
     layout = {"tp_size": options.tp_size, "pp_size": options.pp_size, "ep_size": options.ep_size}
+    meter = MeterCallback()
     trainer = boosted(Trainer)(
         model=model,
         args=args,
         train_dataset=data,
         processing_class=tokenizer,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        callbacks=[MeterCallback()],
+        callbacks=[meter],
         plugin=HybridParallelPlugin(**layout),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print("to continue:", command_of_this_job("--resume_from_checkpoint", "True", "--num_train_epochs", "2"))
+        print("layout:     ", trainer.plugin.layout)
+        print("meter:      ", meter.line())
+        print("to continue:", command_to_continue(args))
         print("to export:  ", f"transformers serve {args.output_dir}")
 
 

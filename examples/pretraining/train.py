@@ -73,7 +73,8 @@ def main() -> None:
     booster.save_model(model, options.output)
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(options.output)
-        print(meter.line())
+        print("layout:     ", plugin.layout)
+        print("meter:      ", meter.line())
         print("to continue:", command_of_this_job("--resume", "--steps", str(2 * options.steps)))
         print("to export:  ", f"transformers serve {options.output}")
 

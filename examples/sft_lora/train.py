@@ -27,8 +27,8 @@ from trl import SFTConfig, SFTTrainer
 
 from booster import launch_from_torch
 from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
-from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 
@@ -50,19 +50,22 @@ def main() -> None:
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)
+    meter = MeterCallback()
     trainer = boosted(SFTTrainer)(
         model=model,
         args=args,
         train_dataset=data,
         processing_class=tokenizer,
         peft_config=LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
-        callbacks=[MeterCallback()],
+        callbacks=[meter],
         plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print("to continue:", command_of_this_job("--resume_from_checkpoint", "True", "--num_train_epochs", "2"))
+        print("layout:     ", trainer.plugin.layout)
+        print("meter:      ", meter.line())
+        print("to continue:", command_to_continue(args))
         merge = (
             "from peft import AutoPeftModelForCausalLM as M; "
             f"M.from_pretrained('{args.output_dir}').merge_and_unload().save_pretrained('{args.output_dir}/merged')"

@@ -31,8 +31,8 @@ from transformers import (
 
 from booster import launch_from_torch
 from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
-from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 
@@ -54,10 +54,12 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, Seq2SeqTrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/t5_summarization", learning_rate=3e-4, num_train_epochs=1)
+    parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=128, eval_strategy="epoch")
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, train, evaluation = tiny() if options.tiny else from_hub(options)
+    meter = MeterCallback()
     trainer = boosted(Seq2SeqTrainer)(
         model=model,
         args=args,
@@ -66,15 +68,17 @@ def main() -> None:
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model),
         compute_metrics=lambda prediction: shared_words(prediction, tokenizer),
-        callbacks=[MeterCallback()],
+        callbacks=[meter],
         plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print("to continue:", command_of_this_job("--resume_from_checkpoint", "True", "--num_train_epochs", "2"))
-        print("to export:  ", f"transformers serve {args.output_dir}")
+        print("layout:     ", trainer.plugin.layout)
+        print("meter:      ", meter.line())
+        print("to continue:", command_to_continue(args))
+        print("to export:  ", f"optimum-cli export onnx --model {args.output_dir} {args.output_dir}/onnx")
 
 
 def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Dataset, Dataset]:

@@ -25,8 +25,8 @@ from transformers import (
 
 from booster import launch_from_torch
 from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
-from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 
@@ -44,10 +44,12 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/vit", learning_rate=3e-4, num_train_epochs=3, eval_strategy="epoch")
+    parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(remove_unused_columns=False)  # images become pixels when a batch is put together
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, processor, train, evaluation = tiny() if options.tiny else from_hub(options)
+    meter = MeterCallback()
     trainer = boosted(Trainer)(
         model=model,
         args=args,
@@ -56,14 +58,16 @@ def main() -> None:
         data_collator=collate,
         processing_class=processor,
         compute_metrics=accuracy,
-        callbacks=[MeterCallback()],
+        callbacks=[meter],
         plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print("to continue:", command_of_this_job("--resume_from_checkpoint", "True", "--num_train_epochs", "5"))
+        print("layout:     ", trainer.plugin.layout)
+        print("meter:      ", meter.line())
+        print("to continue:", command_to_continue(args))
         print("to export:  ", f"optimum-cli export onnx --model {args.output_dir} {args.output_dir}/onnx")
 
 

@@ -30,8 +30,8 @@ from transformers import (
 
 from booster import launch_from_torch
 from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
-from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
 
@@ -51,10 +51,12 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, Seq2SeqTrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/whisper", learning_rate=1e-5, warmup_steps=50, num_train_epochs=3)
+    parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=225, eval_strategy="epoch")
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, train, evaluation = tiny() if options.tiny else from_hub(options)
+    meter = MeterCallback()
     trainer = boosted(Seq2SeqTrainer)(
         model=model,
         args=args,
@@ -63,14 +65,16 @@ def main() -> None:
         data_collator=collate,
         processing_class=tokenizer,
         compute_metrics=lambda prediction: word_error_rate(prediction, tokenizer),
-        callbacks=[MeterCallback()],
+        callbacks=[meter],
         plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print("to continue:", command_of_this_job("--resume_from_checkpoint", "True", "--num_train_epochs", "5"))
+        print("layout:     ", trainer.plugin.layout)
+        print("meter:      ", meter.line())
+        print("to continue:", command_to_continue(args))
         print(
             "to export:  ", f"ct2-transformers-converter --model {args.output_dir} --output_dir {args.output_dir}/ct2"
         )

@@ -138,6 +138,11 @@ class HybridParallelPlugin(Plugin):
         return self.grid.device_mesh
 
     @property
+    def layout(self) -> str:
+        """The sizes of the axes, for people."""
+        return self.config.layout(self.dp_size)
+
+    @property
     def tp_size(self) -> int:
         """Number of tensor-parallel ranks."""
         return self.config.parallel.tp_size

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from booster.cli.doctor import Section
 from booster.errors import ConfigurationError
 from booster.launch import launch_from_torch, place_from_environment
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 120.0
 _GIGA, _MICRO = 1e9, 1e-6
-Sections = dict[str, dict[str, str]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,33 +32,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="write the measurements to this file, as JSON")
 
 
-def sections(options: argparse.Namespace) -> Sections:
-    """Return the report: section title -> name -> text.
+def sections(options: argparse.Namespace) -> list[Section]:
+    """Return the sections on optimisations, and on links between ranks.
 
     Raises:
         ConfigurationError: the mesh sizes do not match the number of ranks, or ranks do not respond.
     """
     place = place_from_environment(os.environ)
-    own = {"Optimisations": optimisations()} if place.rank == 0 else {}
+    own = _optimisations() if place.rank == 0 else []
     in_a_job = place.world_size > 1
     world_size = place.world_size if in_a_job else options.nproc_per_node
     if world_size is None:
         asked = [name for name in ("output", "tp", "pp", "dp") if getattr(options, name) not in (None, 1)]
         if asked:
             raise ConfigurationError(f"--{asked[0]} is about links between ranks; add --nproc-per-node 4, say")
-        return {**own, "Links": {"not measured": "use --nproc-per-node 4 --tp 2, or `booster run -m booster doctor`"}}
+        rows = {"not measured": "use --nproc-per-node 4 --tp 2, or `booster run -m booster doctor`"}
+        return [*own, Section("links", "Links", rows, {})]
     parallel = ParallelOptions(tp_size=options.tp, pp_size=options.pp, dp_size=options.dp)
     parallel.data_parallel_size(world_size)
-    refuse_bad_places(options.output)
+    refuse_bad_places(options.output, options.json)
     if in_a_job:
         launch_from_torch(timeout_s=_TIMEOUT_S)
         axes = measure_mesh(parallel)
     else:
         axes = _on_local_ranks(parallel, world_size)
+    links = {"ranks": world_size, "axes": {axis: asdict(measured) for axis, measured in axes.items()}}
     if options.output is not None and place.rank == 0:
-        found = {axis: asdict(measured) for axis, measured in axes.items()}
-        options.output.write_text(json.dumps({"ranks": world_size, "axes": found}, indent=2) + "\n", encoding="utf-8")
-    return {**own, f"Links between {world_size} ranks": _table(axes)}
+        options.output.write_text(json.dumps(links, indent=2) + "\n", encoding="utf-8")
+    return [*own, Section("links", f"Links between {world_size} ranks", _table(axes), links)]
+
+
+def _optimisations() -> list[Section]:
+    """Return the section; in JSON, whether each is available, and what there is instead."""
+    rows = optimisations()
+    values = {name: {"available": not text.startswith("missing"), "text": text} for name, text in rows.items()}
+    return [Section("optimisations", "Optimisations", rows, values)]
 
 
 def measure_mesh(parallel: ParallelOptions) -> dict[str, LinkMeasurement]:

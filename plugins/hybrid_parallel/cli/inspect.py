@@ -7,35 +7,37 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from booster.cli.main import CommandParser
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.cli.argument_checks import given, refuse_unused, refuse_without_pipeline
+from booster_cli.command_parser import CommandParser, prints_json, write_json
+from plugins.hybrid_parallel.cli.argument_checks import given, refuse_bad_places, refuse_unused, refuse_without_pipeline
 from plugins.hybrid_parallel.cli.arguments import count
 from plugins.hybrid_parallel.cli.models import model_builder
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.config.precision import PRECISIONS
 from plugins.hybrid_parallel.inspect.gantt import draw, to_text, write_trace
+from plugins.hybrid_parallel.inspect.json_report import shards_as_json, timeline_as_json
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 
 # Requested output -> options that have an effect on it.
 _USED_FOR = {
-    "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "html"),
+    "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "html", "json"),
     "a schedule": (
         *("schedule", "pp", "microbatches", "chunks", "forward", "backward", "weights", "send"),
-        *("png", "trace"),
+        *("png", "trace", "json"),
     ),
-    "a recording": ("recorded", "step", "png", "trace"),
+    "a recording": ("recorded", "step", "png", "trace", "json"),
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    command = parser()
+    options = command.parse_args(arguments)
     what = _asked_for(options)
-    refuse_unused([name for name in given(parser, options) if name != "model"], _USED_FOR[what], what)
+    refuse_unused([name for name in given(command, options) if name != "model"], _USED_FOR[what], what)
+    refuse_bad_places(options.json)
     if options.model is None and options.pp is None:
         options.pp = 4
     if options.model is not None:
@@ -44,7 +46,10 @@ def main(arguments: Sequence[str]) -> int:
         timeline, title, unit = _recorded(options), f"{options.recorded}, step {options.step}", "ms"
     else:
         timeline, title, unit = _predicted(options), _title(options), "time of a forward pass"
-    sys.stdout.write(f"{title}\n\n{to_text(timeline)}\n")
+    if not prints_json(options.json):
+        sys.stdout.write(f"{title}\n\n{to_text(timeline)}\n")
+    if options.json is not None:
+        write_json({"title": title, "unit": unit, **timeline_as_json(timeline)}, options.json)
     if options.png is not None:
         draw(timeline, options.png, title, unit)
     if options.trace is not None:
@@ -78,7 +83,11 @@ def _show_model(options: argparse.Namespace) -> int:
     tp_size, pp_size = config.parallel.tp_size, config.parallel.pp_size
     ranks = shard_report(model_builder(options.model, options.head), config, tp_size * pp_size)
     title = f"{options.model}, tp {tp_size} x pp {pp_size}, {options.precision}"
-    sys.stdout.write(f"{title}\n\n{to_text(ranks)}\n")
+    if not prints_json(options.json):
+        sys.stdout.write(f"{title}\n\n{to_text(ranks)}\n")
+    if options.json is not None:
+        layout = {"tp_size": tp_size, "pp_size": pp_size, "precision": options.precision}
+        write_json({"model": options.model, **layout, "ranks": shards_as_json(ranks)}, options.json)
     if options.html is not None:
         write_page(ranks, title, options.html)
     return 0
@@ -118,29 +127,41 @@ def _title(options: argparse.Namespace) -> str:
     return f"{options.schedule}, {options.pp} ranks, {options.microbatches} micro-batches"
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
+def parser() -> CommandParser:
+    """Return the parser of the command line."""
+    command = CommandParser(
         prog="booster inspect",
         description="Show who holds what of a model, or a pipeline schedule: who runs what when, and who is idle.",
+        examples=(
+            "booster inspect config.json --tp 2 --pp 2 --html shards.html",
+            "booster inspect --schedule zbv --pp 4 --microbatches 8 --png zbv.png",
+            "booster inspect --schedule 1f1b --pp 4 --send 0.1 --json",
+            "booster inspect --recorded times --trace trace.json",
+        ),
     )
-    parser.add_argument("model", nargs="?", help="a model's directory, its config.json, or a name that is in the cache")
-    parser.add_argument("--head", help="the model's class, such as BertForMaskedLM")
-    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of a model (1)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="that a model is trained in (fp32)")
-    parser.add_argument("--schedule", choices=list(SCHEDULES), help="predict a step of this schedule")
-    parser.add_argument("--pp", type=count, help="ranks of the pipeline (1 for a model, 4 for a schedule)")
-    parser.add_argument("--microbatches", type=count, default=8, help="micro-batches of a step (8)")
-    parser.add_argument("--chunks", type=count, help="stages a rank holds, where the schedule lets one choose (2)")
-    parser.add_argument("--forward", type=_time, default=1.0, help="time of a rank's forward pass (1)")
-    parser.add_argument("--backward", type=_time, default=1.0, help="time of its gradients of activations (1)")
-    parser.add_argument("--weights", type=_time, default=1.0, help="time of its gradients of weights (1)")
-    parser.add_argument("--send", type=_time, default=0.0, help="time that a message travels (0)")
-    parser.add_argument("--recorded", type=Path, help="show what HybridParallelPlugin(record_schedule=DIRECTORY) wrote")
-    parser.add_argument("--step", type=int, help="of a recording; the last one by default")
-    parser.add_argument("--html", type=Path, help="write a page of a model")
-    parser.add_argument("--png", type=Path, help="draw a picture")
-    parser.add_argument("--trace", type=Path, help="write a trace for chrome://tracing or ui.perfetto.dev")
-    return parser
+    command.add_argument(
+        "model", nargs="?", help="a model's directory, its config.json, or a name that is in the cache"
+    )
+    command.add_argument("--head", help="the model's class, such as BertForMaskedLM")
+    command.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of a model (1)")
+    command.add_argument("--precision", choices=PRECISIONS, default="fp32", help="that a model is trained in (fp32)")
+    command.add_argument("--schedule", choices=list(SCHEDULES), help="predict a step of this schedule")
+    command.add_argument("--pp", type=count, help="ranks of the pipeline (1 for a model, 4 for a schedule)")
+    command.add_argument("--microbatches", type=count, default=8, help="micro-batches of a step (8)")
+    command.add_argument("--chunks", type=count, help="stages a rank holds, where the schedule lets one choose (2)")
+    command.add_argument("--forward", type=_time, default=1.0, help="time of a rank's forward pass (1)")
+    command.add_argument("--backward", type=_time, default=1.0, help="time of its gradients of activations (1)")
+    command.add_argument("--weights", type=_time, default=1.0, help="time of its gradients of weights (1)")
+    command.add_argument("--send", type=_time, default=0.0, help="time that a message travels (0)")
+    command.add_argument(
+        "--recorded", type=Path, help="show what HybridParallelPlugin(record_schedule=DIRECTORY) wrote"
+    )
+    command.add_argument("--step", type=int, help="of a recording; the last one by default")
+    command.add_argument("--html", type=Path, help="write a page of a model")
+    command.add_argument("--png", type=Path, help="draw a picture")
+    command.add_argument("--trace", type=Path, help="write a trace for chrome://tracing or ui.perfetto.dev")
+    command.add_json()
+    return command
 
 
 def _time(text: str) -> float:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from booster.cli.main import CommandParser
 from booster.errors import ConfigurationError
+from booster_cli.command_parser import CommandParser, prints_json, write_json
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
 from plugins.hybrid_parallel.cli.arguments import count
 from plugins.hybrid_parallel.cli.models import model_builder
@@ -25,8 +25,8 @@ _HERE = "this-machine"
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 if no layout fits, else 0."""
-    options = _parser().parse_args(arguments)
-    refuse_bad_places(options.output, options.table, options.plot)
+    options = parser().parse_args(arguments)
+    refuse_bad_places(options.output, options.table, options.plot, options.json)
     if options.choose > 1 and options.output is None:
         raise ConfigurationError(f"--choose {options.choose} says which row is written, and no file is; add --output")
     if sys.stderr.isatty():
@@ -40,9 +40,11 @@ def main(arguments: Sequence[str]) -> int:
         f"{options.model} on {job.world_size} x {device.name}, {job.global_batch} samples of {job.length} tokens, "
         f"{job.precision}"
     )
-    sys.stdout.write(f"{title}\n\n{to_text(plan, device, tokens, options.top)}\n")
-    if options.table is not None:
-        options.table.write_text(json.dumps(to_json(plan, device, tokens), indent=1))
+    speaks = sys.stderr if prints_json(options.json) else sys.stdout
+    if not prints_json(options.json):
+        sys.stdout.write(f"{title}\n\n{to_text(plan, device, tokens, options.top)}\n")
+    for place in filter(None, (options.table, options.json)):
+        write_json(to_json(plan, device, tokens), place)
     if not plan.ranked:
         return 1
     if options.choose > len(plan.ranked):
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.output is not None:
         chosen = plan.ranked[options.choose - 1].layout
         options.output.write_text(json.dumps(chosen.description(), indent=2) + "\n")
-        sys.stdout.write(f"\n{chosen} is in {options.output}, for HybridParallelPlugin.from_config\n")
+        speaks.write(f"\n{chosen} is in {options.output}, for HybridParallelPlugin.from_config\n")
     if options.plot is not None:
         draw(plan, device, options.plot, title, options.top)
     return 0
@@ -83,30 +85,38 @@ def _device(options: argparse.Namespace) -> Device | None:
     return preset(options.device, **changes, **faster)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
+def parser() -> CommandParser:
+    """Return the parser of the command line."""
+    command = CommandParser(
         prog="booster plan",
         description="Predict memory and time of every layout of a model, without devices and without weights.",
+        examples=(
+            "booster plan config.json --devices 64 --device H100",
+            "booster plan config.json --devices 8 --memory 24 --output layout.json --plot plan.png",
+            "booster plan bert-base-uncased --head MaskedLM --devices 2 --device this-machine --precision fp32",
+            "booster plan config.json --devices 64 --json",
+        ),
     )
-    parser.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
-    parser.add_argument("--head", help="the model's class, such as LlamaForCausalLM, or what it is for, as CausalLM")
-    parser.add_argument("--devices", type=count, default=8, help="how many (8)")
-    parser.add_argument("--device", default="H100", help=f"{', '.join(PRESETS)} or {_HERE}, which is measured (H100)")
-    parser.add_argument("--memory", type=_positive, help="GiB of a device")
-    parser.add_argument("--flops", type=_positive, help="dense TFLOP/s that a device promises")
-    parser.add_argument("--node-size", type=count, help="devices of a node")
-    parser.add_argument("--intra", type=_positive, help="GB/s that a device sends inside of a node")
-    parser.add_argument("--inter", type=_positive, help="GB/s that a device sends between nodes")
-    parser.add_argument("--global-batch", type=count, default=256, help="samples of a step (256)")
-    parser.add_argument("--sequence-length", type=count, default=2048, help="tokens of a sample (2048)")
-    parser.add_argument("--precision", choices=PRECISIONS[:3], default="bf16", help="of training (bf16)")
-    parser.add_argument("--max-tp", type=count, help="tensor-parallel ranks at most (those of a node)")
-    parser.add_argument("--top", type=count, default=10, help="layouts that are shown (10)")
-    parser.add_argument("--choose", type=count, default=1, help="the row that is written (1)")
-    parser.add_argument("--output", type=Path, help="write the chosen row for HybridParallelPlugin.from_config")
-    parser.add_argument("--table", type=Path, help="write all rows, and why each rejected layout fails, as JSON")
-    parser.add_argument("--plot", type=Path, help="draw memory and time of the rows that are shown")
-    return parser
+    command.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
+    command.add_argument("--head", help="the model's class, such as LlamaForCausalLM, or what it is for, as CausalLM")
+    command.add_argument("--devices", type=count, default=8, help="how many (8)")
+    command.add_argument("--device", default="H100", help=f"{', '.join(PRESETS)} or {_HERE}, which is measured (H100)")
+    command.add_argument("--memory", type=_positive, help="GiB of a device")
+    command.add_argument("--flops", type=_positive, help="dense TFLOP/s that a device promises")
+    command.add_argument("--node-size", type=count, help="devices of a node")
+    command.add_argument("--intra", type=_positive, help="GB/s that a device sends inside of a node")
+    command.add_argument("--inter", type=_positive, help="GB/s that a device sends between nodes")
+    command.add_argument("--global-batch", type=count, default=256, help="samples of a step (256)")
+    command.add_argument("--sequence-length", type=count, default=2048, help="tokens of a sample (2048)")
+    command.add_argument("--precision", choices=PRECISIONS[:3], default="bf16", help="of training (bf16)")
+    command.add_argument("--max-tp", type=count, help="tensor-parallel ranks at most (those of a node)")
+    command.add_argument("--top", type=count, default=10, help="layouts that are shown (10)")
+    command.add_argument("--choose", type=count, default=1, help="the row that is written (1)")
+    command.add_argument("--output", type=Path, help="write the chosen row for HybridParallelPlugin.from_config")
+    command.add_argument("--table", type=Path, help="write all rows, and why each rejected layout fails, as JSON")
+    command.add_argument("--plot", type=Path, help="draw memory and time of the rows that are shown")
+    command.add_json()
+    return command
 
 
 def _positive(text: str) -> float:

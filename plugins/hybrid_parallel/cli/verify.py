@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from booster.cli.main import CommandParser
 from booster.errors import ConfigurationError
+from booster_cli.command_parser import CommandParser, prints_json, write_json
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places, refuse_without_pipeline
 from plugins.hybrid_parallel.cli.arguments import add_layout, count, layout_options
 from plugins.hybrid_parallel.cli.models import model_of
@@ -34,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigurationError: an option is invalid, no tiny model can be made, or the model cannot be sharded.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     refuse_without_pipeline(options.pp, options.schedule, options.chunks)
     plugin_options = {**layout_options(options), "zero_stage": options.zero}
     refuse_bad_places(options.json)
@@ -45,9 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     if model_class is None:
         raise ConfigurationError(f"{options.model} does not say what it is for; name a head with --head, as CausalLM")
     found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout)
-    sys.stdout.write(to_text(found))
+    if not prints_json(options.json):
+        sys.stdout.write(to_text(found))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
+        write_json(as_json(found), options.json)
     return 0 if found.verdict.first is None else _DIFFERENT
 
 
@@ -57,8 +55,10 @@ def to_text(found: Verification) -> str:
     text = trial.tiny_model.config.get_text_config()
     sizes = ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"), ("hidden_size", "hidden")
     words = [f"{getattr(text, name)} {word}" for name, word in sizes if isinstance(getattr(text, name, None), int)]
+    config = HybridParallelConfig.from_options(**trial.options)
+    layout = config.layout(config.parallel.dp_size or 1)
     lines = [
-        f"{trial.tiny_model.name}, {_layout(trial.options)}, {found.world_size} ranks, {found.precision}",
+        f"{trial.tiny_model.name}, {layout}, {found.world_size} ranks, {found.precision}",
         f"tiny model: {', '.join([*words, f'{found.num_parameters:,} parameters'])}; {trial.steps} steps of "
         f"{trial.rows} samples",
         *verdict_to_text(found.verdict, found.precision),
@@ -90,28 +90,26 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _layout(options: dict[str, Any]) -> str:
-    config = HybridParallelConfig.from_options(**options)
-    parallel = config.parallel
-    words = [f"tp {parallel.tp_size} x pp {parallel.pp_size} x dp {parallel.dp_size or 1}"]
-    words += [f"ep {parallel.ep_size}"] if parallel.ep_size > 1 else []
-    words += [parallel.sequence_parallelism_mode] if parallel.enable_sequence_parallelism else []
-    words += [config.pipeline.pp_style] if parallel.pp_size > 1 else []
-    return ", ".join(words)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
+def parser() -> CommandParser:
+    """Return the parser of the command line."""
+    command = CommandParser(
         prog="booster verify",
         description="Train a tiny model of the same class sharded and unsharded, on CPU ranks of this machine, and "
         "print where they differ first, or that they are equal.",
+        examples=(
+            "booster verify config.json --tp 2 --pp 2",
+            "booster verify config.json --head SequenceClassification --tp 2 --dp 2 --sp",
+            "booster verify config.json --pp 2 --schedule zbv --microbatches 4 --json result.json",
+        ),
     )
-    parser.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
-    parser.add_argument("--head", help="the model's class, such as BertForMaskedLM, or what it is for, as MaskedLM")
-    add_layout(parser)
-    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage (1)")
-    parser.add_argument("--precision", choices=list(TOLERANCES), help="of both trainings (fp64, or fp32 where it must)")
-    parser.add_argument("--steps", type=count, default=3, help="of the optimizer (3)")
-    parser.add_argument("--timeout", type=count, default=300, help="seconds that the ranks may take (300)")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    return parser
+    command.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
+    command.add_argument("--head", help="the model's class, such as BertForMaskedLM, or what it is for, as MaskedLM")
+    add_layout(command)
+    command.add_argument("--zero", type=int, default=1, help="ZeRO stage (1)")
+    command.add_argument(
+        "--precision", choices=list(TOLERANCES), help="of both trainings (fp64, or fp32 where it must)"
+    )
+    command.add_argument("--steps", type=count, default=3, help="of the optimizer (3)")
+    command.add_argument("--timeout", type=count, default=300, help="seconds that the ranks may take (300)")
+    command.add_json()
+    return command

@@ -67,6 +67,16 @@ class HybridParallelConfig:
         """Return the keywords of `HybridParallelPlugin`, all of them."""
         return {name: getattr(getattr(self, group), name) for name, group in _GROUP_OF.items()}
 
+    def layout(self, dp_size: int) -> str:
+        """Describe the layout for people, such as "tp 2 x pp 2 x dp 1, 1f1b"."""
+        parallel = self.parallel
+        words = [f"tp {parallel.tp_size} x pp {parallel.pp_size} x dp {dp_size}"]
+        words[0] += f" x cp {parallel.cp_size}" if parallel.cp_size > 1 else ""
+        words += [f"ep {parallel.ep_size}"] if parallel.ep_size > 1 else []
+        words += [parallel.sequence_parallelism_mode] if parallel.enable_sequence_parallelism else []
+        words += [self.pipeline.pp_style] if parallel.pp_size > 1 else []
+        return ", ".join(words)
+
     @property
     def schedule(self) -> Schedule:
         """The pipeline schedule; "1f1b" if there is a single stage."""

@@ -11,12 +11,6 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.pipeline.schedule import Kind
 from plugins.hybrid_parallel.pipeline.simulate import TimedAction, Timeline
 
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, activations",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
-}
 _COLORS = {
     Kind.FORWARD: "#4c78a8",
     Kind.BACKWARD: "#f58518",
@@ -59,8 +53,8 @@ def to_trace(timeline: Timeline, unit_us: float = 1.0) -> dict[str, Any]:
                     "ph": "X",
                     "pid": 0,
                     "tid": rank,
-                    "name": f"{_NAMES[action.kind]} {action.microbatch}",
-                    "cat": _NAMES[action.kind],
+                    "name": f"{action.kind.title} {action.microbatch}",
+                    "cat": action.kind.title,
                     "ts": timed.begin * unit_us,
                     "dur": (timed.end - timed.begin) * unit_us,
                     "args": {"stage": action.stage, "microbatch": action.microbatch},
@@ -110,7 +104,7 @@ def draw(timeline: Timeline, path: Path, title: str, unit: str = "time") -> None
     axes.set(ylim=(count - 0.5, -0.5), xlim=(0, timeline.length), xlabel=unit, title=title)
     kinds = [kind for kind in Kind if any(each.action.kind is kind for rank in timeline.ranks for each in rank)]
     axes.legend(
-        handles=[Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds],
+        handles=[Patch(color=_COLORS[kind], label=kind.title) for kind in kinds],
         loc="upper center", bbox_to_anchor=(0.5, -0.14 - 0.3 / count), ncols=4, frameon=False,
     )  # fmt: skip
     try:

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
 
 from booster.errors import ConfigurationError
+from booster.profiling.merge import PIPELINE_MARK
 from plugins.hybrid_parallel.data.microbatch import signature
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.links import connect
@@ -254,7 +256,7 @@ class PassState:
             hook(action.microbatch)
         message = self._message_for(action)
         recorder = self.runtime.recorder
-        with recorder.action(action) if recorder is not None else nullcontext():
+        with record_function(PIPELINE_MARK + action.title), recorder.action(action) if recorder else nullcontext():
             self._execute(action, message)
 
     def send(self) -> None:

@@ -21,6 +21,19 @@ class Kind(Enum):
     BACKWARD_INPUT = "I"  # gradients of activations, and of parameters other than matrices of linear layers
     BACKWARD_WEIGHT = "W"  # gradients of matrices of linear layers
 
+    @property
+    def title(self) -> str:
+        """What pictures and traces call it."""
+        return _TITLES[self]
+
+
+_TITLES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, activations",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
+
 
 @dataclass(frozen=True)
 class Action:
@@ -32,6 +45,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @property
+    def title(self) -> str:
+        """What traces call it, such as "forward 3, stage 1"."""
+        return f"{self.kind.title} {self.microbatch}, stage {self.stage}"
 
 
 # (rank, number of ranks, number of micro-batches, chunks per rank) -> (kind, chunk, micro-batch)

@@ -1,10 +1,24 @@
-"""The command line itself, in this process: help, versions, and one sentence for each mistake."""
+"""The command line itself, in this process: help, its examples, versions, exit codes, a sentence for each mistake."""
 
 from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from booster.cli import main
+from booster.cli.completion import parser_of
+from booster_cli import front
+from zoo_tests.harness.environment import environment_of_a_job
+
+_USE = "use one of run, plan, inspect, verify, doctor, init, completion, as in `booster run --help`"
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -37,11 +51,24 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
             ["run", "--module", "--no-python", "script"],
             "--module and --no-python exclude one another; use one of them",
         ),
+        (["run", "--profile", "0", __file__], "--profile=0 is not a number of steps; use 1 or more"),
+        (["run", "--profile", "few", __file__], "--profile=few is not a number of steps; use 1 or more"),
+        (
+            ["run", "--profile-output", "there", __file__],
+            "--profile-output is where a profile is written; add --profile 3, say",
+        ),
+        (
+            ["run", "--profile", "3", "--profile-output", "/dev/null/x", __file__],
+            "--profile cannot write to /dev/null/x (Not a directory); give another folder with --profile-output",
+        ),
         (["doctor", "more"], "unrecognized arguments: more; `booster doctor --help` lists what there is"),
-        ([], "no command was given; use one of run, plan, inspect, verify, doctor, as in `booster run --help`"),
+        (
+            [],
+            "no command was given; " + _USE,
+        ),
         (
             ["fly"],
-            "command 'fly' does not exist; use one of run, plan, inspect, verify, doctor, as in `booster run --help`",
+            "command 'fly' does not exist; " + _USE,
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -50,14 +77,87 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments
     assert outcome(capsys, *arguments) == (2, "", f"error: {sentence}\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["doctor", "--help"]], ids=" ".join)
-def test_help(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+@pytest.mark.parametrize("name", [None, *front.commands()])
+def test_help_has_examples(capsys: pytest.CaptureFixture[str], name: str | None) -> None:
+    arguments = ["--help"] if name is None else [name, "--help"]
     code, out, err = outcome(capsys, *arguments)
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: {' '.join(['booster', *arguments[:-1]])}")
+    assert "\nexamples:\n  " in out
+
+
+@pytest.mark.parametrize("name", front.commands())
+def test_examples_are_parsed(name: str) -> None:
+    """Each example is a command line that this command, or that of the pipe it is part of, understands."""
+    own = parser_of(name)
+    lines = [line.strip() for line in own.epilog.splitlines()[1:]]
+    assert len(lines) >= 3
+    for line in lines:
+        words = shlex.split(line.removeprefix("source <(").removesuffix(")").partition(" > ")[0])
+        assert words[0] == "booster", line
+        parser_of(words[1]).parse_args(words[2:])
+
+
+def test_examples_of_the_top_are_parsed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = outcome(capsys, "--help")
+    block = out.partition("examples:\n")[2].partition("\n\n")[0]
+    for line in block.splitlines():
+        _, name, *rest = shlex.split(line)
+        parser = front.parser() if name.startswith("-") else parser_of(name)
+        parser.parse_args([name, *rest] if name.startswith("-") else rest)
+
+
+@pytest.mark.parametrize("line", parser_of("inspect").examples[1:3])
+def test_an_example_runs(line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+    """Those that need no file: a picture, and JSON."""
+    monkeypatch.chdir(tmp_path)
+    assert outcome(capsys, *shlex.split(line)[1:])[0] == 0
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = outcome(capsys, "--version")
-    assert code == 0
-    assert out.startswith("booster ")
+    code, out, err = outcome(capsys, "--version")
+    assert (code, err) == (0, "")
+    expected = {"booster": version("hybrid-booster"), "torch": version("torch")}
+    expected |= {"transformers": version("transformers"), "python": platform.python_version()}
+    assert dict(line.split() for line in out.splitlines()) == expected
+    assert json.loads(outcome(capsys, "--version", "--json")[1]) == expected
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["init"], ["fly"], []])
+def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+    """Otherwise each answer would take seconds."""
+    text = (
+        "import atexit, sys\n"
+        "from booster_cli.main import main\n"
+        "atexit.register(lambda: print('torch' in sys.modules, 'booster' in sys.modules, file=sys.stderr))\n"
+        f"main({arguments})"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment_of_a_job())
+    assert done.stderr.endswith("False False\n"), done.stderr
+    assert done.returncode == (0 if arguments and arguments != ["fly"] else 2)
+
+
+def test_the_installed_command_is_this_one() -> None:
+    entry = next(iter(entry_points(group="console_scripts", name="booster")))
+    assert entry.value in ("booster_cli.main:main", "hybrid_booster.command:main")  # the latter: installed before
+
+
+def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("booster.cli.doctor.main", interrupted)
+    assert outcome(capsys, "doctor") == (130, "", "interrupted\n")
+
+
+def test_a_command_of_another_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "somebodys_command.py").write_text("def main(arguments):\n    print(*arguments)\n    return 3\n")
+    metadata = tmp_path / "somebodys-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[booster.commands]\nfly = somebodys_command:main\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert outcome(capsys, "fly", "high") == (3, "high\n", "")
+    assert "fly          from somebodys_command" in outcome(capsys, "--help")[1]
