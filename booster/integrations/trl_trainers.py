@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from booster.errors import ConfigurationError
 from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_arguments import check_arguments, check_job
 from booster.integrations.trl_arguments import check_options, check_options_of_model, check_trainer_class
