@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType as DistributedType  # scripts import it together with Accelerator
 from accelerate.utils import ProfileKwargs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -37,7 +38,7 @@ from booster.integrations.prepared import PreparedOptimizer, ReplicaScheduler
 from booster.integrations.prepared_loader import PreparedLoader, rebuilt, seedable, split_by
 from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch
-from booster.plugin import Plugin
+from booster.plugin import Plugin, load_plugin
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
 
@@ -48,19 +49,20 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
     `is_main_process` is true on one rank of all, `is_last_process` too, and `wait_for_everyone` waits for all ranks.
 
     Args:
-        plugin: the parallel training strategy.
+        plugin: the parallel training strategy, or the name of an installed one.
         options: accelerate's own options.
 
     Raises:
         ConfigurationError: if the plugin is missing, accelerate is too old, or an option cannot hold under a layout.
     """
 
-    def __init__(self, plugin: Plugin | None = None, **options: Any) -> None:
+    def __init__(self, plugin: Plugin | str | None = None, **options: Any) -> None:
         if plugin is None:
             raise ConfigurationError(
                 "Accelerator() got no plugin; give the layout, as in plugin=HybridParallelPlugin(tp_size=2)"
             )
         check_version(accelerate.__version__)
+        plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
         on_gpu = torch.cuda.is_available()
         check_options(options, getattr(plugin, "precision", "fp32"), on_gpu)
         launch_from_torch(seed=None)

@@ -14,7 +14,7 @@ from accelerate.utils import (
 
 from booster.errors import ConfigurationError
 
-OLDEST = "1.12"  # the oldest release of accelerate that the integration runs with
+OLDEST = "1.1"  # the oldest release of accelerate that the integration runs with
 
 _ENGINES = {
     "deepspeed_plugin": "DeepSpeed is another engine; leave it out, and give HybridParallelPlugin(zero_stage=1)",

@@ -32,6 +32,8 @@ class StateFolders:
     save_iteration: int
     is_main_process: bool
     use_stateful_dataloader: bool
+    step_scheduler_with_optimizer: bool
+    gradient_accumulation_steps: int
     wait_for_everyone: Callable[[], None]
     _models: list[nn.Module]
     _optimizers: list[Any]
@@ -100,6 +102,7 @@ class StateFolders:
         extra = {
             "step": self.step,
             "schedulers": [each.scheduler.state_dict() for each in self._schedulers],
+            "samples_per_step": self._samples_per_step(),
             "loaders": [each.state_dict() for each in self._dataloaders],
         }
         for index, group in enumerate(groups):
@@ -125,8 +128,9 @@ class StateFolders:
         extra = loaded[0]
         self.step = extra["step"]
         _check_number("schedulers", len(self._schedulers), len(extra["schedulers"]), folder)
+        factor = extra["samples_per_step"] / self._samples_per_step()
         for scheduler, state in zip(self._schedulers, extra["schedulers"], strict=True):
-            scheduler.scheduler.load_state_dict(state)
+            scheduler.load(state, factor)
         _check_number("dataloaders", len(self._dataloaders), len(extra["loaders"]), folder)
         for loader, state in zip(self._dataloaders, extra["loaders"], strict=True):
             loader.load_state_dict(state, continues=self.use_stateful_dataloader)
@@ -190,6 +194,17 @@ class StateFolders:
         if not groups:
             raise ConfigurationError("save_state() and load_state() find no model; prepare one before")
         return groups
+
+    def _samples_per_step(self) -> float:
+        """Return the samples that a step of a schedule stands for: those of the first loader, by a replica.
+
+        1 if they are not known: a schedule counts calls, or there is no loader of known batch size.
+        """
+        first = next(iter(self._dataloaders), None)
+        if first is None or first.batch_size is None or not self.step_scheduler_with_optimizer:
+            return 1.0
+        samples = first.total_batch_size * self.gradient_accumulation_steps
+        return samples / next((each.repeats for each in self._schedulers), 1)
 
     def _checkpoints(self) -> Path:
         if self.project_dir is None:

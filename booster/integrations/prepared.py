@@ -7,8 +7,17 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
+from torch.optim import lr_scheduler
 
+from booster.errors import ConfigurationError
 from booster.wrappers import OptimizerWrapper
+
+# Schedulers whose rate is a function of the number of their steps; all else in their state is what they were made with.
+_COUNTING = (
+    *(lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR, lr_scheduler.StepLR, lr_scheduler.MultiStepLR),
+    *(lr_scheduler.ConstantLR, lr_scheduler.LinearLR, lr_scheduler.ExponentialLR, lr_scheduler.PolynomialLR),
+    *(lr_scheduler.CosineAnnealingLR, lr_scheduler.OneCycleLR),
+)
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -49,6 +58,30 @@ class ReplicaScheduler(AcceleratedScheduler):
         # With `split_batches` one call is one step, whatever the number of processes.
         super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)
         self.repeats = repeats
+
+    def load(self, state: dict[str, Any], factor: float) -> None:
+        """Load the state of a scheduler whose steps stood for other numbers of samples.
+
+        Args:
+            state: of the user's scheduler.
+            factor: steps of this schedule for a step of the saved one; 1 if they stand for the same.
+
+        Raises:
+            ConfigurationError: if such a state cannot be converted.
+        """
+        if factor == 1:
+            self.scheduler.load_state_dict(state)
+            return
+        steps = state["last_epoch"] * factor
+        if not isinstance(self.scheduler, _COUNTING) or steps != int(steps):
+            raise ConfigurationError(
+                f"a step of {type(self.scheduler).__name__} stood for {factor:g} times as many samples when saved, "
+                "which cannot be converted; use the same batch_size of a replica, or "
+                "Accelerator(step_scheduler_with_optimizer=False), whose schedule counts calls of step()"
+            )
+        counts = {"last_epoch": int(steps), "_step_count": int(steps) + 1}
+        kept = {name: state[name] for name in ("_last_lr", "base_lrs") if name in state}
+        self.scheduler.load_state_dict(self.scheduler.state_dict() | kept | counts)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step once for each batch of a replica, as a schedule that counts a single process' batches expects."""

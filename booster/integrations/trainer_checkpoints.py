@@ -32,26 +32,28 @@ class TrainerCheckpoints:
             self.push_to_hub(commit_message="Model save")
 
     def _training_state(self) -> dict[str, Any]:
-        scheduler = self.lr_scheduler
-        state = {"model": self.model, "optimizer": self.optimizer.optimizer, "lr_scheduler": scheduler}
+        state = {"model": self.model, "optimizer": self.optimizer.optimizer, "lr_scheduler": self.lr_scheduler}
         return {kind: value for kind, value in state.items() if value is not None}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.accelerator.booster.save_checkpoint(Path(output_dir) / _STATE, **self._training_state())
+        loader = self._train_loader.loader
+        self.accelerator.booster.save_checkpoint(Path(output_dir) / _STATE, **self._training_state(), dataloader=loader)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Refuse a checkpoint of another Trainer; the training state, which is loaded later, has the weights."""
+        if not (Path(resume_from_checkpoint) / _STATE).is_dir():
+            raise ConfigurationError(
+                f"{resume_from_checkpoint} holds no training state of a boosted Trainer; start from its weights "
+                f"instead, as in from_pretrained('{resume_from_checkpoint}'), without resume_from_checkpoint"
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint) / _STATE
-        if not folder.is_dir():
-            raise ConfigurationError(
-                f"{checkpoint} holds no training state of a boosted Trainer; start from its weights instead, as in "
-                f"from_pretrained('{checkpoint}'), without resume_from_checkpoint"
-            )
-        self.accelerator.booster.load_checkpoint(folder, **self._training_state())
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Do nothing: the training state, which is loaded later, has the weights."""
+        state = self._training_state()
+        if not self.args.ignore_data_skip:
+            state["dataloader"] = self._train_loader.loader
+        self.accelerator.booster.load_checkpoint(Path(checkpoint) / _STATE, **state)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)

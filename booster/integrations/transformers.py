@@ -114,9 +114,9 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         self._mixed_mesh_grads = False  # Trainer would look for DTensors among the gradients
         return self.model
 
-    def floating_point_ops(self, inputs: Any) -> int:
+    def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's part of the operations of a batch: Trainer adds up those of all ranks."""
-        return super().floating_point_ops(inputs) * self.accelerator.num_processes // self.args.world_size
+        return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.args.world_size
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of one optimizer step over all replicas."""
@@ -146,7 +146,12 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
             callback.add_figures(logs)
         super().log(logs, *args, **kwargs)
 
-    # ----- batches that a resumed epoch has seen -----
+    # ----- batches -----
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of this replica's batches, whose position checkpoints hold."""
+        self._train_loader = super().get_train_dataloader()
+        return self._train_loader
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer class does; a resumed epoch goes on after the batches that it has seen."""

@@ -64,7 +64,7 @@ class GuardedModel(ModelWrapper):
             # Set on the wrapped model: scripts for DistributedDataParallel call model.module.save_pretrained.
             for method in _SAVED_BY:
                 if hasattr(module, method):
-                    setattr(module, method, partial(_refuse_saving, method, self._cut_by()))
+                    setattr(module, method, partial(_save_if_whole, module, method, self._cut_by()))
 
     def attach_optimizer(self, optimizer: GuardedOptimizer) -> None:
         """Add an optimizer of these weights: passes wait for the parameters that it gathers."""
@@ -159,7 +159,7 @@ class GuardedModel(ModelWrapper):
         """Call `save_pretrained` of the wrapped model.
 
         Raises:
-            ConfigurationError: if this rank holds only a part of the model.
+            ConfigurationError: if this rank holds only a part of the model, and `state_dict` is not the whole one.
         """
         self._wait_for_parameters()
         return self.module.save_pretrained(*args, **kwargs)
@@ -212,6 +212,10 @@ class LocalState(OrderedDict[str, Any]):
         )
 
 
+class WholeState(dict[str, Tensor]):
+    """State dict of the whole model, gathered from all ranks: it may be saved."""
+
+
 class GuardedOptimizer(OptimizerWrapper):
     """Wrapper of an optimizer that refuses unsupported use by other code."""
 
@@ -233,7 +237,10 @@ def _refuse_engine(engine: str) -> NoReturn:
     )
 
 
-def _refuse_saving(method: str, cut_by: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _save_if_whole(module: nn.Module, method: str, cut_by: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the method of the model's class with weights that are whole; refuse to write this rank's own."""
+    if isinstance(kwargs.get("state_dict"), WholeState):
+        return getattr(type(module), method)(module, *args, **kwargs)
     raise ConfigurationError(
         f"model.{method}() would save this rank's part of the model alone under {cut_by}; call "
         f"{_SAVED_BY[method]} on all ranks"

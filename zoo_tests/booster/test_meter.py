@@ -5,8 +5,6 @@ What breaks here first: a count of this rank alone. Look in `booster/meter.py`.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,39 +68,12 @@ def test_figures_are_those_of_all_ranks(layout: str) -> None:
     assert found["eta_s"] == pytest.approx(seconds, rel=0.5)
 
 
-def _track(folder: str) -> None:
-    from accelerate.tracking import MLflowTracker, TensorBoardTracker, WandBTracker
-    from mlflow import MlflowClient
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+@distributed(1)
+def test_a_line_says_what_nothing_knows() -> None:
     booster, model = _boosted()
     meter = booster.meter(model, every=1, bar=False)
     meter.step(0.5, _batch(2), lr=0.1)
-    assert "MFU -" in meter.line() and "loss 0.5000" in meter.line()
-    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # a database is not installed with mlflow-skinny
-    os.environ["MLFLOW_TRACKING_URI"] = uri = f"file:{folder}/mlruns"
-    trackers = [
-        TensorBoardTracker("run", logging_dir=folder),
-        WandBTracker("run", dir=folder, mode="offline"),
-        MLflowTracker("run", logging_dir=folder),
-    ]
-    for tracker in trackers:
-        tracker.start()
-        tracker.log(meter.figures(), step=1)
-        tracker.finish()
-    client = MlflowClient(uri)
-    [run] = client.search_runs([client.get_experiment_by_name("run").experiment_id])
-    assert run.data.metrics["loss"] == 0.5
-    events = EventAccumulator(f"{folder}/run")
-    events.Reload()
-    assert events.Scalars("loss")[0].value == 0.5
-    assert set(meter.figures()) <= set(events.Tags()["scalars"])
-    assert list(Path(folder).glob("wandb/offline-run-*"))
-
-
-@pytest.mark.slow
-def test_figures_go_to_trackers(tmp_path: Path) -> None:
-    run_on_ranks(1, _track, str(tmp_path))
+    assert meter.line().startswith("loss 0.5000 · learning_rate 1.00e-01 · tokens/s") and "MFU -" in meter.line()
 
 
 @distributed(1)

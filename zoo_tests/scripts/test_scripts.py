@@ -16,7 +16,6 @@ from zoo_tests.scripts.port import LAYOUTS, NAMES
 _ALL = tuple(LAYOUTS)
 # Script -> the layouts that refuse it.
 REFUSALS: dict[str, tuple[str, ...]] = {
-    "sample_text": ("pp2",),  # generate() needs the whole model
     **dict.fromkeys(("own_head", "pool_layers", "two_tasks"), ("tp2", "pp2")),  # no policy, and none is guessed
     "log_gradients": _ALL,  # no rank has a gradient as plain torch has it
     "regularise": ("tp2", "pp2"),  # a sum over the parameters is one over a rank's share of them

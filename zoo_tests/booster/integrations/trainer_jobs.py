@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    EarlyStoppingCallback,
     PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -112,6 +114,23 @@ def translations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return samples
 
 
+def table(count: int, seed: int) -> Any:
+    """The pairs as a table of `datasets`, with a column that no model reads."""
+    from datasets import Dataset
+
+    return Dataset.from_list(pairs(count, seed))
+
+
+class Stream(IterableDataset):
+    """The pairs as a stream, whose length nobody knows."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.samples = pairs(count, seed)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.samples)
+
+
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Pad to the longest sample of the batch."""
     batch = {"input_ids": _padded([each["input_ids"] for each in samples], _PAD)}
@@ -160,7 +179,9 @@ class MeanLoss(Trainer):
 
     loss_is_scaled_for_ga = False
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         each = functional.cross_entropy(outputs.logits, labels, reduction="none") * (1.0 + labels)
@@ -171,7 +192,9 @@ class MeanLoss(Trainer):
 class SumLoss(Trainer):
     """A sum over samples, divided by their number in all batches of a step."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
@@ -181,7 +204,9 @@ class SumLoss(Trainer):
 class SumLossOfProcesses(SumLoss):
     """The same by somebody who knows that Trainer averages the losses of processes."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
@@ -221,18 +246,22 @@ class Job:
         options: of the Trainer, by name; a text is a function of this module.
         samples, eval_samples: how many of them.
         dtype: of the weights.
+        data: function of this module that makes the samples; None for the usual one.
         trainer: class of the Trainer, by the name in this module; None for the usual one.
         plugin: more options of the layout.
+        callbacks: classes of callbacks, by name in this module.
     """
 
     name: str
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    samples: int = 27
-    eval_samples: int = 11
+    samples: int = 11
+    eval_samples: int = 7
     dtype: str = "float64"
+    data: str | None = None
     trainer: str | None = None
     plugin: dict[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -241,13 +270,15 @@ class Outcome:
 
     Attributes:
         history: `log_history`.
-        weights: whole weights, of a plain process.
-        found: what the job's callbacks noted.
+        weights: whole weights.
+        notes: what the callback noted.
+        state: numbers of the Trainer's state.
     """
 
     history: list[dict[str, Any]]
     weights: dict[str, Tensor]
-    found: list[Any]
+    notes: list[Any]
+    state: dict[str, Any]
 
 
 def make_trainer(job: Job, folder: str, layout: str | None, **more: Any) -> Trainer:
@@ -264,11 +295,11 @@ def make_trainer(job: Job, folder: str, layout: str | None, **more: Any) -> Trai
     kind = TrainingArguments if is_bert else Seq2SeqTrainingArguments
     defaults = {"logging_steps": 1, "learning_rate": 2e-3, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     args = kind(folder, **{**defaults, "save_strategy": "no", **sizes})
-    make_data = pairs if is_bert else translations
+    make_data = _named(job.data) if job.data else (pairs if is_bert else translations)
     options: dict[str, Any] = {
         "model": (bert if is_bert else t5)(getattr(torch, job.dtype)),
-        "train_dataset": make_data(job.samples),
-        "eval_dataset": make_data(job.eval_samples, seed=1),
+        "train_dataset": make_data(job.samples, 0),
+        "eval_dataset": make_data(job.eval_samples, 1),
         "data_collator": collate,
     }
     options |= {name: _named(value) if isinstance(value, str) else value for name, value in job.options.items()} | more
@@ -278,14 +309,23 @@ def make_trainer(job: Job, folder: str, layout: str | None, **more: Any) -> Trai
     return boosted(base)(args=args, plugin=plugin, **options)
 
 
-def run(job: Job, folder: str, layout: str | None = None) -> Outcome:
+def run(job: Job, folder: str, layout: str | None = None, resume: str | None = None) -> Outcome:
     """Run a job on this rank, or in this process."""
     as_a_new_process()
     notes = Notes()
-    trainer = make_trainer(job, folder, layout, callbacks=[notes])
-    trainer.train()
-    weights = {} if layout else {name: each.clone() for name, each in trainer.model.state_dict().items()}
-    return Outcome(trainer.state.log_history, weights, notes.found)
+    trainer = make_trainer(job, folder, layout, callbacks=[notes, *callbacks_of(job)])
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer, folder, notes)
+
+
+def outcome(trainer: Trainer, folder: str, notes: Notes) -> Outcome:
+    """Return what a trained Trainer holds; a boosted one writes its weights first, which plain code then reads."""
+    state = trainer.state
+    numbers = {name: getattr(state, name) for name in ("global_step", "total_flos", "num_input_tokens_seen")}
+    target = f"{folder}/saved-{'boosted' if hasattr(trainer, 'plugin') else 'plain'}"
+    trainer.save_model(target)
+    whole = type(trainer.accelerator.unwrap_model(trainer.model)).from_pretrained(target, dtype="auto")
+    return Outcome(state.log_history, dict(whole.state_dict()), notes.found, numbers)
 
 
 def as_a_new_process() -> None:
@@ -301,36 +341,67 @@ def as_a_new_process() -> None:
 
 
 class Notes(TrainerCallback):
-    """What a user's callback reads: the gradient of a weight, the learning rate, metrics."""
+    """What a user's callback reads of the model, the optimizer, the schedule and the metrics."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        self.found.append({"step": state.global_step, "metrics": sorted(metrics)})
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        model, optimizer = objects["model"], objects["optimizer"]
+        rate = optimizer.param_groups[0]["lr"]
+        self.found.append((state.global_step, model.config.vocab_size, model.num_parameters(), rate))
+        self.found.append((objects["lr_scheduler"].last_epoch, len(objects["train_dataloader"].dataset)))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **objects: Any) -> None:
+        self.found.append((state.global_step, sorted(metrics), len(objects["eval_dataloader"].dataset)))
+
+
+class Patience(EarlyStoppingCallback):
+    """Ends training when the metric has not become better."""
+
+    def __init__(self) -> None:
+        super().__init__(early_stopping_patience=2)
+
+
+def callbacks_of(job: Job) -> list[TrainerCallback]:
+    """Return the callbacks that a job's options name."""
+    return [_named(name)() for name in job.callbacks]
 
 
 # ----- comparison -----
 
 _OF_TIME = ("runtime", "per_second", "total_flos", "model_preparation_time")
+_OF_TRAINING = ("loss", "train_loss")  # added up in single precision, whatever the model's
 
 
-def difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
-    """Return the worst difference of two `log_history`, relative where a value is above 1.
+def difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the worst difference of two `log_history` by name, relative where a value is above 1.
 
     Raises:
         AssertionError: they have other entries.
     """
-    worst = 0.0
+    worst: dict[str, float] = {}
     assert [_kept(each) for each in found] == [_kept(each) for each in expected]
     for one, other in zip(found, expected, strict=True):
         for name in _kept(one):
-            worst = max(worst, abs(one[name] - other[name]) / max(abs(other[name]), 1.0))
+            apart = abs(one[name] - other[name]) / max(abs(other[name]), 1.0)
+            worst[name] = max(worst.get(name, 0.0), apart)
     return worst
 
 
+def check_same(found: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
+    """Compare what two runs in double precision left: losses of training are added up in single precision."""
+    for name, apart in difference(found.history, expected.history).items():
+        assert apart < (3e-7 if name in _OF_TRAINING else tolerance), (name, apart)
+    assert found.notes == expected.notes
+    assert found.state["global_step"] == expected.state["global_step"]
+    assert set(found.weights) == set(expected.weights)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=tolerance, atol=tolerance)
+
+
 def _kept(entry: dict[str, Any]) -> list[str]:
-    return [name for name in entry if not name.endswith(_OF_TIME)]
+    return sorted(name for name in entry if not name.endswith(_OF_TIME))
 
 
 def _named(name: str) -> Callable[..., Any]:

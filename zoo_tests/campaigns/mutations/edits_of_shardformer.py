@@ -280,7 +280,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "shardformer.stages.placeholders",
         "carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]",
         "carried = [None for _ in self.carried_inputs]",
-        (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2-gradient_checkpointing=full]",),
+        (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2-{_KERNELS}]",),
     ),
     "a stage does not read what arrived": Edit(
         "shardformer.stages.placeholders",

@@ -21,6 +21,7 @@ from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFOR
 _TWO = "num_microbatches=2"
 _FLASH = "enable_flash_attention=True"
 _RECOMPUTED = "gradient_checkpointing=full"
+_KERNELS = f"{_FLASH}-enable_fused_normalization=True"
 FEATURES = "zoo_tests/parity/test_features.py::test_options_together"
 PRECISION = "zoo_tests/parity/test_precision.py::test_16_bit"
 DROPOUT = "zoo_tests/parity/test_dropout.py"
@@ -271,10 +272,10 @@ MUTANTS: dict[str, Mutant | Edit] = {
         ),
     ),
     "encoder read as a slice": Mutant(
-        _encoder_read_as_a_slice, (f"{PARITY}[bart-generation-tp2pp2-zero1-sp-{_TWO}-{_RECOMPUTED}]",)
+        _encoder_read_as_a_slice, (f"{PARITY}[bart-generation-tp2pp2-zero1-sp-{_TWO}-{_KERNELS}]",)
     ),
     "gradient of experts summed twice": Mutant(
-        _gradient_of_experts_summed_twice, (f"{PARITY}[mixtral-causal_lm-tp2pp2-zero1-sp-fp32-{_TWO}-{_FLASH}]",)
+        _gradient_of_experts_summed_twice, (f"{PARITY}[mixtral-causal_lm-tp2pp2-zero1-sp-fp32-{_TWO}-{_RECOMPUTED}]",)
     ),
     "clipping counts every copy": Mutant(
         _clipping_counts_every_copy, (f"{FEATURES}[gpt2-lm_head-tp2pp2-zero1-sp-adamw-clip]",)
@@ -285,10 +286,10 @@ MUTANTS: dict[str, Mutant | Edit] = {
     "no unscaling": Mutant(_no_unscaling, (f"{PRECISION}[bert-masked_lm-tp2pp2-zero1-momentum-fp16]",)),
     "no gathering after the step": Mutant(_no_gathering_after_the_step, (f"{PARITY}[llama-causal_lm-dp2-zero1]",)),
     "experts read alone": Mutant(
-        _experts_read_alone, (f"{PARITY}[mixtral-causal_lm-tp2pp2-zero1-sp-fp32-{_TWO}-{_FLASH}]",)
+        _experts_read_alone, (f"{PARITY}[mixtral-causal_lm-tp2pp2-zero1-sp-fp32-{_TWO}-{_RECOMPUTED}]",)
     ),
     "encoder learns nothing": Mutant(
-        _encoder_learns_nothing, (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-{_TWO}-{_RECOMPUTED}]",)
+        _encoder_learns_nothing, (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-{_TWO}-{_KERNELS}]",)
     ),
     "bad copies do not count": Mutant(
         _bad_copies_do_not_count, (f"{NONFINITE}::test_a_bad_gradient_on_one_rank_is_named_on_all[tp2-1]",)

@@ -10,11 +10,12 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.guards import WholeState
 from plugins.hybrid_parallel.zero.assemble import assemble
 from shardformer.shard_spec import spec_of
 
 
-def whole_state_dict(model: HybridParallelModel, mesh: HybridMesh) -> dict[str, Tensor]:
+def whole_state_dict(model: HybridParallelModel, mesh: HybridMesh) -> WholeState:
     """Return the whole model's parameters and persistent buffers by all of their names; all ranks call it.
 
     The tensors of tied names are the same one, as in the model that was given to `boost`.
@@ -23,7 +24,7 @@ def whole_state_dict(model: HybridParallelModel, mesh: HybridMesh) -> dict[str, 
     for names, tensor in local_tensors(model, unique=True):
         full = assemble(tensor, tensor.detach(), mesh.group(spec_of(tensor).axis)).cpu()
         mine |= dict.fromkeys(names, full)
-    return mine if mesh.size("pp") == 1 else _of_all_stages(mine, mesh)
+    return WholeState(mine if mesh.size("pp") == 1 else _of_all_stages(mine, mesh))
 
 
 def _of_all_stages(mine: dict[str, Tensor], mesh: HybridMesh) -> dict[str, Tensor]:

@@ -1,0 +1,251 @@
+"""The strategy's methods that Lightning's Fabric calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import Precision
+from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from booster.booster import Booster
+from booster.errors import ConfigurationError
+from booster.integrations.lightning.checkpoint_folder import CheckpointFolder
+from booster.integrations.lightning.job import JobMethods
+from booster.integrations.lightning.placement import boost_inside, boosted_inside, count_replicas
+from booster.integrations.lightning.precision import autocasts, check_precision
+from booster.wrappers import ModelWrapper, OptimizerWrapper
+
+
+class FabricMethods(JobMethods, ParallelStrategy):
+    """Strategy of a Fabric: `fabric.setup` boosts a model together with its optimizers."""
+
+    _set_up: list[Any]  # boosted optimizers
+
+    # ----- set-up -----
+
+    def fabric_precision(self, given: Precision) -> Precision:
+        """Return the precision for forward passes: the plugin converts the model, and a Fabric may run autocast.
+
+        Raises:
+            ConfigurationError: if the precision is not the plugin's, or cannot hold in a pipeline.
+        """
+        plugin = self.booster.plugin
+        check_precision(given, plugin)
+        if not autocasts(given, plugin):
+            return Precision()
+        if plugin.mesh["pp"].size() > 1:
+            raise ConfigurationError(
+                f"precision={given.precision!r} converts all outputs, which a pipeline does not fetch; leave it out, "
+                "and use HybridParallelPlugin(precision='bf16')"
+            )
+        return given
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Any], Any]:
+        """Boost a model, or the one inside a LightningModule, together with its optimizers."""
+        module, made = boost_inside(module, optimizers, self.booster, self.shares)
+        if self.booster.plugin.mesh["pp"].size() > 1:
+            boosted_inside(module).register_forward_hook(lambda model, args, outputs: _unread(outputs))
+        count_replicas(module, self.shares)
+        self._set_up += made
+        return module, made, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Boost a model that is only evaluated."""
+        return self.setup_module_and_optimizers(module, [])[0]
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Raise an error: an optimizer is boosted together with its model.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"setup_optimizers() got a {type(optimizer).__name__} without its model; give both in one call, as in "
+            "model, optimizer = fabric.setup(model, optimizer)"
+        )
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing: boosting puts each rank's share in its place."""
+
+    # ----- steps -----
+
+    def backward(self, tensor: Tensor, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss under any layout.
+
+        Raises:
+            ConfigurationError: if no optimizer was set up, or an option cannot hold.
+        """
+        if args or kwargs:
+            given = ", ".join([*map(str, args), *kwargs])
+            raise ConfigurationError(f"fabric.backward() cannot take {given} under a layout; leave it out")
+        if not self._set_up:
+            raise ConfigurationError(
+                "fabric.backward() finds no optimizer; set it up together with its model, as in model, optimizer = "
+                "fabric.setup(model, optimizer)"
+            )
+        if not tensor.requires_grad:
+            raise ConfigurationError(
+                "the loss does not depend on the boosted model, so that there are no gradients; compute it from the "
+                "outputs of the model that fabric.setup() returned"
+            )
+        self.shares.weigh_gradients()
+        model = None if module is None else boosted_inside(module)
+        own = None if model is None else next(iter(getattr(model, "optimizers", ())), None)
+        self.booster.backward(tensor, own or self._set_up[0])
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Run the closure if there is one, with forward and backward pass, and step."""
+        result = None if closure is None else closure()
+        optimizer.step(**kwargs)
+        return result
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Scale the gradients of an optimizer so that their norm over all ranks is at most `max_norm`.
+
+        Returns:
+            The norm before (0-d).
+
+        Raises:
+            ConfigurationError: for another norm.
+            RuntimeError: if the norm is not finite.
+        """
+        if norm_type != 2:
+            raise ConfigurationError(f"norm_type={norm_type} is not counted over ranks; use norm_type=2")
+        norm = optimizer.clip_grad_norm_(max_norm)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}; use error_if_nonfinite=False to go on")
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        """Clip each element of the gradients to ±`clip_val`."""
+        optimizer.clip_grad_value_(clip_val)
+
+    # ----- files -----
+
+    @property
+    def _fabric_folder(self) -> CheckpointFolder:
+        return CheckpointFolder(self.booster, self.checkpoint_io, self.is_global_zero, self.barrier)
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a folder of that name, which opens under any layout; all ranks call it.
+
+        Raises:
+            ConfigurationError: if there are several models, or a filter would cut what is boosted.
+        """
+        model, optimizers, rest = _parts(state)
+        filtered = sorted(set(filter or ()) - set(rest))
+        if filtered or storage_options is not None:
+            given = f"filter for {filtered[0]!r}" if filtered else "storage_options"
+            raise ConfigurationError(f"fabric.save() got a {given}, and a boosted model is written whole; leave it out")
+        converted = self._convert_stateful_objects_in_state(rest, dict(filter or {}))
+        self._fabric_folder.save(self.broadcast(str(path)), model, optimizers, converted)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint` wrote, under this layout or another, into the objects of `state`.
+
+        Returns:
+            What the checkpoint has besides.
+
+        Raises:
+            ConfigurationError: if it has another set of keys than `state`, and `strict`.
+        """
+        given = state if isinstance(state, dict) else {} if state is None else {"": state}
+        model, optimizers, rest = _parts(given)
+        saved = self._fabric_folder.rest(path, weights_only)
+        self._fabric_folder.load(path, model, optimizers)
+        missing = sorted(set(rest) - set(saved))
+        if missing and strict:
+            raise ConfigurationError(f"{path} has no {missing[0]!r}; it has {', '.join(sorted(saved))}")
+        for name, value in rest.items():
+            if name not in saved:
+                continue
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(saved.pop(name))
+            else:
+                given[name] = saved.pop(name)
+        return saved
+
+
+class NoSync(_BackwardSyncControl):
+    """Fabric's `no_backward_sync` on boosted models.
+
+    Args:
+        booster: accumulates gradients.
+    """
+
+    def __init__(self, booster: Booster) -> None:
+        self._booster = booster
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return a context in which backward passes do not communicate gradients."""
+        return self._booster.no_sync(boosted_inside(module)) if enabled else nullcontext()
+
+
+class UnreadOutputs:
+    """Outputs of a pipeline that Fabric does not look through: it would fetch each one from the last stage.
+
+    Args:
+        outputs: outputs by name, which are fetched when they are read.
+    """
+
+    def __init__(self, outputs: Mapping[str, Any]) -> None:
+        self._outputs = outputs
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_outputs":
+            raise AttributeError(name)
+        return getattr(self._outputs, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._outputs[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._outputs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outputs)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+
+def _unread(outputs: Any) -> Any:
+    return UnreadOutputs(outputs) if isinstance(outputs, Mapping) else outputs
+
+
+def _parts(state: Mapping[str, Any]) -> tuple[nn.Module | None, list[Any], dict[str, Any]]:
+    """Return the boosted model of a state, its boosted optimizers, and the rest."""
+    models = {
+        name: found for name, each in state.items() if isinstance(each, nn.Module) if (found := boosted_inside(each))
+    }
+    optimizers = {name: each for name, each in state.items() if isinstance(each, OptimizerWrapper)}
+    if len(models) > 1:
+        raise ConfigurationError(
+            f"a checkpoint holds one boosted model, and {' and '.join(models)} are {len(models)}; save each by itself"
+        )
+    rest = {name: each for name, each in state.items() if name not in models and name not in optimizers}
+    model: ModelWrapper | None = next(iter(models.values()), None)
+    return model, list(optimizers.values()), rest

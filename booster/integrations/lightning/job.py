@@ -1,0 +1,229 @@
+"""What Trainer and Fabric ask any strategy: where a rank is, and values of all data-parallel replicas."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from booster.booster import Booster
+from booster.errors import ConfigurationError
+from booster.integrations.lightning.checks import check_devices, check_plugin
+from booster.integrations.lightning.shares import ReplicaShares
+from booster.integrations.replicas import Replicas
+from booster.launch import launch_from_torch, place_from_environment
+from booster.plugin import Plugin
+from shardformer.distributed.process_groups import world_group
+
+
+class JobMethods:
+    """Methods of a strategy that Trainer and Fabric call with the same arguments.
+
+    Ranks are counted as processes. Values are gathered and reduced over data-parallel replicas: the ranks of one
+    replica have the same.
+    """
+
+    booster: Booster
+    replicas: Replicas
+    shares: ReplicaShares
+    _num_nodes = 1
+    _layer_sync: Any = None
+
+    def _join(self, plugin: Plugin | None) -> None:
+        """Join the job.
+
+        Raises:
+            ConfigurationError: if `plugin` is missing.
+        """
+        check_plugin(plugin)
+        launch_from_torch(seed=None)
+        self.replicas = Replicas(plugin)
+        self.booster = Booster(plugin=plugin)
+        self.shares = ReplicaShares(self.replicas)
+        place = place_from_environment(os.environ)
+        self._local_rank = place.local_rank if place.world_size == self.world_size else self.global_rank
+        rank_zero_only.rank = self.global_rank  # loggers and progress bars are those of one rank
+
+    # ----- where this rank is -----
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, of all replicas."""
+        return dist.get_world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job."""
+        return dist.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self._local_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the rank that logs and writes what all ranks have."""
+        return self.global_rank == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        kind = self.booster.plugin.mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines, as Trainer and Fabric count them."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether `self.log(..., sync_dist=True)` reduces over replicas."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:
+        """Return None: loaders are shared out by `process_dataloader`."""
+        return None
+
+    def _configure_launcher(self) -> None:
+        """Start no processes: `booster run` or torchrun has; check that Trainer or Fabric counts the same."""
+        check_devices(self)
+
+    def setup_environment(self) -> None:
+        """Prepare this rank's device."""
+        self.accelerator.setup_device(self.root_device)
+
+    # ----- data -----
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return a loader of this replica's share of each global batch.
+
+        Raises:
+            ConfigurationError: if there are several replicas, and it is no loader of torch.
+        """
+        if not isinstance(dataloader, DataLoader):
+            if self.replicas.size > 1:
+                raise ConfigurationError(
+                    f"a {type(dataloader).__name__} cannot be shared out to {self.replicas.size} replicas; give a "
+                    "torch.utils.data.DataLoader"
+                )
+            return dataloader
+        added = getattr(dataloader.worker_init_fn, "keywords", {})
+        if "rank" in added and added["rank"] != self.replicas.rank:  # Fabric's, which seeds workers by rank
+            dataloader.worker_init_fn = None
+        _auto_add_worker_init_fn(dataloader, self.replicas.rank)
+        return self.booster.boost(dataloader)
+
+    # ----- values of all ranks -----
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a tensor reduced over replicas; a mean counts each replica by its samples of the batch under way.
+
+        Args:
+            group: process group; None for the replicas.
+            reduce_op: "mean", "sum", "max", "min", "product", or torch's `ReduceOp`.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        group = self.replicas.mesh.get_group() if group is None else group
+        name = str(getattr(reduce_op, "name", reduce_op) or "mean").upper()
+        reduced = tensor.clone()
+        if name not in ("MEAN", "AVG"):
+            dist.all_reduce(reduced, op=getattr(dist.ReduceOp, name), group=group)
+            return reduced
+        if not reduced.is_floating_point():
+            reduced = reduced.to(torch.get_default_dtype())
+        reduced = self.shares.weighted(reduced)
+        dist.all_reduce(reduced, group=group)
+        return reduced / dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """See `reduce`."""
+        return self.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all replicas, stacked along a new first dim; with one replica, the tensor itself.
+
+        Raises:
+            ConfigurationError: if replicas have tensors of different shapes.
+        """
+        if group is None and self.replicas.size == 1:
+            return tensor
+        if group is None:
+            shapes = self.replicas.gather_objects([list(tensor.shape)])
+            if any(shape != shapes[0] for shape in shapes):
+                raise ConfigurationError(
+                    f"all_gather got tensors of the shapes {shapes}, one for each replica; pad them to one shape, or "
+                    "use drop_last=True"
+                )
+        return _all_gather_ddp_if_available(tensor, group or self.replicas.mesh.get_group(), sync_grads)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        dist.barrier(world_group())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src` on all ranks: a tensor, or what JSON represents.
+
+        Raises:
+            ConfigurationError: if it is another object; raised on all ranks.
+        """
+        is_tensor = self._broadcast_text(str(int(isinstance(obj, Tensor))), src) == "1"
+        if is_tensor:
+            return self._broadcast_tensor(obj, src)
+        try:
+            text = json.dumps(obj) if self.global_rank == src else ""
+            problem = "" if self.global_rank != src or json.loads(text) == obj else "JSON changes it"
+        except TypeError as error:
+            text, problem = "", str(error)
+        problem = self._broadcast_text(problem, src)
+        if problem:
+            raise ConfigurationError(f"broadcast() takes tensors and what JSON represents ({problem}); use these")
+        return json.loads(self._broadcast_text(text, src))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any rank, decide so."""
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=world_group())
+        return bool(votes)
+
+    def _broadcast_text(self, text: str, src: int) -> str:
+        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor(len(payload))
+        dist.broadcast(length, src, group=world_group())
+        if self.global_rank != src:
+            payload = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(payload, src, group=world_group())
+        return bytes(payload.tolist()).decode()
+
+    def _broadcast_tensor(self, tensor: Any, src: int) -> Tensor:
+        mine = [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] if self.global_rank == src else None
+        shape, dtype = json.loads(self._broadcast_text(json.dumps(mine), src))
+        value = tensor.detach().cpu() if self.global_rank == src else torch.empty(shape, dtype=getattr(torch, dtype))
+        value = value.contiguous()
+        dist.broadcast(value, src, group=world_group())
+        return value.to(self.root_device)
+
+    # ----- the end -----
+
+    def teardown(self) -> None:
+        """Leave the model and its optimizers where they are: they can be evaluated and saved."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
