@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedModel,
@@ -40,6 +41,7 @@ _CONFIGS: dict[str, Any] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mixtral": MixtralConfig,
+    "gemma2": Gemma2Config,
 }
 _SIZES: dict[str, Any] = {
     "vocab_size": 271,  # more than the tokenizer has, and padded over ranks
