@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +20,6 @@ from torch.optim import SGD
 from booster.integrations.accelerate import Accelerator
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import LAYOUTS, bert, fresh_accelerate, loader
-from zoo_tests.harness.environment import environment_of_a_job
 from zoo_tests.harness.ranks import run_on_ranks
 
 _ROWS, _PER_STEP, _PEAK = 10, 4, 1e9
@@ -134,26 +131,21 @@ def test_utilization_is_the_count_of_the_planner() -> None:
     assert found["dp2"] == pytest.approx(by_hand, rel=0.05)
 
 
-_JOB = """
-import os, sys
-import torch
-from booster.integrations.accelerate import Accelerator
-from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.booster.integrations.accelerate_loop import bert
-
-folder = sys.argv[1]
-os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
-os.environ |= {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_TRACKING_URI": f"file:{folder}/mlruns"}
-accelerator = Accelerator(
-    plugin=HybridParallelPlugin(tp_size=2), log_with=["tensorboard", "wandb", "mlflow"], project_dir=folder
-)
-accelerator.init_trackers("run", config={"seed": 3})
-meter = accelerator.booster.meter(accelerator.prepare(bert()), every=1, bar=False)
-meter.step(0.5, {"input_ids": torch.ones(2, 8, dtype=torch.long)}, lr=0.25)
-accelerator.log(meter.figures(), step=1)
-accelerator.end_training()
-assert not torch.distributed.is_initialized()
-"""
+def _track(folder: str) -> None:
+    variables = {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    variables |= {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_TRACKING_URI": f"file:{folder}/mlruns"}
+    # The ranks of the pool go on.
+    with fresh_accelerate(), mock.patch("torch.distributed.destroy_process_group") as leave:
+        os.environ.update(variables)
+        trackers = ["tensorboard", "wandb", "mlflow"]
+        plugin = HybridParallelPlugin(tp_size=2)
+        accelerator = Accelerator(plugin=plugin, log_with=trackers, project_dir=folder)
+        accelerator.init_trackers("run", config={"seed": 3})
+        meter = accelerator.booster.meter(accelerator.prepare(bert()), every=1, bar=False)
+        meter.step(0.5, {"input_ids": torch.ones(2, 8, dtype=torch.long)}, lr=0.25)
+        accelerator.log(meter.figures(), step=1)
+        accelerator.end_training()
+    leave.assert_called_once()
 
 
 @pytest.mark.slow
@@ -161,12 +153,8 @@ def test_figures_are_written_once_to_each_tracker(tmp_path: Path) -> None:
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    script = tmp_path / "job.py"
-    script.write_text(_JOB)
-    command = [sys.executable, "-m", "booster", "run", "--nproc-per-node", "2", str(script), str(tmp_path / "out")]
     (tmp_path / "out").mkdir()
-    job = subprocess.run(command, env=environment_of_a_job(OMP_NUM_THREADS="1"), capture_output=True, text=True)
-    assert job.returncode == 0, job.stderr
+    run_on_ranks(2, _track, str(tmp_path / "out"))
     events = EventAccumulator(str(tmp_path / "out" / "run")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5)]
     assert {"learning_rate", "tokens_per_second", "samples_per_second", "memory_mib"} <= set(events.Tags()["scalars"])
