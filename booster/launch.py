@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ import torch.distributed as dist
 from booster import failure
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from booster.slurm import variables_of_task
 
 _logger = get_logger(__name__)
 _MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MACHINE_NUMBERS = ("GROUP_RANK", "NODE_RANK")  # torchrun's, and Ray's
 _DEBUG = "BOOSTER_DEBUG"
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
@@ -48,9 +51,10 @@ def launch_from_torch(
     timeout_s: float = _TIMEOUT_S,
     heartbeat_s: float = _HEARTBEAT_S,
 ) -> None:
-    """Join the job that torchrun (or `booster run`) started; without either, start a job of one process.
+    """Join the job that torchrun, `booster run` or `srun` started; without any of them, start a job of one process.
 
-    If a process group exists already, as after an earlier call, only the seeds are set.
+    If a process group exists already, as after an earlier call or in Ray's workers, only the seeds are set. A task of
+    `srun` gets torchrun's variables in its environment, where other libraries find them.
 
     Args:
         seed: seed of `random`, numpy and torch, the same on all ranks; None leaves the generators unchanged.
@@ -60,10 +64,12 @@ def launch_from_torch(
             lost; 0 for never. Ranks on the same machine are monitored as processes.
 
     Raises:
-        ConfigurationError: torchrun's environment variables are incomplete or invalid.
+        ConfigurationError: the environment variables of torchrun or SLURM are incomplete or invalid.
     """
     failure.report_uncaught()
     if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            os.environ.update(variables_of_task(os.environ))
         _join(place_from_environment(os.environ), "env://", backend, timeout_s, heartbeat_s)
     _seed_all(seed)
 
@@ -106,6 +112,15 @@ def launch(
 def debug_is_asked() -> bool:
     """Return whether `BOOSTER_DEBUG=1` is set, which turns on debug mode without a change of the script."""
     return os.environ.get(_DEBUG, "0") not in ("", "0")
+
+
+def machine_of_this_rank() -> str:
+    """Return a name of the machine that this rank runs on: the host, and its number if the launcher counts machines.
+
+    Two agents of torchrun on one host are two machines, as the job was told.
+    """
+    number = next((os.environ[name] for name in _MACHINE_NUMBERS if name in os.environ), None)
+    return socket.gethostname() + ("" if number is None else f" (machine {number})")
 
 
 def place_from_environment(environment: Mapping[str, str]) -> RankInfo:
@@ -166,6 +181,7 @@ def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: 
             world_size=place.world_size,
             timeout=timeout,
         )
+    failure.destroy_at_exit(dist.group.WORLD)
     _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
 
 
