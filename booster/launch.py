@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from booster import failure
+from booster.elastic_round import agree_on_round
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.slurm import variables_of_task
@@ -170,13 +171,14 @@ def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: 
     store = _store(place, rendezvous_url, timeout)
     if debug_is_asked():
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # all groups, this first one too, compare collectives
+    name = _round(store, place, timeout_s)
     if place.world_size > 1:
         # Before the process group, so that a rank that fails while joining is noticed.
-        _watch(store, place, timeout_s, heartbeat_s)
+        _watch(store, name, place, timeout_s, heartbeat_s)
     with failure.staying_outermost():
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"default_pg/{_attempt()}", store),
+            store=dist.PrefixStore(f"default_pg/{name}", store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
@@ -185,23 +187,29 @@ def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: 
     _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
 
 
-def _watch(store: dist.Store, place: RankInfo, timeout_s: float, heartbeat_s: float) -> None:
+def _watch(store: dist.Store, name: str, place: RankInfo, timeout_s: float, heartbeat_s: float) -> None:
     """Start the failure monitor on its own store connection, so that a blocked main thread does not hold it up."""
-    environment = os.environ
     failure.install(
-        dist.PrefixStore(f"booster/{_attempt()}", store.clone()),
+        dist.PrefixStore(f"booster/{name}", store.clone()),
         place.rank,
         place.world_size,
         store_name=f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "",
-        holds_store=place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        holds_store=place.rank == 0 and not _uses_the_agents_store(),
         heartbeat_s=heartbeat_s,
         timeout_s=timeout_s,
     )
 
 
-def _attempt() -> str:
-    """Return a key for this attempt: torchrun reuses its store across restarts, and old keys must stay apart."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def _round(store: dist.Store, place: RankInfo, timeout_s: float) -> str:
+    """Return what keeps the keys of this round apart from those of others in the same store."""
+    if place.world_size == 1 or not _uses_the_agents_store():
+        return ""  # the store is new
+    job = dist.PrefixStore(f"booster/rounds/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+    return agree_on_round(job, place.rank, place.world_size, timeout_s)
+
+
+def _uses_the_agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(place: RankInfo, rendezvous_url: str, timeout: timedelta) -> dist.Store:
