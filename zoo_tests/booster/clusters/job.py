@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from booster import Booster, launch_from_torch
+from booster.preemption import Preemption
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import TPInfo
 
@@ -68,14 +69,17 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dies-after", type=int, help="step after which the last rank kills itself, once")
     parser.add_argument("--waits-after", type=int, help="step after which all wait for more ranks")
+    parser.add_argument("--notice-after", type=int, help="step after which all wait for a notice, once")
     options = parser.parse_args()
+    preemption = Preemption(signal.SIGUSR1)
+    options.folder.mkdir(exist_ok=True)
     launch_from_torch(timeout_s=60)
-    losses, worlds = train(options)
-    if dist.get_rank() == 0:
+    losses, worlds = train(options, preemption)
+    if len(losses) == STEPS and dist.get_rank() == 0:
         (options.folder / "result.json").write_text(json.dumps({"losses": losses, "worlds": worlds}))
 
 
-def train(options: argparse.Namespace) -> tuple[list[float], list[int]]:
+def train(options: argparse.Namespace, preemption: Preemption) -> tuple[list[float], list[int]]:
     """Train from the newest checkpoint; return the loss of each step, and the number of ranks that took it."""
     folder, world_size = options.folder, dist.get_world_size()
     plugin = HybridParallelPlugin(
@@ -97,17 +101,25 @@ def train(options: argparse.Namespace) -> tuple[list[float], list[int]]:
         optimizer.step()
         optimizer.zero_grad()
         booster.save_checkpoint(folder / f"step-{len(losses)}", **state, losses=losses, worlds=worlds, keep_last=2)
-        _disturb(options, len(losses))
+        _disturb(options, len(losses), preemption)
+        if preemption.is_announced():
+            break
     return losses, worlds
 
 
-def _disturb(options: argparse.Namespace, step: int) -> None:
+def _disturb(options: argparse.Namespace, step: int, preemption: Preemption) -> None:
     marker = options.folder / "disturbed"
     if step == options.dies_after and not marker.exists():
         dist.barrier()
         if dist.get_rank() == dist.get_world_size() - 1:
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+    if step == options.notice_after and not marker.exists():
+        dist.barrier()
+        marker.touch()
+        until = time.monotonic() + 60
+        while not preemption.is_announced() and time.monotonic() < until:
+            time.sleep(0.05)
     if step == options.waits_after and dist.get_world_size() == 1:
         (options.folder / "waiting").touch()
         time.sleep(60)

@@ -22,10 +22,12 @@ LAUNCHERS = {"torchrun": (str(Path(sys.executable).with_name("torchrun")),), "bo
 EXACT = {"rel": 1e-6, "abs": 0}
 
 
-def agent(launcher: str, rendezvous: tuple[str, ...], folder: Path, *options: str) -> Started:
+def agent(
+    launcher: str, rendezvous: tuple[str, ...], folder: Path, *options: str, environment: dict[str, str] | None = None
+) -> Started:
     """One machine's part of a job of a rank for each machine."""
     common = ("--nproc-per-node", "1", "--max-restarts", "2")
-    return Started(*LAUNCHERS[launcher], *common, *rendezvous, str(JOB), str(folder), *options)
+    return Started(*LAUNCHERS[launcher], *common, *rendezvous, str(JOB), str(folder), *options, **(environment or {}))
 
 
 def static(port: str) -> list[tuple[str, ...]]:
@@ -91,10 +93,12 @@ def test_a_machine_that_comes_late(launcher: str, tmp_path: Path) -> None:
     """A job of one machine goes on with two, from its checkpoint; agents count no failure then."""
     # A job that could start with one machine waits this long for others.
     place, same = elastic(free_port(), "--rdzv-conf", "last_call_timeout=2")
-    first = agent(launcher, place, tmp_path, "--waits-after", "3")
+    # torchrun needs the variable for this, which `booster run` sets.
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "torchrun" else {}
+    first = agent(launcher, place, tmp_path, "--waits-after", "3", environment=environment)
     limit = time.monotonic() + 60
     while not (tmp_path / "waiting").exists():
         assert time.monotonic() < limit and first.process.poll() is None, first.killed().err
         time.sleep(0.1)
-    second = agent(launcher, same, tmp_path)
+    second = agent(launcher, same, tmp_path, environment=environment)
     assert assert_trained(tmp_path, [first.ended(), second.ended()]) == [1] * 3 + [2] * (STEPS - 3)
