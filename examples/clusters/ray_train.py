@@ -1,11 +1,12 @@
 """Ray Train: `TorchTrainer` starts the ranks and their process group, and starts them again when a worker has failed.
 
-    python examples/clusters/ray_train.py --workers 2 --tp 2 --storage /shared/runs     # a folder that all nodes mount
+python examples/clusters/ray_train.py --workers 2 --tp 2 --storage /shared/runs     # a folder that all nodes mount
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,20 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 
 try:
     import ray.train
-    from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train import (
+        Checkpoint,
+        CheckpointConfig,
+        CheckpointUploadMode,
+        FailureConfig,
+        RunConfig,
+        ScalingConfig,
+    )
     from ray.train.torch import TorchTrainer
 except ImportError as error:
-    raise SystemExit(f"error: {error}; Ray Train comes with pip install 'ray[train]>=2.50'") from None
+    raise SystemExit(f"error: {error}; install or upgrade Ray Train with pip install --upgrade 'ray[train]'") from None
 
 ROWS, LENGTH = 4, 16
+NAME = "train"
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -48,7 +57,7 @@ def train_loop(config: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         # All ranks write into one folder, and rank 0 reports it; Ray need not copy what is in its storage already.
-        folder = Path(config["storage"]) / "checkpoints" / f"step-{step}"
+        folder = Path(config["storage"], NAME, f"step-{step}")
         booster.save_checkpoint(folder, **state, losses=losses)
         report({"loss": losses[-1], "losses": losses}, folder)
 
@@ -59,7 +68,7 @@ def report(metrics: dict[str, Any], folder: Path) -> None:
     ray.train.report(
         metrics,
         checkpoint=Checkpoint(str(folder)) if is_first else None,
-        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
     )
 
 
@@ -69,6 +78,23 @@ def samples(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+def trainer_of(
+    loop: Callable[[dict[str, Any]], None], workers: int, tp: int, steps: int, storage: Path
+) -> TorchTrainer:
+    """Ray's trainer, which starts the loop again from the newest reported checkpoint when a worker has failed."""
+    return TorchTrainer(
+        loop,
+        train_loop_config={"tp": tp, "steps": steps, "storage": str(storage)},
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
+        run_config=RunConfig(
+            name=NAME,
+            storage_path=str(storage),
+            failure_config=FailureConfig(max_failures=3),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
@@ -76,18 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--storage", type=Path, required=True, help="a folder that all nodes mount")
     options = parser.parse_args()
-    trainer = TorchTrainer(
-        train_loop,
-        train_loop_config={"tp": options.tp, "steps": options.steps, "storage": str(options.storage)},
-        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available()),
-        run_config=RunConfig(
-            name="train",
-            storage_path=str(options.storage),
-            failure_config=FailureConfig(max_failures=3),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-        ),
-    )
-    result = trainer.fit()
+    result = trainer_of(train_loop, options.workers, options.tp, options.steps, options.storage).fit()
     print("loss", result.metrics["loss"], "in", result.checkpoint.path)
 
 
