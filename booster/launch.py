@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ import torch
 import torch.distributed as dist
 
 from booster import failure
+from booster.elastic_round import agree_on_round
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from booster.slurm import variables_of_task
 
 _logger = get_logger(__name__)
 _MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MACHINE_NUMBERS = ("GROUP_RANK", "NODE_RANK")  # torchrun's, and Ray's
 _DEBUG = "BOOSTER_DEBUG"
 PROFILE_STEPS, PROFILE_FOLDER = "BOOSTER_PROFILE_STEPS", "BOOSTER_PROFILE_FOLDER"  # set by `booster run --profile`
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -50,9 +54,10 @@ def launch_from_torch(
     timeout_s: float = _TIMEOUT_S,
     heartbeat_s: float = _HEARTBEAT_S,
 ) -> None:
-    """Join the job that torchrun (or `booster run`) started; without either, start a job of one process.
+    """Join the job that torchrun, `booster run` or `srun` started; without any of them, start a job of one process.
 
-    If a process group exists already, as after an earlier call, only the seeds are set.
+    If a process group exists already, as after an earlier call or in Ray's workers, only the seeds are set. A task of
+    `srun` gets torchrun's variables in its environment, where other libraries find them.
 
     Args:
         seed: seed of `random`, numpy and torch, the same on all ranks; None leaves the generators unchanged.
@@ -62,10 +67,12 @@ def launch_from_torch(
             lost; 0 for never. Ranks on the same machine are monitored as processes.
 
     Raises:
-        ConfigurationError: torchrun's environment variables are incomplete or invalid.
+        ConfigurationError: the environment variables of torchrun or SLURM are incomplete or invalid.
     """
     failure.report_uncaught()
     if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            os.environ.update(variables_of_task(os.environ))
         _join(place_from_environment(os.environ), "env://", backend, timeout_s, heartbeat_s)
     _seed_all(seed)
 
@@ -116,6 +123,15 @@ def take_profile_request() -> tuple[int, Path] | None:
     return None if steps is None else (int(steps), Path(os.environ[PROFILE_FOLDER]))
 
 
+def machine_of_this_rank() -> str:
+    """Return a name of the machine that this rank runs on: the host, and its number if the launcher counts machines.
+
+    Two agents of torchrun on one host are two machines, as the job was told.
+    """
+    number = next((os.environ[name] for name in _MACHINE_NUMBERS if name in os.environ), None)
+    return socket.gethostname() + ("" if number is None else f" (machine {number})")
+
+
 def place_from_environment(environment: Mapping[str, str]) -> RankInfo:
     """Read the position from torchrun's variables; return that of a one-process job if there are none.
 
@@ -163,37 +179,45 @@ def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: 
     store = _store(place, rendezvous_url, timeout)
     if debug_is_asked():
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # all groups, this first one too, compare collectives
+    name = _round(store, place, timeout_s)
     if place.world_size > 1:
         # Before the process group, so that a rank that fails while joining is noticed.
-        _watch(store, place, timeout_s, heartbeat_s)
+        _watch(store, name, place, timeout_s, heartbeat_s)
     with failure.staying_outermost():
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"default_pg/{_attempt()}", store),
+            store=dist.PrefixStore(f"default_pg/{name}", store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
         )
+    failure.destroy_at_exit(dist.group.WORLD)
     _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
 
 
-def _watch(store: dist.Store, place: RankInfo, timeout_s: float, heartbeat_s: float) -> None:
+def _watch(store: dist.Store, name: str, place: RankInfo, timeout_s: float, heartbeat_s: float) -> None:
     """Start the failure monitor on its own store connection, so that a blocked main thread does not hold it up."""
-    environment = os.environ
     failure.install(
-        dist.PrefixStore(f"booster/{_attempt()}", store.clone()),
+        dist.PrefixStore(f"booster/{name}", store.clone()),
         place.rank,
         place.world_size,
         store_name=f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "",
-        holds_store=place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        holds_store=place.rank == 0 and not _uses_the_agents_store(),
         heartbeat_s=heartbeat_s,
         timeout_s=timeout_s,
     )
 
 
-def _attempt() -> str:
-    """Return a key for this attempt: torchrun reuses its store across restarts, and old keys must stay apart."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def _round(store: dist.Store, place: RankInfo, timeout_s: float) -> str:
+    """Return what keeps the keys of this round apart from those of others in the same store."""
+    if place.world_size == 1 or not _uses_the_agents_store():
+        return ""  # the store is new
+    job = dist.PrefixStore(f"booster/rounds/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+    return agree_on_round(job, place.rank, place.world_size, timeout_s)
+
+
+def _uses_the_agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(place: RankInfo, rendezvous_url: str, timeout: timedelta) -> dist.Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import torch.distributed as dist
 
@@ -27,3 +28,11 @@ def get_logger(name: str) -> logging.Logger:
     if not any(isinstance(present, RankFilter) for present in logger.filters):
         logger.addFilter(RankFilter())
     return logger
+
+
+def announce(logger: logging.Logger, line: str) -> None:
+    """Log a line at INFO; if the application has configured no logging, write it to stderr, on rank 0 only."""
+    if logger.hasHandlers():
+        logger.info("%s", line)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        sys.stderr.write(f"{line}\n")

@@ -41,6 +41,7 @@ _INTERRUPTED = 130
 _SIGNAL_CODE = 128
 # Seconds after which a rank that ignores the shutdown signal is killed; torchrun's default is 30.
 _SHUTDOWN_S = 5
+_SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _OWN_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"
 _NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
@@ -93,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
     )
     command.epilog = epilog(EXAMPLES)
     command.error = _refuse
-    command.set_defaults(shutdown_timeout=_SHUTDOWN_S)
+    if not any(name in os.environ for name in _SHUTDOWN_VARIABLES):
+        command.set_defaults(shutdown_timeout=_SHUTDOWN_S)
     command.add_argument("--profile", metavar="N", help="write a trace of N steps, with memory, of all ranks")
     command.add_argument("--profile-output", type=Path, metavar="DIR", help=f"where (./{_PROFILE_FOLDER})")
     return command
@@ -145,6 +147,9 @@ def _prepare(options: argparse.Namespace) -> None:
     """Set variables that torchrun would warn about, and silence its report on ranks that have reported themselves."""
     if options.nproc_per_node != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if ":" in options.nnodes:
+        # With one store for all rounds, agents that join later wait for its address, which is told in the first alone.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     if options.signals_to_handle == _TORCHRUN_SIGNALS:

@@ -7,6 +7,6 @@ in a collective. This is not error handling: nothing is retried or recovered. Ev
 """
 
 from booster.failure.failure_report import Failure
-from booster.failure.hooks import guard, install, publish, report_uncaught, staying_outermost
+from booster.failure.hooks import destroy_at_exit, guard, install, publish, report_uncaught, staying_outermost
 
-__all__ = ["Failure", "guard", "install", "publish", "report_uncaught", "staying_outermost"]
+__all__ = ["Failure", "destroy_at_exit", "guard", "install", "publish", "report_uncaught", "staying_outermost"]

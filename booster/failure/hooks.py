@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
 from types import FrameType, TracebackType
@@ -34,6 +35,7 @@ class _Process:
     operations: Operations | None = None
     previous_hook: Callable | None = None
     previous_exit: Callable | None = None
+    own_group: weakref.ref[dist.ProcessGroup] | None = None  # the default group, if launch has created it
     exit_code = 0  # argument of sys.exit; reset if the script starts another operation
     failed_with: int | None = None
 
@@ -82,6 +84,12 @@ def report_uncaught() -> None:
         sys.excepthook = _on_uncaught
         _Process.previous_exit, sys.exit = sys.exit, _exit  # sys.exit does not call the exception hook
         atexit.register(_at_exit)
+
+
+def destroy_at_exit(group: dist.ProcessGroup) -> None:
+    """Destroy this default process group when the interpreter exits; one of the user's is left as it is."""
+    report_uncaught()
+    _Process.own_group = weakref.ref(group)
 
 
 @contextlib.contextmanager
@@ -186,13 +194,13 @@ def _exit(status: object = None) -> None:
 
 
 def _at_exit() -> None:
-    """Destroy the process group after a success; exit at once after a failure: destroying may wait for lost ranks."""
+    """Destroy launch's process group after a success; after a failure exit at once: that may wait for lost ranks."""
     if _Process.failed_with is not None:
         exit_now(_Process.failed_with)
     monitor = _Process.monitor
     if monitor is not None:
         monitor.say_ended(_Process.exit_code)
-    if dist.is_initialized():
+    if dist.is_initialized() and _Process.own_group is not None and dist.group.WORLD is _Process.own_group():
         dist.destroy_process_group()
     if monitor is not None:
         monitor.stop()

@@ -32,6 +32,7 @@ from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.options_check import check_options
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
+from plugins.hybrid_parallel.distributed.machines import announce_grid
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_mesh
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
@@ -125,7 +126,9 @@ class HybridParallelPlugin(Plugin):
         parallel = self.config.parallel
         shape = parallel.mesh_shape(dist.get_world_size())
         check_options(self.config.options())
-        return build_mesh(*shape, self.config.debugging.debug, self._placement(), parallel.ep_size)
+        grid = build_mesh(*shape, self.config.debugging.debug, self._placement(), parallel.ep_size)
+        announce_grid(grid.device_mesh.mesh)
+        return grid
 
     def _placement(self) -> list[list[list[int]]] | None:
         """Return the ranks as [dp][pp][tp]; None if they are in default order."""
