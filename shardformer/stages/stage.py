@@ -202,6 +202,9 @@ class StagePartitioner:
                 return {self._stage_of(end)}
         if any(name == head or name.startswith(f"{head}.") for head in self._head):
             return {self.manager.num_stages - 1}
+        for end, layout in zip(self.starts[1:], self.lists, strict=True):
+            if self._is_below(name, layout.finished_towers):  # later stages have the tower's output instead
+                return {stage for stage, held in enumerate(self.ranges) if held.start < end}
         return set(range(self.manager.num_stages))
 
     def unassigned(self) -> list[str]:
