@@ -21,7 +21,7 @@ from zoo_tests.docs.pages import rows_of
 from zoo_tests.examples.scripts import REPOSITORY
 from zoo_tests.harness.ranks import run_on_ranks
 
-_TRAINER = ("--use_cpu", "True", "--disable_tqdm", "True", "--logging_steps", "1", "--max_steps")
+_TRAINER = ("--disable_tqdm", "True", "--logging_steps", "1", "--max_steps")
 _PLAIN = ("--steps",)
 # Example -> (the way to say the steps, more options, options of the layout, those of the layout that goes on)
 JOBS = {
