@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -51,6 +52,7 @@ def main() -> None:
     parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/bert_trainer", learning_rate=2e-5, num_train_epochs=3, eval_strategy="epoch")
     parser.set_defaults(logging_steps=10, save_total_limit=2)
+    parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, train, evaluation = tiny() if options.tiny else from_hub(options)

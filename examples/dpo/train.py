@@ -13,6 +13,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import Dataset, load_dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -47,6 +48,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, DPOConfig), description=__doc__)
     parser.set_defaults(output_dir="runs/dpo", learning_rate=1e-6, num_train_epochs=1, logging_steps=5)
+    parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, reference, tokenizer, data = tiny() if options.tiny else from_hub(options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -49,6 +50,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/moe", learning_rate=1e-5, num_train_epochs=1, logging_steps=5)
+    parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)

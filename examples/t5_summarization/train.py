@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -56,6 +57,7 @@ def main() -> None:
     parser.set_defaults(output_dir="runs/t5_summarization", learning_rate=3e-4, num_train_epochs=1)
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=128, eval_strategy="epoch")
+    parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, train, evaluation = tiny() if options.tiny else from_hub(options)

@@ -46,6 +46,7 @@ def main() -> None:
     parser.set_defaults(output_dir="runs/vit", learning_rate=3e-4, num_train_epochs=3, eval_strategy="epoch")
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(remove_unused_columns=False)  # images become pixels when a batch is put together
+    parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, processor, train, evaluation = tiny() if options.tiny else from_hub(options)

@@ -53,6 +53,7 @@ def main() -> None:
     parser.set_defaults(output_dir="runs/whisper", learning_rate=1e-5, warmup_steps=50, num_train_epochs=3)
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=225, eval_strategy="epoch")
+    parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, train, evaluation = tiny() if options.tiny else from_hub(options)

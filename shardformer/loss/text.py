@@ -87,6 +87,26 @@ def conditional_generation(model: nn.Module) -> HeadLoss:
     return HeadLoss(*plain.terms, function=plain.function, decoder_inputs=shift_right(model))
 
 
+def streams_of_tokens(model: nn.Module) -> HeadLoss:
+    """Return ProphetNet's loss: the smoothed cross-entropy of each stream that predicts the labels, in fp32."""
+    config = model.config
+    further = () if config.disable_ngram_loss or config.ngram == 1 else ("logits_ngram",)
+    streams = config.ngram if further else 1
+
+    def count(labels: Tensor, batch: Batch) -> Tensor:
+        return streams * not_ignored(labels, batch)
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        logits = [outputs.logits, *(stream for name in further for stream in outputs[name].unbind(1))]
+        return sum(
+            F.cross_entropy(each.float().flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=config.eps)
+            for each in logits
+        )
+
+    term = LossTerm("labels", count, total)
+    return HeadLoss(term, decoder_inputs=shift_right(model) if config.is_encoder_decoder else None)
+
+
 def language_of_images(model: nn.Module) -> HeadLoss:
     """Return BLIP-2's loss: that of its language model, whose logits it returns."""
     if model.config.use_decoder_only_language_model:

@@ -200,17 +200,16 @@ class StagePartitioner:
                 return {self._stage_of(max(start - 1, 0))}
             if self._is_below(name, layout.last):
                 return {self._stage_of(end)}
-        if any(name == head or name.startswith(f"{head}.") for head in self._head):
+        if _is_in(name, self._head):
             return {self.manager.num_stages - 1}
+        for end, layout in zip(self.starts[1:], self.lists, strict=True):
+            if self._is_below(name, layout.finished_towers):  # later stages have the tower's output instead
+                return {stage for stage, held in enumerate(self.ranges) if held.start < end}
         return set(range(self.manager.num_stages))
 
     def unassigned(self) -> list[str]:
         """Return modules with parameters, and single parameters, of the base model that the layout does not name."""
-        named = [
-            path
-            for each in self.lists
-            for path in (each.layers, *each.sublayer_lists, *each.first, *each.every, *each.last)
-        ]
+        named = [path for e in self.lists for path in (e.layers, *e.sublayer_lists, *e.first, *e.every, *e.last)]
         return sorted(
             {
                 name.rpartition(".")[0] or name

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -16,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from zoo_tests.docs.pages import rows_of
 from zoo_tests.examples.scripts import REPOSITORY
 from zoo_tests.harness.ranks import run_on_ranks
 
-_TRAINER = ("--use_cpu", "True", "--disable_tqdm", "True", "--logging_steps", "1", "--max_steps")
+_TRAINER = ("--disable_tqdm", "True", "--logging_steps", "1", "--max_steps")
 _PLAIN = ("--steps",)
 # Example -> (the way to say the steps, more options, options of the layout, those of the layout that goes on)
 JOBS = {
@@ -80,3 +82,19 @@ def test_a_job_trains_and_goes_on_in_another_layout(name: str, tmp_path: Path) -
     else:
         assert len(_losses(tmp_path / "out")) >= 3
     assert list((tmp_path / "out").glob("*.safetensors")), "the result opens plainly"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_page_of_jobs_has_the_commands_of_the_scripts(name: str) -> None:
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    [block] = [text for text in page.split("```") if f"cd examples/{name}\n" in text]
+    lines = (REPOSITORY / "examples" / name / "train.py").read_text(encoding="utf-8").partition("\n\n")[2].splitlines()
+    commands = {line.partition("  #")[0].strip() for line in lines if line.strip().startswith("booster run")}
+    assert len(commands) == 2
+    assert {line for line in block.splitlines() if line.startswith("booster run")} == commands
+
+
+def test_the_page_of_jobs_names_the_layouts_that_are_tested() -> None:
+    rows = rows_of(REPOSITORY / "docs" / "recipes.md", "Job")
+    said = [re.findall(r"`([^`]+)`", tested) for _, _, tested in rows]
+    assert said == [[" ".join(layout) for layout in layouts if layout] for _, _, *layouts in JOBS.values()]

@@ -1,11 +1,13 @@
 """The support matrix: what the tests of this run have proved, family by family.
 
-`pytest zoo_tests/parity --write-support` writes the page from what passed; a run of the whole directory fails when the
-committed page says anything else. A cell that no test proved reads "no".
+`pytest zoo_tests/parity --write-support` writes the page from what passed; a run of a part of the directory (`-k`)
+writes the rows of the families that it trained. A run of the whole directory fails when the committed page says
+anything else. A cell that no test proved reads "no".
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from zoo_tests.harness.case import Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "support.md"
+_ROW = re.compile(r"\| \w+ \| (yes|no) ")
 _PROOF = "proof"  # the property of a report that travels from the process of the test
 FEATURES = (
     "tensor parallel",
@@ -61,8 +64,8 @@ class SupportMatrix:
             self.proved[family].update(features)
             self.heads[family].add(model_class)
 
-    def page(self) -> str:
-        """The page that this run proves."""
+    def page(self, other_rows: str = "") -> str:
+        """The page that this run proves, with the rows of the families that it did not train from another page."""
         lines = [
             "# What is supported, family by family",
             "",
@@ -73,17 +76,18 @@ class SupportMatrix:
             f"| Family | {' | '.join(FEATURES)} |",
             "|---" * (len(FEATURES) + 1) + "|",
         ]
-        for family in sorted(self.proved):
+        rows = {line.split()[1]: line for line in other_rows.splitlines() if _ROW.match(line)}
+        for family in self.proved:
             cells = ["yes" if feature in self.proved[family] else "no" for feature in FEATURES[:-1]]
-            lines.append(f"| {family} | {' | '.join(cells)} | {len(self.heads[family])} |")
-        return "\n".join(lines) + "\n"
+            rows[family] = f"| {family} | {' | '.join(cells)} | {len(self.heads[family])} |"
+        return "\n".join([*lines, *(rows[family] for family in sorted(rows))]) + "\n"
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.is_worker:
             return
         committed = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
         if self.write:
-            PAGE.write_text(self.page(), encoding="utf-8")
+            PAGE.write_text(self.page("" if self._ran_everything(session) else committed), encoding="utf-8")
         elif self._ran_everything(session) and not self.failed and committed != self.page():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -26,6 +26,7 @@ _DROPOUT = {
     "beit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
     "swinv2": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.5},
     "cpmant": {"dropout_p": 0.1},
+    "prophetnet": {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
     "electra": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     "ernie": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     "distilbert": {"dropout": 0.1, "attention_dropout": 0.1},
@@ -42,7 +43,13 @@ def _modes(family: str) -> tuple[bool, ...]:
 
 
 def _case(family: str, layout: str, *, sp: bool = False, **options: Any) -> Case:
-    recipe = Recipe(family=family, head=FAMILIES[family].main_head, config=tuple(_DROPOUT[family].items()))
+    zoo_family = FAMILIES[family]
+    recipe = Recipe(
+        family=family,
+        head=zoo_family.main_head,
+        precision=zoo_family.precision,
+        config=tuple(_DROPOUT[family].items()),
+    )
     return Case(recipe=recipe, layout=layout, sequence_parallel=sp, options=tuple(options.items()))
 
 
@@ -82,6 +89,7 @@ def test_the_same_seed_gives_the_same_numbers(family: str, layout: str, sp: bool
         pytest.param("beit", True, marks=pytest.mark.slow),
         pytest.param("swinv2", False, marks=pytest.mark.slow),
         pytest.param("cpmant", False, marks=pytest.mark.slow),
+        pytest.param("prophetnet", False, marks=pytest.mark.slow),
         *[pytest.param(family, sp, marks=pytest.mark.slow) for family in _ENCODERS for sp in _modes(family)],
     ],
 )

@@ -97,6 +97,43 @@ WHISPER = Family(
     attention_output="encoder.layers.0.self_attn.out_proj",
 )
 
+# Streams that each predict another of the next tokens, a smoothed loss in fp32, attention with a mask for every head.
+PROPHETNET = Family(
+    config_class="ProphetNetConfig",
+    config={
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "num_encoder_layers": 3,
+        "num_decoder_layers": 4,
+        "num_encoder_attention_heads": 4,
+        "num_decoder_attention_heads": 4,
+        "encoder_ffn_dim": 83,
+        "decoder_ffn_dim": 70,
+        "max_position_embeddings": 40,
+        "num_buckets": 8,
+        "relative_max_distance": 16,
+        "use_cache": False,  # its cache has as many layers as the encoder
+        "ngram": 3,
+        "eps": 0.1,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "pad_token_id": PAD_TOKEN,
+        "bos_token_id": 2,
+        "eos_token_id": _EOS,
+        "decoder_start_token_id": PAD_TOKEN,
+    },
+    heads={
+        "generation": Head("ProphetNetForConditionalGeneration", target_tokens),
+        "causal_lm": Head("ProphetNetForCausalLM", of_tokens()),
+    },
+    inputs=_with_one_end,
+    attention_output="encoder.layers.0.self_attn.out_proj",
+    attention_by_hand=True,
+    precision="fp32",
+    sequence_parallel=False,
+)
+
 FAMILIES = {
     "bart": _like_bart("Bart", "generation", "sequence", "question_answering", "causal_lm", "bare"),
     "mbart": _like_bart(
@@ -112,4 +149,5 @@ FAMILIES = {
     "marian": _like_bart("Marian", "translation", "causal_lm", "bare"),
     "m2m_100": _like_bart("M2M100", "generation", "bare"),
     "whisper": WHISPER,
+    "prophetnet": PROPHETNET,
 }

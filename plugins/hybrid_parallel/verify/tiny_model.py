@@ -27,7 +27,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_atte
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "word_embed_proj_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers")
-_ALL_LAYERS = (*_LAYERS, "decoder_layers", "encoder_num_layers", "decoder_num_layers")
+_ALL_LAYERS = (*_LAYERS, "num_encoder_layers", "decoder_layers", "encoder_num_layers", "decoder_num_layers")
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "ffn_hidden_size"), 48),

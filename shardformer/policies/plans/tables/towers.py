@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardformer.loss.text import masked_lm
+from shardformer.loss.text import masked_lm, streams_of_tokens
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED
-from shardformer.stages.stage import Received, ReceivedUnpadded
+from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded
 
 _TOWERS = ("encoder.layers", "decoder.layers")
 _ATTENTIONS = ("self_attn", "encoder_attn", "cross_attention")
@@ -70,6 +70,23 @@ PLANS = {
         towers=_TOWERS,
         first={"encoder.embed_tokens": ReceivedUnpadded},
         carried_inputs=("global_hidden_states",),
+    ),
+    # Attention is replicated: its masks have an entry for every head. A decoder layer runs on several streams, each as
+    # long as the token ids.
+    "prophetnet": DeclaredPlan(
+        {
+            "feed_forward.intermediate": "colwise",
+            "feed_forward.output": "rowwise",
+            "feed_forward": "activation_dropout",
+        },
+        towers=_TOWERS,
+        first={
+            "decoder.word_embeddings": ReceivedUnpadded,
+            "decoder.embeddings_layer_norm": IdentityPlaceholder,  # registered after the layers
+        },
+        every=("position_embeddings", "ngram_embeddings"),
+        whole_logits=True,
+        head_losses=dict.fromkeys(("ProphetNetForConditionalGeneration", "ProphetNetForCausalLM"), streams_of_tokens),
     ),
     "seamless_m4t": _SEAMLESS,
     "seamless_m4t_v2": _SEAMLESS,
