@@ -23,7 +23,13 @@ from booster.integrations.fused_head import WithoutAdapters
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.trainer_accelerator import TrainerAccelerator
-from booster.integrations.trainer_arguments import check_arguments, check_datasets, check_job
+from booster.integrations.trainer_arguments import (
+    check_arguments,
+    check_datasets,
+    check_job,
+    check_model,
+    check_version,
+)
 from booster.integrations.trainer_checkpoints import TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
 from booster.launch import launch_from_torch
@@ -40,10 +46,12 @@ def boosted(trainer_class: type) -> type:
             `SFTTrainer`, or one of your own.
 
     Raises:
-        ConfigurationError: if it does not derive from `Trainer`.
+        ConfigurationError: if it does not derive from `Trainer`, or transformers is too old.
     """
+    import transformers
     from transformers import Trainer
 
+    check_version(transformers.__version__)
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ConfigurationError(
             f"boosted() got {trainer_class!r}, which does not derive from transformers.Trainer; give the class, as in "
@@ -72,6 +80,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         self.plugin = plugin
         super().__init__(*args, **kwargs)
         self._take_loss_functions()
+        check_model(self.model)
         check_datasets(self)
 
     # ----- the accelerator -----
@@ -90,6 +99,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options = super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
         options.pop("dynamo_plugin", None)
+        options.pop("kwargs_handlers", None)  # of DistributedDataParallel, which wraps no boosted model
         self._accelerator_options = {name: value for name, value in options.items() if value is not None}
         return options
 
@@ -151,7 +161,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of this replica's batches, whose position checkpoints hold."""
-        self._train_loader = super().get_train_dataloader()
+        self._train_loader = self.accelerator.prepare(super().get_train_dataloader())
         return self._train_loader
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
