@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import Any
 
 import torch.distributed as dist
@@ -130,18 +129,4 @@ def check_model(model: Any) -> None:
     if getattr(getattr(model, "config", None), "return_dict", True) is False:
         raise ConfigurationError(
             "model.config.return_dict=False: a boosted Trainer reads the loss by its name; set it to True"
-        )
-
-
-def check_datasets(trainer: Any) -> None:
-    """Refuse a training dataset without length if nothing else says when training ends.
-
-    Raises:
-        ConfigurationError: if `max_steps` is missing.
-    """
-    data, args = trainer.train_dataset, trainer.args
-    if data is not None and not isinstance(data, Sized) and args.max_steps <= 0:
-        raise ConfigurationError(
-            f"train_dataset={type(data).__name__} has no length, so that num_train_epochs={args.num_train_epochs} says "
-            "not when training ends; set max_steps in TrainingArguments"
         )

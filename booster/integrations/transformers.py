@@ -25,7 +25,6 @@ from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.trainer_accelerator import TrainerAccelerator
 from booster.integrations.trainer_arguments import (
     check_arguments,
-    check_datasets,
     check_job,
     check_model,
     check_version,
@@ -81,7 +80,6 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         super().__init__(*args, **kwargs)
         self._take_loss_functions()
         check_model(self.model)
-        check_datasets(self)
 
     # ----- the accelerator -----
 

@@ -7,6 +7,7 @@ samples of all lengths, the odd sizes and the short last batch are the point: a 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -357,6 +358,8 @@ def as_a_new_process() -> None:
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        # Workers of loaders are processes, which daemons such as the pool's ranks may not start.
+        multiprocessing.current_process()._config["daemon"] = False
 
 
 class Notes(TrainerCallback):
@@ -369,7 +372,7 @@ class Notes(TrainerCallback):
         model, optimizer = objects["model"], objects["optimizer"]
         rate = optimizer.param_groups[0]["lr"]
         self.found.append((state.global_step, model.config.vocab_size, model.num_parameters(), rate))
-        self.found.append((objects["lr_scheduler"].last_epoch, type(objects["train_dataloader"].dataset).__name__))
+        self.found.append((objects["lr_scheduler"].last_epoch, objects["train_dataloader"] is not None))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **objects: Any) -> None:
         self.found.append((state.global_step, sorted(metrics), len(objects["eval_dataloader"].dataset)))
