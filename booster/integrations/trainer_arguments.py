@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.utils import parse_flag_from_env
+from packaging.version import Version
+from transformers.debug_utils import DebugOption
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin
@@ -20,23 +22,41 @@ _OTHER_WAYS = {
     "HybridParallelPlugin(compile_layers=True)",
     "auto_find_batch_size": "one rank that runs out of memory would leave the others waiting; set "
     "per_device_train_batch_size",
-    "neftune_noise_alpha": "its noise is added by a hook of the embedding, which a layout cuts; leave it out",
+    "neftune_noise_alpha": "its noise is added by a hook of the embedding, which a layout cuts; add the noise in your "
+    "data collator, or leave it out",
+    "enable_jit_checkpoint": "each rank would save at its own signal, and wait for the others; use save_steps, and "
+    "resume_from_checkpoint after a restart",
     "use_liger_kernel": "its kernels replace modules that a layout cuts; use "
     "HybridParallelPlugin(enable_all_optimization=True)",
     "fp16_full_eval": "a boosted model keeps the precision of its weights; use HybridParallelPlugin(precision='fp16')",
     "bf16_full_eval": "a boosted model keeps the precision of its weights; use HybridParallelPlugin(precision='bf16')",
 }
-_SAMPLING: dict[str, Callable[[Any], Any]] = {
-    "batch_rebalance": lambda args: getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-}
+_OLDEST = "5.17"
+
+
+def check_version(found: str) -> None:
+    """Refuse a release of transformers whose Trainer calls other methods.
+
+    Raises:
+        ConfigurationError: the version, and the oldest that would do.
+    """
+    if Version(found) < Version(_OLDEST):
+        raise ConfigurationError(
+            f"transformers {found} is too old for booster.integrations.transformers; install transformers>={_OLDEST}"
+        )
 
 
 def check_job(args: Any) -> None:
     """Refuse arguments that count other processes than the process group does.
 
     Raises:
-        ConfigurationError: if the ranks were started without torchrun's environment variables.
+        ConfigurationError: if the ranks were started without torchrun's environment variables, or for another engine.
     """
+    for name, variable in (("FSDP", "ACCELERATE_USE_FSDP"), ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED")):
+        if parse_flag_from_env(variable):
+            raise ConfigurationError(
+                f"{variable} asks for {name}, another engine; start the script by `booster run` or torchrun"
+            )
     world_size = dist.get_world_size()
     if args.world_size != world_size:
         raise ConfigurationError(
@@ -55,7 +75,28 @@ def check_arguments(args: Any, plugin: Plugin) -> None:
         value = getattr(args, name, None)
         if value:
             raise ConfigurationError(f"TrainingArguments({name}={value!r}): {reason}")
-    precision = getattr(plugin, "precision", "fp32")
+    _check_precision(args, getattr(plugin, "precision", "fp32"))
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        raise ConfigurationError(
+            "TrainingArguments(debug='underflow_overflow') hooks modules that a layout replaces; use "
+            "HybridParallelPlugin(debug=True)"
+        )
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        raise ConfigurationError(
+            "TrainingArguments(train_sampling_strategy='batch_rebalance') balances batches by rank, which a boosted "
+            "loader does by replica; use 'random' or 'group_by_length'"
+        )
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(args.accelerator_config, name, None):
+            raise ConfigurationError(
+                f"TrainingArguments(accelerator_config={{{name!r}: True}}) shares batches out in another way than a "
+                "boosted loader; leave it out"
+            )
+    if plugin.dp_size > 1:
+        _check_replicas(args, plugin.dp_size)
+
+
+def _check_precision(args: Any, precision: str) -> None:
     if args.fp16 and precision != "fp16":
         raise ConfigurationError(
             f"TrainingArguments(fp16=True) with the plugin's precision {precision!r}: the plugin scales the loss; use "
@@ -63,34 +104,29 @@ def check_arguments(args: Any, plugin: Plugin) -> None:
         )
     if args.bf16 and precision == "fp16":
         raise ConfigurationError("TrainingArguments(bf16=True) with HybridParallelPlugin(precision='fp16'); choose one")
-    if args.average_tokens_across_devices is False and plugin.dp_size > 1:
+
+
+def _check_replicas(args: Any, dp_size: int) -> None:
+    """Refuse what depends on how many replicas there are."""
+    if args.average_tokens_across_devices is False:
         raise ConfigurationError(
-            f"TrainingArguments(average_tokens_across_devices=False) takes a mean of {plugin.dp_size} replicas' means, "
-            "which depends on the layout; leave it out"
+            f"TrainingArguments(average_tokens_across_devices=False) takes a mean of {dp_size} replicas' means, which "
+            "depends on the layout; leave it out"
         )
-    for name, is_asked in _SAMPLING.items():
-        if is_asked(args):
-            raise ConfigurationError(
-                f"TrainingArguments(train_sampling_strategy={name!r}) balances batches by rank, which a boosted loader "
-                "does by replica; use 'random' or 'group_by_length'"
-            )
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(args.accelerator_config, name, None):
-            raise ConfigurationError(
-                f"accelerator_config={{{name!r}: True}} shares batches out in another way than a boosted loader; leave "
-                "it out"
-            )
+    if args.eval_use_gather_object:
+        raise ConfigurationError(
+            f"TrainingArguments(eval_use_gather_object=True) would send pickles between {dp_size} replicas; return "
+            "tensors from prediction_step, or evaluate with dp_size=1"
+        )
 
 
-def check_datasets(trainer: Any) -> None:
-    """Refuse a training dataset without length if nothing else says when training ends.
+def check_model(model: Any) -> None:
+    """Refuse a model whose outputs do not tell which one is the loss.
 
     Raises:
-        ConfigurationError: if `max_steps` is missing.
+        ConfigurationError: if it returns tuples.
     """
-    data, args = trainer.train_dataset, trainer.args
-    if data is not None and not isinstance(data, Sized) and args.max_steps <= 0:
+    if getattr(getattr(model, "config", None), "return_dict", True) is False:
         raise ConfigurationError(
-            f"train_dataset={type(data).__name__} has no length, so that num_train_epochs={args.num_train_epochs} says "
-            "not when training ends; set max_steps in TrainingArguments"
+            "model.config.return_dict=False: a boosted Trainer reads the loss by its name; set it to True"
         )

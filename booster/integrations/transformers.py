@@ -22,7 +22,12 @@ from booster.errors import ConfigurationError
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.trainer_accelerator import TrainerAccelerator
-from booster.integrations.trainer_arguments import check_arguments, check_datasets, check_job
+from booster.integrations.trainer_arguments import (
+    check_arguments,
+    check_job,
+    check_model,
+    check_version,
+)
 from booster.integrations.trainer_checkpoints import TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
 from booster.integrations.trl_trainers import trl_mixins
@@ -40,10 +45,13 @@ def boosted(trainer_class: type) -> type:
             `SFTTrainer`, or one of your own.
 
     Raises:
-        ConfigurationError: if it does not derive from `Trainer`, or is one of TRL's that holds under no layout.
+        ConfigurationError: if it does not derive from `Trainer`, is one of TRL's that holds under no layout, or
+            transformers is too old.
     """
+    import transformers
     from transformers import Trainer
 
+    check_version(transformers.__version__)
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ConfigurationError(
             f"boosted() got {trainer_class!r}, which does not derive from transformers.Trainer; give the class, as in "
@@ -73,7 +81,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         self.plugin = plugin
         super().__init__(*args, **kwargs)
         self._take_loss_functions()
-        check_datasets(self)
+        check_model(self.model)
 
     # ----- the accelerator -----
 
@@ -150,7 +158,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of this replica's batches, whose position checkpoints hold."""
-        self._train_loader = super().get_train_dataloader()
+        self._train_loader = self.accelerator.prepare(super().get_train_dataloader())
         return self._train_loader
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

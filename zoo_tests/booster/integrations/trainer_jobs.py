@@ -7,6 +7,7 @@ samples of all lengths, the odd sizes and the short last batch are the point: a 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +68,11 @@ def bert(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
         attention_probs_dropout_prob=0.0,
     )
     return BertForSequenceClassification(config).to(dtype)
+
+
+def new_bert() -> PreTrainedModel:
+    """`bert`, as `model_init` wants it."""
+    return bert()
 
 
 def t5(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -161,6 +167,20 @@ def accuracy(prediction: Any) -> dict[str, float]:
     found, labels = prediction.predictions.argmax(-1), prediction.label_ids
     order = sum(index * value for index, value in enumerate(prediction.predictions[:, 0].tolist()))
     return {"accuracy": float((found == labels).mean()), "order": order, "count": len(labels)}
+
+
+def running_count(prediction: Any, compute_result: bool) -> dict[str, float]:
+    """Metrics that are called for each batch: those of the last one, and whether it is the last."""
+    found, labels = torch.as_tensor(prediction.predictions).argmax(-1), torch.as_tensor(prediction.label_ids)
+    losses = float(torch.as_tensor(prediction.losses).mean())
+    return {"right": float((found == labels).sum()), "rows": len(labels), "last": float(compute_result), "own": losses}
+
+
+def inputs_too(prediction: Any) -> dict[str, float]:
+    """Metrics that read what the model was given."""
+    words = prediction.inputs
+    order = sum((row + 1) * int(token) for row, line in enumerate(words) for token in line if token > 0)
+    return {**accuracy(prediction), "words": float(order)}
 
 
 def overlap(prediction: Any) -> dict[str, float]:
@@ -277,6 +297,8 @@ def as_a_new_process() -> None:
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        # Workers of loaders are processes, which daemons such as the pool's ranks may not start.
+        multiprocessing.current_process()._config["daemon"] = False
 
 
 class Notes(TrainerCallback):
@@ -289,7 +311,7 @@ class Notes(TrainerCallback):
         model, optimizer = objects["model"], objects["optimizer"]
         rate = optimizer.param_groups[0]["lr"]
         self.found.append((state.global_step, model.config.vocab_size, model.num_parameters(), rate))
-        self.found.append((objects["lr_scheduler"].last_epoch, len(objects["train_dataloader"].dataset)))
+        self.found.append((objects["lr_scheduler"].last_epoch, objects["train_dataloader"] is not None))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **objects: Any) -> None:
         self.found.append((state.global_step, sorted(metrics), len(objects["eval_dataloader"].dataset)))
