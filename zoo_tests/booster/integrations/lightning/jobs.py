@@ -13,7 +13,8 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
@@ -240,9 +241,15 @@ def fitted(
     Returns:
         What was logged, the final weights, and the sum over samples that a metric has counted.
     """
-    history, module = History(), Job(**(job or {}))
+    given = dict(job or {})
+    history, module = History(), JOBS[given.pop("kind", "automatic")](**given)
     model = module.hparams.model
-    made = trainer(folder, layout, (history,), **{"max_epochs": 2, "gradient_clip_val": 0.7, **options})
+    made = trainer(
+        folder,
+        layout,
+        (history,),
+        **{"max_epochs": 2, "gradient_clip_val": None if module.automatic_optimization is False else 0.7, **options},
+    )
     torch.manual_seed(11)
     made.fit(
         module,
@@ -268,3 +275,63 @@ def worst_difference(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, f
     ]
     weights = [float((ours["weights"][name] - each).abs().max()) for name, each in plain["weights"].items()]
     return {"logs": max(logs), "weights": max(weights)}
+
+
+class ManualJob(Job):
+    """Manual optimization, which accumulates over two batches."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        loss = self.loss_of(batch)
+        self.manual_backward(loss / 2)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        return loss
+
+
+JOBS = {"automatic": Job, "manual": ManualJob}
+
+
+def watched(folder: str, layout: str | None) -> dict[str, Any]:
+    """Fit with callbacks and a logger that write; then test and predict with the best checkpoint."""
+    stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
+    best = ModelCheckpoint(
+        Path(folder) / "kept", "{step}-{val_loss:.3f}", monitor="val_loss", save_top_k=1, save_last=True
+    )
+    rate = LearningRateMonitor("step")
+    module = Job()
+    logger = CSVLogger(folder, name="log", version="0")
+    made = trainer(folder, layout, (stop, best, rate), max_epochs=6, logger=logger)
+    torch.manual_seed(11)
+    made.fit(module, loader(samples("bert", 18), layout, shuffle=True), loader(samples("bert", 7, 1), layout))
+    tested = made.test(module, loader(samples("bert", 9, 2), layout), ckpt_path="best", verbose=False)
+    predicted = made.predict(module, loader(samples("bert", 8, 2), layout))
+    return {
+        "best": Path(best.best_model_path).name,
+        "score": float(best.best_model_score),
+        "stopped": (stop.stopped_epoch, made.current_epoch),
+        "kept": sorted(path.name for path in (Path(folder) / "kept").iterdir()),
+        "tested": tested,
+        "predicted": torch.cat(predicted).tolist(),
+        "log": (Path(folder) / "log" / "0" / "metrics.csv").read_text(),
+    }
+
+
+def continued(folder: str, layout: str | None, steps: int, resume: str | None, save: str | None) -> dict[str, Any]:
+    """Fit to a number of steps, from a checkpoint or from the start; save a checkpoint at the end."""
+    history, module = History(), Job()
+    made = trainer(folder, layout, (history,), max_steps=steps, max_epochs=9)
+    torch.manual_seed(11)
+    data = loader(samples("bert", 19), layout, shuffle=True)
+    made.fit(module, data, ckpt_path=resume and str(Path(folder) / resume))
+    if save:
+        made.save_checkpoint(Path(folder) / save)
+    return {"logs": history.logs, "weights": weights_of(made, module, Path(folder) / f"final-{layout}"), "seen": 0}
