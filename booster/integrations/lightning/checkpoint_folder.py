@@ -12,6 +12,7 @@ from torch import nn
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.lightning.optimizers import boosted_in
 
 _STATE, _FILE, _FURTHER = "booster", "lightning.ckpt", "optimizer_{}"
 
@@ -39,7 +40,7 @@ class CheckpointFolder:
             optimizers: boosted optimizers of the model.
             rest: what Lightning saves; a value for each key.
         """
-        final = _local(path)
+        final, optimizers = _local(path), [boosted_in(each) for each in optimizers]
         made = final.with_name(f".{final.name}.unfinished")
         if self.writes:
             shutil.rmtree(made, ignore_errors=True)
@@ -78,7 +79,7 @@ class CheckpointFolder:
         Raises:
             ConfigurationError: if the checkpoint has none, or that of another model.
         """
-        folder = _local(path)
+        folder, optimizers = _local(path), [boosted_in(each) for each in optimizers]
         if model is None and not optimizers:
             return
         objects = {} if model is None else {"model": model}

@@ -17,6 +17,7 @@ from booster.booster import Booster
 from booster.errors import ConfigurationError
 from booster.integrations.lightning.checkpoint_folder import CheckpointFolder
 from booster.integrations.lightning.job import JobMethods
+from booster.integrations.lightning.optimizers import boosted_in
 from booster.integrations.lightning.placement import boost_inside, boosted_inside, count_replicas
 from booster.integrations.lightning.precision import autocasts, check_precision
 from booster.wrappers import ModelWrapper, OptimizerWrapper
@@ -99,7 +100,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
         self.shares.weigh_gradients()
         model = None if module is None else boosted_inside(module)
         own = None if model is None else next(iter(getattr(model, "optimizers", ())), None)
-        self.booster.backward(tensor, own or self._set_up[0])
+        self.booster.backward(tensor, own or boosted_in(self._set_up[0]))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the closure if there is one, with forward and backward pass, and step."""

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.lightning.optimizers import NamedOptimizer
 from booster.integrations.lightning.shares import ReplicaShares
 from booster.wrappers import ModelWrapper
 
@@ -76,6 +77,7 @@ def boost_inside(
                 f"{'' if name is None else f', self.{name}'}; give it the parameters of that model alone"
             )
     boosted, *made = booster.boost(model, *optimizers) if optimizers else (booster.boost(model),)
+    made = [NamedOptimizer.of(each) for each in made]
     shares.attach(boosted)
     if name is None:
         return boosted, made

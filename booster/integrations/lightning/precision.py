@@ -11,6 +11,7 @@ from lightning.pytorch import plugins as trainer_plugins
 from torch.optim import Optimizer
 
 from booster.errors import ConfigurationError
+from booster.integrations.lightning.optimizers import boosted_in
 from booster.plugin import Plugin
 
 _DEFAULT, _AUTOCAST = "32-true", "bf16-mixed"
@@ -53,11 +54,11 @@ class BoostedPrecision(trainer_plugins.Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the norm of the gradients over all ranks."""
-        inside(optimizer).clip_grad_norm_(clip_val)
+        boosted_in(optimizer).clip_grad_norm_(clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the gradients."""
-        inside(optimizer).clip_grad_value_(clip_val)
+        boosted_in(optimizer).clip_grad_value_(clip_val)
 
 
 def check_precision(given: Any, plugin: Plugin) -> None:
@@ -92,8 +93,3 @@ def check_precision(given: Any, plugin: Plugin) -> None:
 def autocasts(given: Any, plugin: Plugin) -> bool:
     """Return whether steps run under autocast: the plugin keeps the weights in fp32."""
     return given.precision == _AUTOCAST and getattr(plugin, "precision", "fp32") == "fp32"
-
-
-def inside(optimizer: Any) -> Any:
-    """Return the boosted optimizer inside the wrapper of Trainer or Fabric."""
-    return getattr(optimizer, "_optimizer", optimizer)

@@ -17,8 +17,8 @@ from booster.errors import ConfigurationError
 from booster.integrations.lightning.checkpoint_folder import CheckpointFolder
 from booster.integrations.lightning.checks import check_callbacks, check_module, check_predictions
 from booster.integrations.lightning.job import JobMethods
+from booster.integrations.lightning.optimizers import boosted_in
 from booster.integrations.lightning.placement import boost_inside, boosted_inside, count_replicas, without_model
-from booster.integrations.lightning.precision import inside
 
 
 class TrainerMethods(JobMethods, ParallelStrategy):
@@ -76,7 +76,7 @@ class TrainerMethods(JobMethods, ParallelStrategy):
                 "configure_optimizers() returned no optimizer, without which a boosted model has no gradients; return "
                 "one, or call trainer.validate()"
             )
-        self._optimizers = [inside(each) for each in optimizers]
+        self._optimizers = [boosted_in(each) for each in optimizers]
 
     def model_to_device(self) -> None:
         """Move what the LightningModule holds next to the model, which is in place."""
@@ -129,7 +129,7 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         module, plugin = self.lightning_module, self.precision_plugin
         loss = plugin.pre_backward(closure_loss, module)
         self.shares.weigh_gradients()
-        self.booster.backward(loss, self.optimizers[0] if optimizer is None else inside(optimizer))
+        self.booster.backward(loss, boosted_in(self.optimizers[0] if optimizer is None else optimizer))
         return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
