@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster.cli import main
+from booster.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
-from importlib.util import find_spec, module_from_spec
+from importlib.util import LazyLoader, find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +20,10 @@ from typing import Any
 _PLACE = Path(__file__).resolve().parents[1]
 
 
-def _import_from_here(name: str) -> ModuleType:
-    """Import a package that is installed next to this one, under its own name.
+def import_from_here(name: str) -> ModuleType:
+    """Import a package that is installed next to this one, under its own name; it runs when it is first used.
+
+    So the `booster` command shows help and versions without torch, whose import takes seconds.
 
     Raises:
         ImportError: another package of that name was imported before, or there is none next to this one.
@@ -41,28 +43,25 @@ def _import_from_here(name: str) -> ModuleType:
     spec = PathFinder.find_spec(name, [str(own)])
     if spec is None or spec.loader is None:
         raise ImportError(f"{own / last} does not exist; install hybrid-booster anew", name=name)
+    spec.loader = LazyLoader(spec.loader)
     module = sys.modules[name] = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    spec.loader.exec_module(module)
     return module
 
 
-def _attach(module: ModuleType) -> None:
+def _attach(module: ModuleType, dotted: str) -> None:
     """Set `plugins.hybrid_parallel` as an attribute of `plugins`, if `plugins` is a namespace package."""
-    parent, _, name = module.__name__.rpartition(".")
+    parent, _, name = dotted.rpartition(".")
     with suppress(ValueError):  # a module without a spec is in sys.modules
         spec = find_spec(parent)
         if spec is not None and spec.origin is None:
             setattr(import_module(parent), name, module)
 
 
-shardformer, booster = _import_from_here("shardformer"), _import_from_here("booster")
+shardformer, booster = import_from_here("shardformer"), import_from_here("booster")
 # Only our part of `plugins`: it is a namespace package that other distributions share, or a foreign package.
-_plugin = _import_from_here("plugins.hybrid_parallel")
-_attach(_plugin)
+_plugin = import_from_here("plugins.hybrid_parallel")
+_attach(_plugin, "plugins.hybrid_parallel")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from booster.cli import main
+import sys
+from collections.abc import Sequence
 
-__all__ = ["main"]
+from hybrid_booster import import_from_here
+
+# Without its parent, which would import torch.
+import_from_here("booster.cli")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the command's code."""
+    from booster.cli.front import answer, needs_no_torch
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if needs_no_torch(given):
+        sys.exit(answer(given))
+    from booster.cli.main import main as run_command
+
+    run_command(given)

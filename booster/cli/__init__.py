@@ -1,5 +1,5 @@
-"""The `booster` command."""
+"""The `booster` command.
 
-from booster.cli.main import main
-
-__all__ = ["main"]
+Help, versions and copies of examples need the standard library alone: `front`, `init` and `command_parser` import
+nothing else, so that they answer before torch could be imported.
+"""

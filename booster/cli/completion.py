@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from booster.cli import front
+from booster.cli.command_parser import CommandParser
 from booster.cli.main import load_command
 from booster.errors import ConfigurationError
-from booster_cli import front
-from booster_cli.command_parser import CommandParser
 
 SHELLS = ("bash", "zsh")
 

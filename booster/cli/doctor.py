@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
+from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.launch import place_from_environment
-from booster_cli.command_parser import CommandParser, prints_json, write_json
 
 ENTRY_POINT_GROUP = "booster.checks"
 _REQUIRED = ("torch", "transformers", "accelerate", "safetensors")

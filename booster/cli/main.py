@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from booster.cli.command_parser import USAGE_ERROR
+from booster.cli.front import ENTRY_POINT_GROUP, answer, commands, needs_no_torch
 from booster.errors import ConfigurationError
 from booster.extensions import load_extension
-from booster_cli.command_parser import USAGE_ERROR
-from booster_cli.front import ENTRY_POINT_GROUP, answer, commands, needs_no_torch
 
 _INTERRUPTED = 130
 Command = Callable[[list[str]], int]

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from booster.cli.command_parser import HelpFormatter, epilog
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import REPORT_VARIABLE
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
 from booster.profiling.report import JobProfile
 from booster.shadows import hidden_beside
-from booster_cli.command_parser import HelpFormatter, epilog
 
 _PROG = "booster run"
 _EXAMPLE = "`booster run --nproc-per-node 4 script.py`"

@@ -16,19 +16,18 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIBRARY = ("shardformer", "booster", "plugins/hybrid_parallel", "hybrid_booster", "booster_cli")
+LIBRARY = ("shardformer", "booster", "plugins/hybrid_parallel", "hybrid_booster")
 ALL = (*LIBRARY, "examples", "benchmarks", "zoo_tests")
 # Package -> first names that it may import of what is ours.
 MAY_IMPORT = {
     "shardformer": {"shardformer"},
-    "booster": {"booster", "booster_cli", "shardformer"},
-    "booster_cli": {"booster_cli", "hybrid_booster"},  # the latter in the function that hands a command on
-    "plugins/hybrid_parallel": {"plugins", "booster", "booster_cli", "shardformer"},
+    "booster": {"booster", "shardformer"},
+    "plugins/hybrid_parallel": {"plugins", "booster", "shardformer"},
     "hybrid_booster": {"hybrid_booster", "plugins", "booster", "shardformer"},
     "examples": {"plugins", "booster", "shardformer"},
     "benchmarks": {"benchmarks", "plugins", "booster", "shardformer"},
 }
-OURS = {"shardformer", "booster", "booster_cli", "plugins", "hybrid_booster", "examples", "benchmarks", "zoo_tests"}
+OURS = {"shardformer", "booster", "plugins", "hybrid_booster", "examples", "benchmarks", "zoo_tests"}
 # Phrases that readers had to guess at -> what to write: instead of, next to, the same, deferred, sharded, nothing, ...
 NOT_PLAIN = (
     "in the place of",

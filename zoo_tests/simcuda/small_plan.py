@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from booster.cli import main
+from booster.cli.main import main
 from plugins.hybrid_parallel.planner import calibrate
 
 _native = calibrate._measure

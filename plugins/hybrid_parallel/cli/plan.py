@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
-from booster_cli.command_parser import CommandParser, prints_json, write_json
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
 from plugins.hybrid_parallel.cli.arguments import count
 from plugins.hybrid_parallel.cli.models import model_builder

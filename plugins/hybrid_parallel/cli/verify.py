@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
-from booster_cli.command_parser import CommandParser, prints_json, write_json
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places, refuse_without_pipeline
 from plugins.hybrid_parallel.cli.arguments import add_layout, count, layout_options
 from plugins.hybrid_parallel.cli.models import model_of

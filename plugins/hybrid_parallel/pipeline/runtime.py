@@ -29,7 +29,7 @@ from shardformer.stages.stage import run_stage
 
 
 class Root(Protocol):
-    """What the backward pass of a micro-batch starts from on the last stage, in the place of a loss (0-d)."""
+    """What the backward pass of a micro-batch starts from on the last stage, instead of a loss (0-d)."""
 
     requires_grad: bool
 
@@ -38,7 +38,7 @@ class Root(Protocol):
 
 
 class StageLoss(Protocol):
-    """A loss of what happens inside stages, beside that of the outputs."""
+    """A loss of what happens inside stages, next to that of the outputs."""
 
     def watching(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Return a context for the forward pass of a stage."""

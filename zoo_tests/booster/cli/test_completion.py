@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from booster_cli import front
+from booster.cli import front
 from zoo_tests.booster.cli.test_commands import outcome
 
 _CASES = [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from booster_cli.init import EXAMPLES, examples, script_of
+from booster.cli.init import EXAMPLES, examples, script_of
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.environment import REPOSITORY
 
@@ -94,4 +94,4 @@ def test_the_wheel_has_them(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (REPOSITORY / "examples").glob("*/*"):
         if path.suffix in (".py", ".md"):
-            assert f"booster_cli/examples/{path.parent.name}/{path.name}" in names
+            assert f"booster/cli/examples/{path.parent.name}/{path.name}" in names

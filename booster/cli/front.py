@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from booster_cli import init
-from booster_cli.command_parser import CommandParser, write_json
+from booster.cli.command_parser import CommandParser, write_json
+from booster.cli.init import main as copy_example
 
 ENTRY_POINT_GROUP = "booster.commands"
 # Command -> module with `main(arguments) -> exit code` and `parser()`, and its help line. The module is imported only
@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str | None, str]] = {
     "inspect": (None, "show who holds what of a model; a pipeline schedule, predicted or as it ran"),
     "verify": (None, "train a tiny model of the same class sharded and unsharded; show where they differ first"),
     "doctor": ("booster.cli.doctor", "show versions, devices, what is missing, and how fast ranks reach each other"),
-    "init": ("booster_cli.init", "copy an example into the current folder"),
+    "init": ("booster.cli.init", "copy an example into the current folder"),
     "completion": ("booster.cli.completion", "print the completion script of a shell"),
 }
 _EPILOG = """\
@@ -47,7 +47,7 @@ def answer(arguments: Sequence[str]) -> int:
     """Copy an example, print help or versions, or refuse a command that does not exist; return the exit code."""
     name = arguments[0] if arguments else ""
     if name == "init":
-        return init.main(arguments[1:])
+        return copy_example(arguments[1:])
     top = parser()
     if not name.startswith("-"):
         problem = f"command '{name}' does not exist" if name else "no command was given"

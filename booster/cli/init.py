@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from booster_cli.command_parser import CommandParser
+from booster.cli.command_parser import CommandParser
 
 EXAMPLES = Path(__file__).with_name("examples")  # in the repository, a link to its folder of examples
 _SCRIPTS = ("train.py", "finetune.py")  # the one that is run, in the order of preference
