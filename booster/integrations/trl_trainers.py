@@ -1,7 +1,7 @@
 """TRL's trainers on boosted models: what they take from a whole batch, their reference model, and what cannot hold.
 
 `boosted` puts `BoostedTRLTrainer` before the classes of TRL. What it relies on in TRL is listed, and tested, in
-`zoo_tests/booster/integrations/test_trl_upstream.py`.
+`zoo_tests/booster/integrations/test_upstream.py`.
 """
 
 from __future__ import annotations
