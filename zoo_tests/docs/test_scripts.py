@@ -30,7 +30,8 @@ def run_here(source: str, name: str, directory: str) -> None:
         with pytest.MonkeyPatch.context() as patched:
             for variable, value in _variables().items():
                 patched.setenv(variable, value)
-            patched.setattr(dist, "destroy_process_group", lambda group=None: None)  # the ranks run other scripts
+            if dist.is_initialized():  # the ranks of the pool run other scripts after this one
+                patched.setattr(dist, "destroy_process_group", lambda group=None: None)
             exec(compile(source, name, "exec"), {"__name__": "__main__"})
     finally:
         os.chdir(before)
