@@ -147,7 +147,8 @@ def _prepare(options: argparse.Namespace) -> None:
     """Set variables that torchrun would warn about, and silence its report on ranks that have reported themselves."""
     if options.nproc_per_node != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if ":" in options.nnodes:
+    least, _, most = options.nnodes.partition(":")
+    if most not in ("", least):  # torchrun's default is 1:1
         # With one store for all rounds, agents that join later wait for its address, which is told in the first alone.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "LOGLEVEL" not in os.environ:

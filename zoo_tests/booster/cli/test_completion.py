@@ -63,7 +63,7 @@ def _script(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Pat
     return file
 
 
-@pytest.mark.parametrize(("words", "found"), _CASES, ids=lambda value: " ".join(value))
+@pytest.mark.parametrize(("words", "found"), _CASES, ids=[" ".join(words) for words, _ in _CASES])
 def test_bash(
     words: list[str], found: set[str], scripts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

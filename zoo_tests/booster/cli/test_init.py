@@ -16,7 +16,9 @@ from booster.cli.init import EXAMPLES, examples, script_of
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.environment import REPOSITORY
 
-_ALL = sorted(path.name for path in (REPOSITORY / "examples").iterdir() if path.is_dir() and path.name[0] not in "._")
+_ALL = sorted(
+    path.parent.name for name in ("train.py", "finetune.py") for path in (REPOSITORY / "examples").glob(f"*/{name}")
+)
 
 
 def test_every_example_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
