@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.checkpoint_folder import CheckpointFolder
 from booster.integrations.lightning.job import JobMethods
 from booster.integrations.lightning.optimizers import boosted_in
 from booster.integrations.lightning.placement import boost_inside, boosted_inside, count_replicas
@@ -138,10 +137,6 @@ class FabricMethods(JobMethods, ParallelStrategy):
 
     # ----- files -----
 
-    @property
-    def _fabric_folder(self) -> CheckpointFolder:
-        return CheckpointFolder(self.booster, self.checkpoint_io, self.is_global_zero, self.barrier)
-
     def save_checkpoint(
         self,
         path: Any,
@@ -160,7 +155,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
             given = f"filter for {filtered[0]!r}" if filtered else "storage_options"
             raise ConfigurationError(f"fabric.save() got a {given}, and a boosted model is written whole; leave it out")
         converted = self._convert_stateful_objects_in_state(rest, dict(filter or {}))
-        self._fabric_folder.save(self.broadcast(str(path)), model, optimizers, converted)
+        self.checkpoint_folder.save(self.broadcast(str(path)), model, optimizers, converted)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -175,8 +170,8 @@ class FabricMethods(JobMethods, ParallelStrategy):
         """
         given = state if isinstance(state, dict) else {} if state is None else {"": state}
         model, optimizers, rest = _parts(given)
-        saved = self._fabric_folder.rest(path, weights_only)
-        self._fabric_folder.load(path, model, optimizers)
+        saved = self.checkpoint_folder.rest(path, weights_only)
+        self.checkpoint_folder.load(path, model, optimizers)
         missing = sorted(set(rest) - set(saved))
         if missing and strict:
             raise ConfigurationError(f"{path} has no {missing[0]!r}; it has {', '.join(sorted(saved))}")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.lightning.checkpoint_folder import CheckpointFolder
 from booster.integrations.lightning.checks import check_devices, check_plugin
 from booster.integrations.lightning.shares import ReplicaShares
 from booster.integrations.replicas import Replicas
@@ -107,6 +108,11 @@ class JobMethods:
         """Prepare this rank's device."""
         self.accelerator.setup_device(self.root_device)
 
+    @property
+    def checkpoint_folder(self) -> CheckpointFolder:
+        """What writes and reads checkpoints, with Lightning's writer of a file."""
+        return CheckpointFolder(self.booster, self.checkpoint_io, self.is_global_zero, self.barrier)
+
     # ----- data -----
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -134,12 +140,12 @@ class JobMethods:
         """Return a tensor reduced over replicas; a mean counts each replica by its samples of the batch under way.
 
         Args:
-            group: process group; None for the replicas.
+            group: process group; None, or Fabric's default, which is the group of all ranks, for the replicas.
             reduce_op: "mean", "sum", "max", "min", "product", or torch's `ReduceOp`.
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        group = self.replicas.mesh.get_group() if group is None else group
+        group = self.replicas.mesh.get_group() if _is_everyone(group) else group
         name = str(getattr(reduce_op, "name", reduce_op) or "mean").upper()
         reduced = tensor.clone()
         if name not in ("MEAN", "AVG"):
@@ -161,16 +167,17 @@ class JobMethods:
         Raises:
             ConfigurationError: if replicas have tensors of different shapes.
         """
-        if group is None and self.replicas.size == 1:
+        if _is_everyone(group) and self.replicas.size == 1:
             return tensor
-        if group is None:
+        if _is_everyone(group):
             shapes = self.replicas.gather_objects([list(tensor.shape)])
             if any(shape != shapes[0] for shape in shapes):
                 raise ConfigurationError(
                     f"all_gather got tensors of the shapes {shapes}, one for each replica; pad them to one shape, or "
                     "use drop_last=True"
                 )
-        return _all_gather_ddp_if_available(tensor, group or self.replicas.mesh.get_group(), sync_grads)
+            group = self.replicas.mesh.get_group()
+        return _all_gather_ddp_if_available(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
@@ -227,3 +234,7 @@ class JobMethods:
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _is_everyone(group: Any) -> bool:
+    return group is None or group is dist.group.WORLD

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.fabric.strategies import ParallelStrategy as FabricStrategy
 from lightning.pytorch.strategies import ParallelStrategy as TrainerStrategy
+from torch import nn
 
 from booster.integrations.lightning.fabric_methods import FabricMethods, NoSync
 from booster.integrations.lightning.placement import boosted_inside
@@ -41,15 +42,14 @@ class HybridParallelStrategy(TrainerMethods, FabricMethods):
         self._join(plugin)
         self._backward_sync_control = NoSync(self.booster)
 
-    def save_model(self, directory: str, **options: Any) -> None:
-        """Write the Trainer's model as a Hugging Face directory, which plain `from_pretrained` opens.
-
-        All ranks call it. Under Fabric call `strategy.booster.save_model(model, directory)`.
+    def save_model(self, directory: str, model: nn.Module | None = None, **options: Any) -> None:
+        """Write the model as a Hugging Face directory, which plain `from_pretrained` opens; all ranks call it.
 
         Args:
+            model: what `fabric.setup` returned; None for the model of a Trainer.
             options: see `Booster.save_model`.
         """
-        self.booster.save_model(boosted_inside(self.lightning_module), directory, **options)
+        self.booster.save_model(boosted_inside(self.lightning_module if model is None else model), directory, **options)
 
     # ----- what Trainer and Fabric set first, each under its own name -----
 

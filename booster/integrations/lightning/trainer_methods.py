@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.checkpoint_folder import CheckpointFolder
 from booster.integrations.lightning.checks import check_callbacks, check_module, check_predictions
 from booster.integrations.lightning.job import JobMethods
 from booster.integrations.lightning.optimizers import boosted_in
@@ -164,10 +163,6 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         """Load optimizers here."""
         return False
 
-    @property
-    def _folder(self) -> CheckpointFolder:
-        return CheckpointFolder(self.booster, self.checkpoint_io, self.is_global_zero, self.barrier)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the LightningModule without the model, which `save_checkpoint` writes."""
         with without_model(self.lightning_module):
@@ -186,12 +181,13 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         if storage_options is not None:
             raise ConfigurationError("storage_options says how to store a file, and a checkpoint is a folder; omit it")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
-        self._folder.save(self.broadcast(str(filepath)), boosted_inside(self.lightning_module), optimizers, checkpoint)
+        model = boosted_inside(self.lightning_module)
+        self.checkpoint_folder.save(self.broadcast(str(filepath)), model, optimizers, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read what Trainer saved; `load_model_state_dict` loads the rest of the folder."""
         self._checkpoint_path = checkpoint_path
-        return self._folder.rest(checkpoint_path, weights_only)
+        return self.checkpoint_folder.rest(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model, in training with its optimizers, and the other state of the LightningModule.
@@ -206,6 +202,6 @@ class TrainerMethods(JobMethods, ParallelStrategy):
                 f"{self._checkpoint_path} has weights alone (save_weights_only=True), from which training cannot "
                 "continue; give a whole checkpoint"
             )
-        self._folder.load(self._checkpoint_path, boosted_inside(module), self.optimizers if fits else [])
+        self.checkpoint_folder.load(self._checkpoint_path, boosted_inside(module), self.optimizers if fits else [])
         with without_model(module):
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
