@@ -10,10 +10,11 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -23,6 +24,7 @@ from zoo_tests.gpu import device
 from zoo_tests.harness.ranks import run_on_ranks
 
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "xformers", "liger-kernel", "apex", "peft")
+_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 512}
 _HERE = Path(__file__).parent
 _RANK_TIMEOUT_S = 240.0
 _SHARE_OF_TESTS = 0.6  # of the time limit
@@ -162,7 +164,14 @@ def _table(name: str, quick: bool, until: float) -> str:
 
 
 def _on_simulated_device(function: Any, *arguments: Any) -> Any:
-    return run_on_ranks(1, function, *arguments, timeout_s=_RANK_TIMEOUT_S, device=device.SIMULATED)[0]
+    return run_on_ranks(1, _of_tiny_models, function, *arguments, timeout_s=_RANK_TIMEOUT_S, device=device.SIMULATED)[0]
+
+
+def _of_tiny_models(function: Any, name: str, *arguments: Any) -> Any:
+    """Run on a rank with sizes for CPUs without bf16 instructions, on which small products take minutes."""
+    shape = single_device.SHAPES[name]
+    with mock.patch.dict(single_device.SHAPES, {name: replace(shape, small={**shape.small, **_TINY})}):
+        return function(name, *arguments)
 
 
 if __name__ == "__main__":
