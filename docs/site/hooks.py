@@ -1,5 +1,7 @@
 """Hooks of the documentation site: links out of `docs`, which work in a checkout, become text; tables get room.
 
+Cells of tables with few columns are given the name of their column, so that a narrow screen shows a row as a paragraph.
+
 Browsers break a line behind each hyphen, in `--option` too; options stay in one piece.
 """
 
@@ -12,11 +14,14 @@ from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(?<!!)\[(?P<label>[^\]]+)\]\((?P<target>\.\./[^)\s]*)\)")
 _INLINE_CODE = re.compile(r"(?P<block><pre\b.*?</pre>)|<code>(?P<text>[^<]*-[^<]*)</code>", re.DOTALL)
+_TABLE = re.compile(r"<table>(?P<rows>.*?)</table>", re.DOTALL)
+_ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
+_MOST_COLUMNS = 5  # of a table whose rows a narrow screen shows as paragraphs
 _OPTION = re.compile(r"(?<![\w-])--?\w[\w-]*")
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Keep each option of a command line in inline code on one line."""
+    """Keep each option of a command line in inline code on one line, and name the columns of cells."""
 
     def kept(code: re.Match) -> str:
         if code["block"]:
@@ -24,7 +29,24 @@ def on_page_content(html: str, **_: object) -> str:
         text = _OPTION.sub(r'<span class="option">\g<0></span>', code["text"])
         return f"<code>{text}</code>"
 
-    return _INLINE_CODE.sub(kept, html)
+    return _TABLE.sub(_with_columns, _INLINE_CODE.sub(kept, html))
+
+
+def _with_columns(table: re.Match) -> str:
+    """Return a table whose cells have the name of their column, unless it has many columns."""
+    names = [re.sub(r"<[^>]+>", "", name).strip() for name in re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+    if len(names) > _MOST_COLUMNS:
+        return table[0]
+
+    def named(row: re.Match) -> str:
+        columns = iter(names)
+        return re.sub(r"<td\b", lambda _: _cell(next(columns, "")), row[0])
+
+    return f"<table data-stacked>{_ROW.sub(named, table['rows'])}</table>"
+
+
+def _cell(column: str) -> str:
+    return f'<td data-label="{column.replace(chr(34), "&quot;")}"' if column else "<td"
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

@@ -1,9 +1,10 @@
-"""Fine-tune Whisper to write down speech, with transformers' Seq2SeqTrainer under any layout.
+"""Fine-tune Whisper to write down speech, with transformers' Seq2SeqTrainer on several ranks.
 
-    booster run --nproc-per-node 4 train.py --tp_size 2 --pp_size 2
+    booster run --nproc-per-node 4 train.py --tp_size 2
     booster run --nproc-per-node 2 train.py --tp_size 2 --tiny          # without a download, in seconds
 
-Evaluation generates the text, and reports the word error rate.
+Evaluation generates the text, and reports the word error rate. Whisper generates in a loop of its own, which a pipeline
+cannot run: the layouts are tensor and data parallelism.
 """
 
 from __future__ import annotations
@@ -37,14 +38,13 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 
 @dataclass
 class Options:
-    """What to train on, and the layout; the ranks that tp and pp leave are data-parallel."""
+    """What to train on, and the layout; the ranks that tp leaves are data-parallel."""
 
     model: str = "openai/whisper-small"
     dataset: str = "google/fleurs"
     subset: str = "de_de"
     eval_samples: int = 200
     tp_size: int = 1
-    pp_size: int = 1
     tiny: bool = False
 
 
@@ -67,7 +67,7 @@ def main() -> None:
         processing_class=tokenizer,
         compute_metrics=lambda prediction: word_error_rate(prediction, tokenizer),
         callbacks=[meter],
-        plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
+        plugin=HybridParallelPlugin(tp_size=options.tp_size),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())

@@ -101,13 +101,14 @@ def test_quoted_messages_are_in_the_code(page: str) -> None:
         assert any(re.search(".*".join(fragments), text) for text in _strings_of_library()), message
 
 
-def test_the_picture_of_layouts_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script runs and draws what is kept in the repository, as far as the words in it go."""
+def test_the_pictures_of_layouts_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs and draws what is kept in the repository, as far as the words in them go."""
     drawing = REPOSITORY / "docs" / "figures" / "draw_layouts.py"
-    target = tmp_path / "layouts.svg"
-    monkeypatch.setattr(sys, "argv", [str(drawing), str(target)])
-    runpy.run_path(str(drawing), run_name="__main__")
-    assert _words(target) == _words(drawing.with_name("layouts.svg"))
+    monkeypatch.setattr(sys, "argv", [str(drawing), str(tmp_path)])
+    names = runpy.run_path(str(drawing), run_name="__main__")["STYLES"]
+    for name in names:
+        assert _words(tmp_path / name) == _words(drawing.with_name(name))
+    assert len(names) == 4
 
 
 def _option_rows() -> list[list[str]]:
