@@ -54,7 +54,7 @@ JOBS = {
     "reward": Job("reward", samples=25),  # the last batch has a sample for one replica alone
     "reward centered": Job("reward", {"center_rewards_coefficient": 0.1, **_ACCUMULATION}),
     "reward lora": Job("reward", adapters=_SCORE_LORA),
-    "kto": Job("kto"),
+    "kto": Job("kto", samples=25),  # so here, whose loss then has no gradient there
     "kto unpaired": Job("kto", {"loss_type": "apo_zero_unpaired"}),
     "kto lora": Job("kto", reference="none", adapters=_LORA),
     "kto precomputed": Job("kto", {"precompute_ref_log_probs": True}),
