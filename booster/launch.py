@@ -208,6 +208,8 @@ def _watch_existing_group(heartbeat_s: float) -> None:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # MPI's groups have none
+        return
     place = RankInfo(dist.get_rank(), dist.get_world_size(), local_rank=0)
     timeout_s = (world_timeout() or timedelta(seconds=_TIMEOUT_S)).total_seconds()
     _watch(store, _round(store, place, timeout_s), place, timeout_s, heartbeat_s)
