@@ -20,6 +20,7 @@ from zoo_tests.harness.ended_ranks import run_to_the_end
 
 _TERMINATED = 128 + signal.SIGTERM
 _LATER_S = 0.8  # enough for a rank to notice that another has ended
+_STOPPED_S = 2.5  # rank 1 asks the store, which the stopped rank holds, for 2 s before it ends
 _LIMIT_S = 10.0
 
 
@@ -50,7 +51,7 @@ def _signal_both_while_stopped(other: int) -> None:
         os.kill(own, signal.SIGSTOP)
         for pid in (other, own):
             os.kill(pid, signal.SIGTERM)
-        time.sleep(_LATER_S)
+        time.sleep(_STOPPED_S)
         os.kill(own, signal.SIGCONT)
         os._exit(0)
 
