@@ -75,7 +75,7 @@ class GradientReducer:
         for index, param in enumerate(bucket.params):
             trains = param.requires_grad
             param.requires_grad_()  # a frozen parameter accepts no new hook, but keeps existing ones
-            param.register_post_accumulate_grad_hook(self._hook(bucket, index))
+            Tensor.register_post_accumulate_grad_hook(param, self._hook(bucket, index))  # its own is refused
             param.requires_grad_(trains)
             if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
                 attach_grad_buffer(param, self._place(bucket, index))
