@@ -137,7 +137,7 @@ class StageCalls:
         Args:
             key: determines the shapes of what is sent.
         """
-        result = None
+        result, key = None, (*key, self.runtime.dtype)
         for stage in sorted(set(self.runtime.stages).intersection(stages)):
             links = self.runtime.links[stage]
             result = run(stage, None if stage == stages.start else _receive(links.activations_in, key))
