@@ -220,6 +220,17 @@ def test_losses_of_further_outputs(family: str) -> None:
     _check_gradients(optimizer, plain)
 
 
+@distributed(2)
+def test_a_penalty_on_a_weight_of_two_stages_is_refused() -> None:
+    """Both stages have the same value of it, and would add its gradient twice."""
+    recipe = Recipe(family="llama", head="causal_lm", config=(("tie_word_embeddings", True),))
+    booster, model, optimizer = _boost(recipe, pp_size=2)
+    tied = dict(model.named_parameters())["model.embed_tokens.weight"]
+    loss = model(**recipe.batch(0)).loss + 0.01 * tied.square().sum()
+    with pytest.raises(ConfigurationError, match="the loss reads a weight besides the model's outputs .* weight_decay"):
+        booster.backward(loss, optimizer)
+
+
 class _Sent(TorchDispatchMode):
     """Notes (operation, number of elements) of whatever this rank hands to a process group."""
 

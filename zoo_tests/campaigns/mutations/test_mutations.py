@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from zoo_tests.campaigns.mutations.edits_of_boosted import EDITS_OF_BOOSTED
 from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
 from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER
 from zoo_tests.campaigns.mutations.mutants import MUTANTS
@@ -27,7 +28,7 @@ _SAMPLE = (
 
 
 def test_every_change_of_a_line_finds_its_line() -> None:
-    for name, edit in (EDITS_OF_SHARDFORMER | EDITS_OF_PLUGIN).items():
+    for name, edit in (EDITS_OF_SHARDFORMER | EDITS_OF_PLUGIN | EDITS_OF_BOOSTED).items():
         assert edit.changed_source(), name
 
 

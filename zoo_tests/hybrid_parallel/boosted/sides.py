@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
 
 def options_of(layout: str) -> dict[str, Any]:
-    return Case(recipe=RECIPE, layout=layout).pluginoptions_of
+    return Case(recipe=RECIPE, layout=layout).plugin_options
 
 
 class Sides:
