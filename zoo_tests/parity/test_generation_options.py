@@ -41,6 +41,13 @@ class _EndsAtEvenTokens(StoppingCriteria):
         return (input_ids[:, -1] % 2 == 0) & (input_ids[:, -2] % 2 == 0)
 
 
+class _Clock(StoppingCriteria):
+    """One rank alone finds that the time is over."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), dist.get_rank() == 0)
+
+
 def _prompt(family: str) -> dict[str, Tensor]:
     """Three ragged prompts, padded on the left for a decoder."""
     batch = FAMILIES[family].batch(FAMILIES[family].main_head, 0, 3)
@@ -103,6 +110,14 @@ def _check_ways(family: str, layout: str) -> None:
 @pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_what_scripts_pass_to_generate(family: str, layout: str) -> None:
     run_on_ranks(LAYOUTS[layout].world_size, _check_ways, family, layout)
+
+
+@distributed(2)
+def test_sharded_ranks_end_when_the_first_one_does() -> None:
+    native, prompt = _model("llama"), _prompt("llama")
+    boosted = _boosted(native, "tp2")
+    found = boosted.generate(**prompt, max_new_tokens=9, pad_token_id=0, stopping_criteria=[_Clock()], max_time=600.0)
+    assert torch.equal(found, native.generate(**prompt, max_new_tokens=1, pad_token_id=0))
 
 
 def _bytes(layers: list[Any]) -> int:
