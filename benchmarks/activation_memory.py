@@ -12,16 +12,13 @@ two layers is the memory of two layers.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from benchmarks.harness import run_ranks, table
+from benchmarks.live_bytes import LiveBytes
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 
@@ -39,33 +36,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": "selective",
     },
 }
-
-
-class _Alive(TorchDispatchMode):
-    """Dispatch mode that counts the bytes of live storages that operators have created."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given | self._known:
-                self._watch(leaf.untyped_storage())
-        return result
-
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._known.add(key)
-        self.bytes += size
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.bytes -= size
 
 
 def formula(options: dict[str, Any], length: int) -> float:
@@ -95,7 +65,7 @@ def _alive(layers: int, options: dict[str, Any], length: int) -> int:
     device = next(model.parameters()).device
     batch = {"input_ids": torch.randint(1, 512, (BATCH, length), device=device)}
     batch["labels"] = torch.zeros(BATCH, dtype=torch.long, device=device)
-    with _Alive() as alive:
+    with LiveBytes() as alive:
         loss = model(**batch, use_cache=False).loss  # as in execute_pipeline
     kept = alive.bytes
     del loss  # held until here: its graph holds everything that was saved

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from booster.cli.command_parser import HelpFormatter, epilog
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import REPORT_VARIABLE
+from booster.failure.wait_status import STATUS_VARIABLE, note_children
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
 from booster.profiling.report import JobProfile
 from booster.shadows import hidden_beside
@@ -62,9 +63,11 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"note: {hidden}\n")
     _prepare(options)
     profile = _profile(options)
-    with tempfile.NamedTemporaryFile("r", prefix="booster-run-") as report:
-        os.environ[REPORT_VARIABLE] = report.name
-        code = _run(options, lambda: bool(report.read()))
+    with tempfile.TemporaryDirectory(prefix="booster-run-") as folder:
+        report = Path(folder) / "report"
+        os.environ |= {REPORT_VARIABLE: str(report), STATUS_VARIABLE: folder}
+        note_children(Path(folder))
+        code = _run(options, report.exists)
     if profile is not None:
         sys.stderr.write(f"note: {profile.finish()}\n")
     if code:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from booster.failure import wait_status
 from booster.failure.operation_log import SharedStatus
 
 _STOPPED = "T"  # stopped by a signal; "t" is stopped by a debugger
@@ -77,9 +78,11 @@ class Peer:
         return fields is None or fields[_STATE] in _DEAD
 
     def status(self) -> int | None:
-        """Return the wait status of an ended process; None if it runs or its parent has reaped it."""
+        """Return the wait status of an ended process; None if it runs, or its parent has reaped it and noted none."""
         fields = self._fields()
-        return int(fields[-1]) if fields is not None and fields[_STATE] in _DEAD else None
+        if fields is None:
+            return wait_status.noted(self.address.pid)
+        return int(fields[-1]) if fields[_STATE] in _DEAD else None
 
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped the process."""

@@ -35,6 +35,7 @@ from booster.failure.operation_log import Operations, SharedStatus
 from booster.failure.peers import Address, Peer, StoppedPeers
 from booster.failure.stack_probe import Wait, wait_of, waits_for_ranks
 from booster.failure.store_client import StoreClient
+from booster.failure.wait_status import STATUS_VARIABLE, note_children
 
 STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"
 
@@ -215,6 +216,27 @@ def test_a_dead_process_is_seen_with_its_signal(other: Peer) -> None:
     wait_until(other.is_dead)
     assert other.is_dead()
     assert ending(other.status()) == "was ended by SIGTERM"
+
+
+def reap_after_noting(folder: str) -> None:
+    """A launcher that looks for ended children from time to time, as torchrun's agent does, and reaps them."""
+    note_children(Path(folder))
+    children = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "exit 3"])]
+    children[0].kill()
+    while any([each.poll() is None for each in children]):
+        time.sleep(0.05)
+    print(*(each.pid for each in children))
+
+
+def test_a_process_that_its_launcher_has_reaped_is_named_with_its_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"from {__name__} import reap_after_noting as run; run({str(tmp_path)!r})"
+    pids = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    reaped = [Peer(1, Address(Address.own(None).machine, int(pid), "1", -1)) for pid in pids]
+    assert [ending(each.status()) for each in reaped] == ["died"] * 2
+    monkeypatch.setenv(STATUS_VARIABLE, str(tmp_path))
+    assert [ending(each.status()) for each in reaped] == ["was ended by SIGKILL", "ended with exit code 3"]
 
 
 def test_a_number_that_another_process_has_got_is_no_sign_of_life(other: Peer) -> None:
