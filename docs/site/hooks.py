@@ -1,6 +1,6 @@
 """Hooks of the documentation site: links out of `docs`, which work in a checkout, become text; tables get room.
 
-Cells of tables with few columns are given the name of their column, so that a narrow screen shows a row as a paragraph.
+Cells of tables of text are given the name of their column, so that a narrow screen shows a row as a paragraph.
 
 Browsers break a line behind each hyphen, in `--option` too; options stay in one piece.
 """
@@ -16,7 +16,8 @@ _LINK = re.compile(r"(?<!!)\[(?P<label>[^\]]+)\]\((?P<target>\.\./[^)\s]*)\)")
 _INLINE_CODE = re.compile(r"(?P<block><pre\b.*?</pre>)|<code>(?P<text>[^<]*-[^<]*)</code>", re.DOTALL)
 _TABLE = re.compile(r"<table>(?P<rows>.*?)</table>", re.DOTALL)
 _ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
-_MOST_COLUMNS = 5  # of a table whose rows a narrow screen shows as paragraphs
+_TAG = re.compile(r"<[^>]+>")
+_MOST_COLUMNS, _LEAST_TEXT = 7, 40  # of tables that become paragraphs: columns, characters of the longest cell
 _OPTION = re.compile(r"(?<![\w-])--?\w[\w-]*")
 
 
@@ -33,9 +34,10 @@ def on_page_content(html: str, **_: object) -> str:
 
 
 def _with_columns(table: re.Match) -> str:
-    """Return a table whose cells have the name of their column, unless it has many columns."""
-    names = [re.sub(r"<[^>]+>", "", name).strip() for name in re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)]
-    if len(names) > _MOST_COLUMNS:
+    """Return a table whose cells have the name of their column, unless it has many columns, or short cells alone."""
+    names = [_TAG.sub("", name).strip() for name in re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+    cells = [_TAG.sub("", cell) for cell in re.findall(r"<td\b[^>]*>(.*?)</td>", table[0], re.DOTALL)]
+    if len(names) > _MOST_COLUMNS or all(len(cell) < _LEAST_TEXT for cell in cells):
         return table[0]
 
     def named(row: re.Match) -> str:
