@@ -21,6 +21,7 @@ from booster.integrations.transformers import BoostedTrainer
 CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "create_accelerator_and_postprocess": (("__init__",), "the model is wrapped by accelerate's own Accelerator"),
     "_build_accelerator_args": (("create_accelerator_and_postprocess",), "options of the Accelerator are lost"),
+    "_move_model_to_device": (("__init__",), "each GPU gets the whole model before it is sharded"),
     "_wrap_model": (("_prepare_for_training", "evaluation_loop"), "the model is never boosted"),
     "floating_point_ops": (("_run_epoch",), "total_flos counts a replica's batch once a rank"),
     "get_total_train_batch_size": (("set_initial_training_values",), "steps of an epoch are counted by rank"),
