@@ -166,6 +166,12 @@ class GuardedModel(ModelWrapper):
                 "weights call booster.load_model(model, directory) on all ranks"
             ) from error
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
+        """Load as a part of another module, whose `state_dict` names these weights as the wrapped model does."""
+        for name in [each for each in state_dict if each.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *given)
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Call `save_pretrained` of the wrapped model.
 

@@ -143,8 +143,10 @@ class GradientReducer:
             if reducer is None or not reducer.accepting:
                 return None
             bucket = bucket_reference()
-            # A user's hook must see the gradient of this pass, not the sum over passes.
-            is_watched = bool(bucket.params[index]._backward_hooks)
+            param = bucket.params[index]
+            # A user's hook must see the gradient of this pass, not the sum over passes. A parameter that was frozen
+            # after the forward pass takes no gradient.
+            is_watched = bool(param._backward_hooks) or not param.requires_grad
             return None if is_watched or dtype != bucket.grad_dtype else bucket.borrow_grad_view(index)
 
         return place
