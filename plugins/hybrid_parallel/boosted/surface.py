@@ -111,7 +111,8 @@ class ModelSurface(GuardedModel):
     def watch_gradients(self, outputs: Any) -> None:
         """Let `torch.autograd.grad` find the plain gradients of inputs, and raise for parameters.
 
-        No rank would get the whole gradient of a parameter.
+        No rank would get the whole gradient of a parameter. One that is a term of a loss (`create_graph=True`) is, as
+        all that a script computes, of this rank's samples.
         """
         is_shared = any(self.mesh.size(axis) > 1 for axis in ("tp", DP_CP))
         if not (self.optimizers and is_shared and torch.is_grad_enabled()):
@@ -124,6 +125,8 @@ class ModelSurface(GuardedModel):
     def _by_hand(self, num_replicas: int, gradient: Tensor) -> Tensor | None:
         if any(optimizer.reducer.accepting for optimizer in self.optimizers):
             return None
+        if torch.is_grad_enabled():
+            return gradient if num_replicas == 1 else gradient / num_replicas
         params = (param for param in self.module.parameters() if param.requires_grad)
         if self.mesh.size("cp") > 1 or any(map(_is_asked_for, params)):
             raise ConfigurationError(
