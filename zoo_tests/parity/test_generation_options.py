@@ -49,10 +49,10 @@ class _Clock(StoppingCriteria):
 
 
 def _prompt(family: str) -> dict[str, Tensor]:
-    """Three ragged prompts, padded on the left for a decoder."""
+    """Ragged prompts, padded on the left for a decoder."""
     batch = FAMILIES[family].batch(FAMILIES[family].main_head, 0, 3)
     prompt = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    assert len(set(prompt["attention_mask"].sum(1).tolist())) == 3
+    assert len(set(prompt["attention_mask"].sum(1).tolist())) > 1
     return prompt
 
 

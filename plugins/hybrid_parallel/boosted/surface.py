@@ -6,6 +6,7 @@ Each has the effect that it has on the plain model, or raises an error that says
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import GuardedModel
 
 _OURS = ("booster.", "plugins.", "shardformer.")
@@ -108,25 +109,31 @@ class ModelSurface(GuardedModel):
                 )
 
     def watch_gradients(self, outputs: Any) -> None:
-        """Let `torch.autograd.grad` of outputs with respect to parameters raise: no rank would get the whole gradient.
+        """Let `torch.autograd.grad` find the plain gradients of inputs, and raise for parameters.
 
-        Gradients of inputs are not affected.
+        No rank would get the whole gradient of a parameter. One that is a term of a loss (`create_graph=True`) is, as
+        all that a script computes, of this rank's samples.
         """
-        is_shared = any(self.mesh.size(axis) > 1 for axis in ("tp", "cp", "dp"))
+        is_shared = any(self.mesh.size(axis) > 1 for axis in ("tp", DP_CP))
         if not (self.optimizers and is_shared and torch.is_grad_enabled()):
             return
-        for value in outputs.values() if isinstance(outputs, Mapping) else (outputs,):
+        for name, value in outputs.items() if isinstance(outputs, Mapping) else (("", outputs),):
             if type(value) is Tensor and value.requires_grad:
-                value.register_hook(self._refuse_gradients_by_hand)
+                # The backward pass of the loss multiplies by the replicas, over which booster.backward takes the mean.
+                value.register_hook(partial(self._by_hand, self.mesh.size(DP_CP) if name == "loss" else 1))
 
-    def _refuse_gradients_by_hand(self, gradient: Tensor) -> None:
+    def _by_hand(self, num_replicas: int, gradient: Tensor) -> Tensor | None:
         if any(optimizer.reducer.accepting for optimizer in self.optimizers):
-            return
-        if any(param.requires_grad and _is_asked_for(param) for param in self.module.parameters()):
+            return None
+        if torch.is_grad_enabled():
+            return gradient if num_replicas == 1 else gradient / num_replicas
+        params = (param for param in self.module.parameters() if param.requires_grad)
+        if self.mesh.size("cp") > 1 or any(map(_is_asked_for, params)):
             raise ConfigurationError(
                 "torch.autograd.grad finds the gradients of this rank's part of the model and of the batch alone; call "
                 "booster.backward(loss, optimizer) and read optimizer.full_gradients()"
             )
+        return gradient / num_replicas
 
     # ----- compilers and tracers -----
 

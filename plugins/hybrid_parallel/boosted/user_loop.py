@@ -40,6 +40,7 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broad
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
+from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.pipeline.schedule import Action
 from shardformer.context_parallel.batch_facts import record_facts
@@ -294,7 +295,7 @@ class PipelineCall:
 
         with self.model.running():
             runtime.execute(passes, runtime.phases(self.num_microbatches)[1], before_last, after_last)
-        self.results.clear()
+        self.results[:] = map(detached, self.results)  # the script may read outputs after the backward pass
         self.grads.clear()
 
     def _weight_over_replicas(self, weight: Tensor | None) -> Tensor:

@@ -78,7 +78,7 @@ def _forward_hooks(sides: Sides) -> None:
     rows = [0, 0]
     for index, model in enumerate(sides.models):
         named = dict(model.named_modules())
-        for path in ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"):
+        for path in {"model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"}.intersection(named):
             named[path].register_forward_hook(lambda module, inputs, output: output * 0.5)
 
         def count(module: nn.Module, inputs: Any, output: Any, index: int = index) -> None:
@@ -95,7 +95,7 @@ def _hooks_on_the_model(sides: Sides) -> None:
         model.register_forward_hook(lambda module, inputs, output: output.loss * 2)
     with torch.no_grad():
         found, expected = sides.model(**sides.share), sides.plain(**sides.batch)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(found, expected, **CLOSE, check_dtype=False)
     evaluate = sides.booster.execute_pipeline
     sides.refused("does not call a hook .* register it on model.unwrap", evaluate, iter([sides.share]), sides.model)
 
@@ -133,7 +133,7 @@ def _autograd_grad(sides: Sides) -> None:
     ]
     params = list(sides.model.parameters())[:2]
     if sides.layout == "pp2":
-        with pytest.raises(RuntimeError, match="not to have been used in the graph"):
+        with pytest.raises(RuntimeError, match="to not have been used in the graph"):
             torch.autograd.grad(sides.model(**sides.share).loss, params)
         return
     sides.refused(r"read optimizer.full_gradients", torch.autograd.grad, sides.model(**sides.share).loss, params)

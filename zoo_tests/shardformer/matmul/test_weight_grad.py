@@ -87,7 +87,7 @@ def _boosted(passes: int, penalized: bool, hooked: bool) -> tuple[dict[str, Tens
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     own = model.unwrap()
     if hooked:
-        own.reader.once.weight.register_hook(lambda grad: seen.append(grad.clone()))
+        Tensor.register_hook(own.reader.once.weight, lambda grad: seen.append(grad.clone()))
     with mock.patch.object(Bucket, "accumulate", counted):
         for step in range(passes):
             ids = _ids(dist.get_rank(), step)
