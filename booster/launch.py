@@ -24,11 +24,13 @@ from booster.elastic_round import agree_on_round
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.slurm import variables_of_task
+from shardformer.distributed.collectives import world_timeout
 
 _logger = get_logger(__name__)
 _MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MACHINE_NUMBERS = ("GROUP_RANK", "NODE_RANK")  # torchrun's, and Ray's
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # set by torchrun
 _DEBUG = "BOOSTER_DEBUG"
 PROFILE_STEPS, PROFILE_FOLDER = "BOOSTER_PROFILE_STEPS", "BOOSTER_PROFILE_FOLDER"  # set by `booster run --profile`
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -56,8 +58,10 @@ def launch_from_torch(
 ) -> None:
     """Join the job that torchrun, `booster run` or `srun` started; without any of them, start a job of one process.
 
-    If a process group exists already, as after an earlier call or in Ray's workers, only the seeds are set. A task of
-    `srun` gets torchrun's variables in its environment, where other libraries find them.
+    If a process group exists already, as after an earlier call or in Ray's workers, it is used as it is, and left so at
+    the end. One that another library has made from torchrun's variables, as `TrainingArguments` does, is watched for
+    failures from then on. A task of `srun` gets torchrun's variables in its environment, where other libraries find
+    them.
 
     Args:
         seed: seed of `random`, numpy and torch, the same on all ranks; None leaves the generators unchanged.
@@ -74,6 +78,8 @@ def launch_from_torch(
         if "RANK" not in os.environ:
             os.environ.update(variables_of_task(os.environ))
         _join(place_from_environment(os.environ), "env://", backend, timeout_s, heartbeat_s)
+    elif _RUN_ID in os.environ:
+        _watch_existing_group(heartbeat_s)
     _seed_all(seed)
 
 
@@ -195,6 +201,20 @@ def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: 
     _logger.info("joined %d rank(s) with backend %s", place.world_size, backend)
 
 
+def _watch_existing_group(heartbeat_s: float) -> None:
+    """Start the failure monitor for a process group that was made elsewhere, unless it runs already."""
+    if failure.is_watching() or dist.get_world_size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # MPI's groups have none
+        return
+    place = RankInfo(dist.get_rank(), dist.get_world_size(), local_rank=0)
+    timeout_s = (world_timeout() or timedelta(seconds=_TIMEOUT_S)).total_seconds()
+    _watch(store, _round(store, place, timeout_s), place, timeout_s, heartbeat_s)
+
+
 def _watch(store: dist.Store, name: str, place: RankInfo, timeout_s: float, heartbeat_s: float) -> None:
     """Start the failure monitor on its own store connection, so that a blocked main thread does not hold it up."""
     failure.install(
@@ -205,6 +225,7 @@ def _watch(store: dist.Store, name: str, place: RankInfo, timeout_s: float, hear
         holds_store=place.rank == 0 and not _uses_the_agents_store(),
         heartbeat_s=heartbeat_s,
         timeout_s=timeout_s,
+        server=store,
     )
 
 
@@ -212,7 +233,7 @@ def _round(store: dist.Store, place: RankInfo, timeout_s: float) -> str:
     """Return what keeps the keys of this round apart from those of others in the same store."""
     if place.world_size == 1 or not _uses_the_agents_store():
         return ""  # the store is new
-    job = dist.PrefixStore(f"booster/rounds/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+    job = dist.PrefixStore(f"booster/rounds/{os.environ.get(_RUN_ID, '')}", store)
     return agree_on_round(job, place.rank, place.world_size, timeout_s)
 
 

@@ -6,11 +6,14 @@ ranks drew different tokens, each would continue with a different text, and thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from shardformer.distributed.random import adopt_first_generator
 from shardformer.shard_config import ShardConfig
@@ -29,7 +32,7 @@ def generating_as(model: nn.Module, runner: nn.Module) -> Iterator[None]:
 
 
 def generate_alike(model: nn.Module, config: ShardConfig) -> None:
-    """Make `model.generate` sample the same tokens on all tensor-parallel ranks.
+    """Make `model.generate` sample the same tokens, and end at the same step, on all tensor-parallel ranks.
 
     The new `generate` raises `RuntimeError` for layouts and options with which it would be wrong or hang.
     """
@@ -65,7 +68,40 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
             adopt_first_generator(config.group, next(self.parameters()).device)
         return type(runner).generate(runner, *args, **kwargs)
 
+    def criteria(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        runner = vars(self).get(_RUNNER, self)
+        found = type(runner)._get_stopping_criteria(runner, *args, **kwargs)
+        return found if runner is not self or config.tensor_parallel_size == 1 else decided_first(found, config.group)
+
     model.generate = generate.__get__(model)
+    if hasattr(model, "_get_stopping_criteria"):
+        model._get_stopping_criteria = criteria.__get__(model)
+
+
+def decided_first(criteria: Any, *groups: ProcessGroup) -> Any:
+    """Return transformers' list of stopping criteria with the answers of the first rank of each group, on all of them.
+
+    A clock reads differently on each rank, and a rank that ends alone leaves the others waiting.
+    """
+    own = ("max_length", "eos_token_id")  # transformers looks for these criteria; they are the same on all ranks
+    return type(criteria)(
+        each if any(hasattr(each, name) for name in own) else _FirstDecides(each, groups) for each in criteria
+    )
+
+
+class _FirstDecides:
+    """A stopping criterion whose answer is that of the first rank of its groups."""
+
+    def __init__(self, criterion: Callable[..., Tensor], groups: Sequence[ProcessGroup]) -> None:
+        self._criterion, self._groups = criterion, groups
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Return which texts end, [batch]."""
+        ends = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
+        ends = ends.expand(len(input_ids)).to(torch.uint8).contiguous()
+        for group in self._groups:
+            dist.broadcast(ends, group=group, group_src=0)
+        return ends.bool()
 
 
 def _asks_for_hidden_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:

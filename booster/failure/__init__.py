@@ -7,6 +7,23 @@ in a collective. This is not error handling: nothing is retried or recovered. Ev
 """
 
 from booster.failure.failure_report import Failure
-from booster.failure.hooks import destroy_at_exit, guard, install, publish, report_uncaught, staying_outermost
+from booster.failure.hooks import (
+    destroy_at_exit,
+    guard,
+    install,
+    is_watching,
+    publish,
+    report_uncaught,
+    staying_outermost,
+)
 
-__all__ = ["Failure", "destroy_at_exit", "guard", "install", "publish", "report_uncaught", "staying_outermost"]
+__all__ = [
+    "Failure",
+    "destroy_at_exit",
+    "guard",
+    "install",
+    "is_watching",
+    "publish",
+    "report_uncaught",
+    "staying_outermost",
+]

@@ -33,6 +33,7 @@ class _Process:
 
     monitor: FailureMonitor | None = None
     operations: Operations | None = None
+    server: dist.Store | None = None  # rank 0's store ends with its object, which the process group alone would hold
     previous_hook: Callable | None = None
     previous_exit: Callable | None = None
     own_group: weakref.ref[dist.ProcessGroup] | None = None  # the default group, if launch has created it
@@ -110,6 +111,11 @@ def staying_outermost() -> Iterator[None]:
         sys.excepthook = _on_uncaught
 
 
+def is_watching() -> bool:
+    """Return whether the failure monitor runs in this process."""
+    return _Process.monitor is not None
+
+
 def install(
     store: dist.Store,
     rank: int,
@@ -119,6 +125,7 @@ def install(
     holds_store: bool = False,
     heartbeat_s: float = 60.0,
     timeout_s: float = 1800.0,
+    server: dist.Store | None = None,
 ) -> None:
     """Wait for all ranks to join, then start the failure monitor; includes `report_uncaught`.
 
@@ -126,13 +133,14 @@ def install(
         store: store shared by all ranks, used only for this attempt of the job and by no other code.
         rank, world_size: rank of this process and number of ranks.
         store_name, holds_store, heartbeat_s, timeout_s: see `FailureMonitor`.
+        server: store that `store` is connected to; it lives on where a script destroys its process group early.
     Raises:
         TimeoutError: a rank did not join in time.
     """
     report_uncaught()
     if _Process.monitor is not None:
         return
-    operations = Operations()
+    operations, _Process.server = Operations(), server
     _Process.monitor = FailureMonitor(
         store, rank, world_size, operations, store_name, holds_store, heartbeat_s, timeout_s
     )

@@ -33,6 +33,8 @@ _STOPPED_S = 3.0
 _STORE_LOST_S = 2.0
 # Time that a rank waits for the reason to become known after its launcher told it to end.
 _REASON_S = 1.0
+# Time in which all ranks get the SIGTERM that one of them got, if they are to get it.
+_TOLD_S = 2.0
 _CAUSE_S = 1.5
 _ANSWER_S = 4.0
 _INQUIRY_S = 3.5  # for another rank's diagnosis; a launcher kills ranks 5 s after SIGTERM
@@ -83,6 +85,8 @@ class FailureMonitor(threading.Thread):
         self._stopped = threading.Event()
         self._stopped_peers = StoppedPeers(_STOPPED_S)
         self._statuses: dict[int, int | None] = self.inquiries.dead
+        self._told: dict[int, float] = {}  # rank that ended because of SIGTERM -> when that was seen
+        self._is_told = False
         self._leave_at: float | None = None
         self._exit_code = 1
         self._signals, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -226,8 +230,14 @@ class FailureMonitor(threading.Thread):
         for peer in self.peers:
             if peer.rank not in self._statuses and peer.is_dead():
                 status = self._statuses[peer.rank] = peer.status()
-                if not peer.ended_well and status != 0 and not self._has_spoken():
+                if peer.was_told(status):
+                    self._told[peer.rank] = time.monotonic()
+                elif not peer.ended_well and status != 0 and not self._has_spoken():
                     self._conclude(self._mismatch_behind(status) or self._death(peer, status))
+            elif time.monotonic() - self._told.get(peer.rank, float("inf")) > _TOLD_S and not self._is_told:
+                del self._told[peer.rank]
+                if not self._has_spoken():  # SIGTERM was meant for that rank alone
+                    self._conclude(self._death(peer, self._statuses[peer.rank]))
         stopped = self._stopped_peers.look([peer for peer in self.peers if peer.rank not in self._statuses])
         if stopped is not None:
             self._conclude(self._found(stopped.rank, "is stopped (SIGSTOP)", stopped.phrase()))
@@ -307,12 +317,18 @@ class FailureMonitor(threading.Thread):
         return replace(failure, message=f"called sys.exit({code}): it {failure.message}", exit_code=code)
 
     def _end_as_told(self) -> None:
-        """End after SIGTERM: the launcher knows that a rank has ended, but not why. Print the reason if it is known."""
+        """End after SIGTERM: the launcher knows that a rank has ended, but not why. Print the reason if it is known.
+
+        Other ranks that got the signal too are no reason: all get it where the user ends the job.
+        """
+        self._is_told = True
+        if self.operations.page is not None:
+            self.operations.page.set_told()
         until = time.monotonic() + _REASON_S
         while self.link.failure is None and time.monotonic() < until:
             self.link.refresh()
             self._look_at_peers()
-            if not any(peer.is_dead() for peer in self.peers):
+            if not any(peer.is_dead() and peer.rank not in self._told for peer in self.peers):
                 break
             time.sleep(0.05)
         if self.link.failure is None:

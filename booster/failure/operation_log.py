@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from booster.failure.collective_counts import CollectiveCounts
 
-_ENDED, _SPOKEN, _CODE = 0, 1, 2  # bytes of the page: two flags, and the exit code
+_ENDED, _SPOKEN, _CODE, _TOLD = 0, 1, 2, 3  # bytes of the page: flags, and the exit code
 _PHRASE, _PLACE = slice(64, 512), slice(512, 1024)
 _SIZE = mmap.PAGESIZE
 _KEPT_POINTS = 4096
@@ -47,6 +47,15 @@ class SharedStatus:
         """Record that the rank's script has ended, with the lowest 8 bits of its exit code."""
         self._map[_CODE] = exit_code & 0xFF
         self._map[_ENDED] = 1
+
+    @property
+    def was_told(self) -> bool:
+        """Whether the rank got SIGTERM, as all ranks of a job do that is to end."""
+        return self._map[_TOLD] == 1
+
+    def set_told(self) -> None:
+        """Record that the rank got SIGTERM."""
+        self._map[_TOLD] = 1
 
     def take_word(self) -> bool:
         """Return True to the first process that calls this: only that process prints the failure."""

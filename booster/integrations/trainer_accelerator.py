@@ -47,6 +47,7 @@ class LossInProgress:
         is_shared: whether the model computed it, as one loss of all replicas.
         is_weighted: whether its mean over replicas is the loss of all of them.
         read_processes: whether `accelerator.num_processes` was read, as by code for several processes.
+        nothing: a zero that depends on the model's latest outputs, where this replica has no samples; else None.
     """
 
     rows: int | None
@@ -54,6 +55,7 @@ class LossInProgress:
     is_shared: bool = False
     is_weighted: bool = False
     read_processes: bool = False
+    nothing: Tensor | None = None
 
 
 class TrainerAccelerator(Accelerator):

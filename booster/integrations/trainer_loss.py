@@ -50,13 +50,15 @@ class TrainerLoss:
             num_items_in_batch = num_items_in_batch.as_subclass(ItemCount)
         with self.accelerator.computing_loss(LossInProgress(rows, num_items_in_batch)) as progress:
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        if progress.is_shared or progress.is_weighted:
-            return result
         loss, *outputs = result if return_outputs else (result,)
-        if not getattr(num_items_in_batch, "was_read", False):
-            loss = self._weighted(loss, rows)
-        elif not progress.read_processes:  # a sum over this replica's items, divided by the number of all items
-            loss = loss * replicas
+        if not (progress.is_shared or progress.is_weighted):
+            if not getattr(num_items_in_batch, "was_read", False):
+                loss = self._weighted(loss, rows)
+            elif not progress.read_processes:  # a sum over this replica's items, divided by the number of all items
+                loss = loss * replicas
+        if progress.nothing is not None and not loss.requires_grad:
+            # A loss may leave out what no sample is there for, but the other replicas wait for this backward pass.
+            loss = loss + progress.nothing
         return (loss, *outputs) if return_outputs else loss
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -109,8 +111,19 @@ class TrainerLoss:
     def _note_shared_loss(self, module: nn.Module, args: tuple, outputs: Any) -> None:
         """Note whether the model computed the loss: it is then the mean over all replicas, the same on each."""
         progress = self.accelerator.loss_in_progress
-        if progress is not None and isinstance(outputs, Mapping) and "loss" in outputs:
+        if progress is None:
+            return
+        if isinstance(outputs, Mapping) and "loss" in outputs:
             progress.is_shared = True
+        elif progress.rows == 0 and torch.is_grad_enabled():
+            progress.nothing = _nothing_of(outputs)
+
+
+def _nothing_of(outputs: Any) -> Tensor | None:
+    """Return a zero (0-d) whose backward pass goes through the whole model; None if no output is differentiable."""
+    names = outputs.keys() if isinstance(outputs, Mapping) else [slice(None)]
+    values = (outputs[name] for name in names)
+    return next((value.sum() * 0.0 for value in values if isinstance(value, Tensor) and value.requires_grad), None)
 
 
 def _with_plain_items(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -105,6 +105,9 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
 
     # ----- the model -----
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave a whole model where it is: boosting puts each rank's share in its place, also of one without values."""
+
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Boost the model together with its optimizer, also if it is evaluated before it is trained."""
         if isinstance(model, ModelWrapper):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.version import Version
@@ -27,9 +27,15 @@ def check_trainer_class(names: list[str]) -> None:
         names: classes of TRL that the trainer derives from, itself included.
 
     Raises:
-        ConfigurationError: if it is none of those that do, or TRL is too old.
+        ConfigurationError: if it is none of those that do, or TRL is too old, or no installed package.
     """
-    installed = version("trl")
+    try:
+        installed = version("trl")
+    except PackageNotFoundError:
+        raise ConfigurationError(
+            f"boosted() got TRL's {names[0]}, and TRL is not installed as a package that has a version; "
+            f"pip install 'trl>={_OLDEST}'"
+        ) from None
     if Version(installed) < Version(_OLDEST):
         raise ConfigurationError(
             f"TRL {installed} is installed, and boosted() needs the fused head of TRL {_OLDEST}; "
@@ -68,17 +74,32 @@ def check_options_of_model(trainer: Any) -> None:
     Raises:
         ConfigurationError: the option, the reason, and what to use.
     """
-    plugin, sizes = trainer.plugin, {}
-    for axis in ("dp", "pp", "cp"):
-        sizes[f"{axis}_size"] = plugin.mesh[axis].size()
-    spread = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    plugin = trainer.plugin
+    spread = _what_spreads_tokens(plugin)
     if getattr(trainer, "aux_loss_enabled", False) and spread:
         raise ConfigurationError(
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef} weights a loss over the router scores of all layers "
-            f"and tokens, which {spread} spreads over ranks; use router_aux_loss_coef=0.0, or tp_size and ep_size alone"
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} weights a loss over the router scores of all tokens "
+            f"of a batch, which {spread}, or router_aux_loss_coef=0.0"
         )
     if trainer.compute_metrics is not None and plugin.dp_size > 1 and not hasattr(trainer, "completion_only_loss"):
         raise ConfigurationError(
             f"compute_metrics of a {type(trainer).__name__} gets the two answers of each pair in rows that dp_size="
             f"{plugin.dp_size} orders otherwise; use dp_size=1, or the metrics that the trainer logs"
         )
+
+
+def _what_spreads_tokens(plugin: Plugin) -> str:
+    """Return what keeps the auxiliary loss of routers from being that of one process; empty if it is the same.
+
+    Under a pipeline, the sums that it is made of are added up over stages and replicas.
+    """
+    sizes = {axis: plugin.mesh[axis].size() for axis in ("pp", "dp", "cp")}
+    parallel = getattr(getattr(plugin, "config", None), "parallel", None)
+    mode = getattr(parallel, "sequence_parallelism_mode", "") if getattr(parallel, "cuts_over_tp", False) else ""
+    if sizes["cp"] > 1:
+        return f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1"
+    if mode == "all_to_all":
+        return "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'"
+    if sizes["dp"] > 1 and sizes["pp"] == 1:
+        return f"dp_size={sizes['dp']} spreads over replicas; use dp_size=1, a pipeline such as pp_size=2"
+    return ""

@@ -51,6 +51,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/bert_trainer", learning_rate=2e-5, num_train_epochs=3, eval_strategy="epoch")
+    parser.set_defaults(per_device_train_batch_size=32, bf16=torch.cuda.is_available())
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()

@@ -48,6 +48,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, DPOConfig), description=__doc__)
     parser.set_defaults(output_dir="runs/dpo", learning_rate=1e-6, num_train_epochs=1, logging_steps=5)
+    parser.set_defaults(per_device_train_batch_size=4, gradient_accumulation_steps=4, save_total_limit=2)
     parser.set_defaults(use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)

@@ -1,7 +1,11 @@
-"""Fine-tune a mixture of experts (Mixtral, Qwen3-MoE) with expert parallelism, by transformers' Trainer.
+"""Fine-tune a mixture of experts (OLMoE, Mixtral, Qwen3-MoE) with expert parallelism, by transformers' Trainer.
 
-    booster run --nproc-per-node 8 train.py --ep_size 4 --tp_size 2
+    booster run --nproc-per-node 8 train.py --ep_size 8
     booster run --nproc-per-node 2 train.py --ep_size 2 --tiny          # without a download, in seconds
+
+Each rank reads its own experts from the files. On GPUs the model trains in 16 bit, with fp32 copies of the weights and
+recomputed layers: 18 bytes of each parameter, most of which the ranks share out. The default has 6.9 billion and is for
+8 GPUs of 80 GB; docs/recipes.md has what `booster plan` predicts for it, and for Qwen3-30B-A3B.
 
 The router's load-balancing loss is part of the loss, over the global batch as without expert parallelism.
 """
@@ -27,7 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from booster import launch_from_torch
+from booster import launch_from_torch, record_module_init
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
@@ -38,7 +42,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 class Options:
     """What to train on, and the layout; the ranks that tp and pp leave are data-parallel, and share the experts."""
 
-    model: str = "Qwen/Qwen3-30B-A3B"
+    model: str = "allenai/OLMoE-1B-7B-0924-Instruct"
     dataset: str = "HuggingFaceH4/no_robots"
     max_length: int = 2048
     tp_size: int = 1
@@ -49,13 +53,16 @@ class Options:
 
 def main() -> None:
     parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
+    on_gpu = torch.cuda.is_available()
     parser.set_defaults(output_dir="runs/moe", learning_rate=1e-5, num_train_epochs=1, logging_steps=5)
-    parser.set_defaults(use_cpu=not torch.cuda.is_available())
+    parser.set_defaults(per_device_train_batch_size=2, gradient_accumulation_steps=4, gradient_checkpointing=True)
+    parser.set_defaults(save_total_limit=2, use_cpu=not on_gpu)
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)
     model.config.output_router_logits = True  # adds the router's loss
     layout = {"tp_size": options.tp_size, "pp_size": options.pp_size, "ep_size": options.ep_size}
+    precision = "bf16" if on_gpu else "fp32"
     meter = MeterCallback()
     trainer = boosted(Trainer)(
         model=model,
@@ -64,7 +71,7 @@ def main() -> None:
         processing_class=tokenizer,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         callbacks=[meter],
-        plugin=HybridParallelPlugin(**layout),
+        plugin=HybridParallelPlugin(**layout, precision=precision),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.save_model()
@@ -86,11 +93,9 @@ def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         texts = tokenizer.apply_chat_template(rows["messages"], tokenize=False)
         return tokenizer(texts, truncation=True, max_length=options.max_length)
 
-    return (
-        AutoModelForCausalLM.from_pretrained(options.model),
-        tokenizer,
-        data.map(tokenize, batched=True, remove_columns=data.column_names),
-    )
+    with record_module_init():  # no rank holds the whole model
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+    return model, tokenizer, data.map(tokenize, batched=True, remove_columns=data.column_names)
 
 
 def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Any]]:
@@ -101,7 +106,9 @@ def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Any]]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     config = Qwen3MoeConfig(vocab_size=len(tokenizer), head_dim=16, **sizes, **experts, **special)
     lines = [" ".join(str(number + step) for step in range(2 + number % 4)) for number in range(64)]
-    return Qwen3MoeForCausalLM(config), tokenizer, [dict(tokenizer(line)) for line in lines]
+    with record_module_init():
+        model = Qwen3MoeForCausalLM(config)
+    return model, tokenizer, [dict(tokenizer(line)) for line in lines]
 
 
 if __name__ == "__main__":

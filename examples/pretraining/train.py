@@ -26,7 +26,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from booster import Booster, launch_from_torch
+from booster import Booster, launch_from_torch, record_module_init
 from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
@@ -46,7 +46,8 @@ def main() -> None:
     booster = Booster(plugin=plugin)
     config, tokenizer = tiny() if options.tiny else from_hub(options.model)
     rows = pack(documents(options.files, tokenizer), options.length)
-    model = AutoModelForCausalLM.from_config(config)
+    with record_module_init():  # each rank makes its own shards
+        model = AutoModelForCausalLM.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = get_cosine_schedule_with_warmup(optimizer, options.steps // 20, options.steps)
     loader = DataLoader(rows, batch_size=options.batch_size, shuffle=True)
@@ -83,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--files", type=Path, nargs="*", default=[], help="text files; default: the reference manual of this Python")
-    add("--model", default="HuggingFaceTB/SmolLM2-135M", help="whose configuration and tokenizer to take")
+    add("--model", default="Qwen/Qwen3-0.6B", help="whose configuration and tokenizer to take")
     add("--tiny", action="store_true", help="a small model on bytes, without a download")
     add("--length", type=int, default=None, help="tokens of a row (default: 2048; 128 with --tiny)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks")

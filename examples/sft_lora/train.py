@@ -48,7 +48,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, SFTConfig), description=__doc__)
     parser.set_defaults(output_dir="runs/sft_lora", learning_rate=2e-4, num_train_epochs=1, logging_steps=5)
-    parser.set_defaults(use_cpu=not torch.cuda.is_available())
+    parser.set_defaults(save_total_limit=2, use_cpu=not torch.cuda.is_available())
     options, args = parser.parse_args_into_dataclasses()
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)

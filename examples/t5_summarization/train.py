@@ -55,6 +55,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, Seq2SeqTrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/t5_summarization", learning_rate=3e-4, num_train_epochs=1)
+    parser.set_defaults(per_device_train_batch_size=16, bf16=torch.cuda.is_available())
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=128, eval_strategy="epoch")
     parser.set_defaults(use_cpu=not torch.cuda.is_available())

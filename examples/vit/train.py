@@ -43,7 +43,8 @@ class Options:
 
 def main() -> None:
     parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
-    parser.set_defaults(output_dir="runs/vit", learning_rate=3e-4, num_train_epochs=3, eval_strategy="epoch")
+    parser.set_defaults(output_dir="runs/vit", learning_rate=5e-5, num_train_epochs=3, eval_strategy="epoch")
+    parser.set_defaults(per_device_train_batch_size=32, bf16=torch.cuda.is_available())
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(remove_unused_columns=False)  # images become pixels when a batch is put together
     parser.set_defaults(use_cpu=not torch.cuda.is_available())

@@ -51,6 +51,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Options, Seq2SeqTrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/whisper", learning_rate=1e-5, warmup_steps=50, num_train_epochs=3)
+    parser.set_defaults(per_device_train_batch_size=16, bf16=torch.cuda.is_available())
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=225, eval_strategy="epoch")
     parser.set_defaults(use_cpu=not torch.cuda.is_available())

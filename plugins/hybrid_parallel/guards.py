@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -136,17 +136,28 @@ class GuardedModel(ModelWrapper):
         """Return the wrapped model's state dict; if this rank holds only a part, as one that cannot be saved."""
         self._wait_for_parameters()
         state = self.module.state_dict(*args, **kwargs)
-        return state if self.is_whole else LocalState(state)
+        if self.is_whole:
+            return state
+        if "destination" in kwargs and hasattr(state, "_metadata"):  # of a module around this one
+            path = kwargs.get("prefix", "").removesuffix(".")
+            state._metadata[path] = LocalMetadata(state._metadata.get(path, {}))
+            return state
+        return LocalState(state)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the wrapped model; optimizers take over changed weights in their next step.
 
         Raises:
-            ConfigurationError: if this rank holds only a part of the model and the state dict does not match that part.
+            ConfigurationError: if this rank holds only a part of the model and the state dict does not match that part,
+                or if it would replace the parameters.
         """
+        if assign:
+            raise ConfigurationError(
+                "model.load_state_dict(assign=True) would replace weights that boost() has shared out; leave assign out"
+            )
         self._wait_for_parameters()
         try:
-            return self.module.load_state_dict(*args, **kwargs)
+            return self.module.load_state_dict(state_dict, strict)
         except RuntimeError as error:
             if self.is_whole:
                 raise
@@ -154,6 +165,12 @@ class GuardedModel(ModelWrapper):
                 f"model.load_state_dict() takes this rank's part of the model alone under {self._cut_by()}; for whole "
                 "weights call booster.load_model(model, directory) on all ranks"
             ) from error
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
+        """Load as a part of another module, whose `state_dict` names these weights as the wrapped model does."""
+        for name in [each for each in state_dict if each.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *given)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Call `save_pretrained` of the wrapped model.
@@ -206,10 +223,17 @@ class LocalState(OrderedDict[str, Any]):
         return LocalState((name, copy.deepcopy(value, memo)) for name, value in self.items())
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigurationError(
-            "model.state_dict() has this rank's part of the model alone; in the place of saving it call "
-            "booster.save_model(model, directory) on all ranks"
-        )
+        _refuse_local_file()
+
+
+class LocalMetadata(dict[str, Any]):
+    """What torch notes about a module in a state dict, here of one rank's shards: it keeps that from being saved."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalMetadata:
+        return LocalMetadata(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_local_file()
 
 
 class WholeState(dict[str, Tensor]):
@@ -234,6 +258,13 @@ def _refuse_engine(engine: str) -> NoReturn:
     raise ConfigurationError(
         f"{engine} cannot take what boost() returned, which shares out batches and averages gradients by itself; leave "
         f"{engine} out and train with booster.execute_pipeline, or with model(**batch) and booster.backward"
+    )
+
+
+def _refuse_local_file() -> NoReturn:
+    raise ConfigurationError(
+        "model.state_dict() has this rank's part of the model alone; in the place of saving it call "
+        "booster.save_model(model, directory) on all ranks"
     )
 
 

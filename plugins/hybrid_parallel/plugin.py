@@ -226,7 +226,10 @@ class HybridParallelPlugin(Plugin):
             # A pipeline has further passes after that of the loss, the last of which completes the gradients.
             for reducer in reducers if synchronises and self.pp_size == 1 else ():
                 reducer.begin_final_backward()
-            mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value).backward()
+            with ExitStack() as of_outputs:
+                for each in (*optimizer.peers, *others) if self.pp_size > 1 else ():
+                    of_outputs.enter_context(each.reducer.expecting_none())
+                mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value).backward()
             if self.pp_size > 1:
                 self._run_pipelines_back(optimizer, synchronises)
             reducers += [each.reducer for each in others if each.reducer.pending]

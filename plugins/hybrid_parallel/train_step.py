@@ -59,6 +59,7 @@ class PipelineStep:
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
+        self.model.refuse_unseen_hooks()
         uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts would be rounded in 16 bits
         given = as_batch(batch)
         batch = to_device(given, self.mesh.device, self.model.input_dtype, uncast)

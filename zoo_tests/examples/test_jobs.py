@@ -23,6 +23,7 @@ from zoo_tests.harness.ranks import run_on_ranks
 
 _TRAINER = ("--disable_tqdm", "True", "--logging_steps", "1", "--max_steps")
 _PLAIN = ("--steps",)
+_BATCH = ("--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1")
 _TWO_REPLICAS = ("--per_device_train_batch_size", "4")  # half of what one replica had: the global batch stays
 # Example -> (the way to say the steps, more options, options of the layout, those of the layout that goes on)
 JOBS = {
@@ -72,7 +73,7 @@ def _losses(folder: Path) -> list[float]:
 def test_a_job_trains_and_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
     steps, more, layout, other = JOBS[name]
     flag = "--output" if steps == _PLAIN else "--output_dir"
-    common = ["--tiny", flag, str(tmp_path / "out"), *more]
+    common = ["--tiny", flag, str(tmp_path / "out"), *(() if steps == _PLAIN else _BATCH), *more]
     printed = run_on_ranks(2, _run, name, [*common, *layout, *steps, "3"])
     assert "to continue:" in printed[0] and "to export:" in printed[0]
     assert "to continue:" not in printed[1], "one rank speaks"
@@ -98,5 +99,6 @@ def test_the_page_of_jobs_has_the_commands_of_the_scripts(name: str) -> None:
 def test_the_page_of_jobs_names_the_layouts_that_are_tested() -> None:
     rows = rows_of(REPOSITORY / "docs" / "recipes.md", "Job")
     said = [re.findall(r"`([^`]+)`", tested) for _, _, tested in rows]
-    layouts = [[each for each in pair if each != _TWO_REPLICAS] for _, _, *pair in JOBS.values()]
-    assert said == [[" ".join(layout) for layout in pair] for pair in layouts]
+    assert said == [
+        [" ".join(layout) for layout in layouts if layout != _TWO_REPLICAS] for _, _, *layouts in JOBS.values()
+    ]

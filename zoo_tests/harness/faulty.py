@@ -106,7 +106,7 @@ class Job:
         """One value of a parameter's gradient, as the backward pass computes it."""
         param = self.parameter(name)
         if param is not None:
-            self.handles.append(param.register_hook(lambda gradient: poisoned(gradient, value)))
+            self.handles.append(Tensor.register_hook(param, lambda gradient: poisoned(gradient, value)))
 
     def poison_output(self, name: str, value: float, microbatch: int = 0) -> None:
         """One value of what a module returns in the forward pass of one micro-batch."""

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from booster import Booster
 from booster.errors import ConfigurationError
@@ -216,3 +218,75 @@ def test_losses_of_further_outputs(family: str) -> None:
     torch.testing.assert_close(loss_of(outputs), expected, **_EXACT)
     booster.backward(loss_of(outputs), optimizer)
     _check_gradients(optimizer, plain)
+
+
+@distributed(2)
+def test_a_penalty_on_a_weight_of_two_stages_is_refused() -> None:
+    """Both stages have the same value of it, and would add its gradient twice."""
+    recipe = Recipe(family="llama", head="causal_lm", config=(("tie_word_embeddings", True),))
+    booster, model, optimizer = _boost(recipe, pp_size=2)
+    tied = dict(model.named_parameters())["model.embed_tokens.weight"]
+    loss = model(**recipe.batch(0)).loss + 0.01 * tied.square().sum()
+    with pytest.raises(ConfigurationError, match="the loss reads a weight besides the model's outputs .* weight_decay"):
+        booster.backward(loss, optimizer)
+
+
+class _Sent(TorchDispatchMode):
+    """Notes (operation, number of elements) of whatever this rank hands to a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = (each for each in tree_leaves(args) if isinstance(each, Tensor))
+            self.seen += [(func.name().removeprefix("c10d::"), each.numel()) for each in tensors]
+        return func(*args, **(kwargs or {}))
+
+    def largest(self) -> int:
+        """Number of elements of the largest tensor since the last call."""
+        seen, self.seen = self.seen, []
+        return max(size for _, size in seen)
+
+
+@distributed(2)
+def test_no_output_is_sent_before_it_is_read() -> None:
+    """The loss is one number; all else that crosses the border of a stage are hidden states of a micro-batch."""
+    recipe = Recipe(family="llama", head="causal_lm")
+    batch, config = recipe.batch(0), recipe.model().config
+    booster, model, optimizer = _boost(recipe, pp_size=2, num_microbatches=3)
+    hidden = batch["input_ids"].numel() // 3 * config.hidden_size
+    whole = batch["input_ids"].numel() * config.vocab_size
+    assert batch["input_ids"].shape[0] % 3 == 0 and hidden * 10 < whole
+    booster.backward(model(**batch).loss, optimizer)  # the first pass also sends shapes, and compares the batch
+    optimizer.zero_grad()
+    with _Sent() as sent:
+        outputs = model(**batch)
+        outputs.loss.item(), outputs["loss"], outputs.get("loss"), "logits" in outputs, repr(outputs)
+        booster.backward(outputs.loss, optimizer)
+        assert sent.largest() in (hidden, max(param.numel() for param in model.parameters()))
+        logits = outputs.logits
+        assert [each for each in sent.seen if each[1] > hidden] == [("broadcast_", whole)] and logits.numel() == whole
+        sent.seen.clear()
+        assert outputs.logits is logits and outputs[1] is logits and not sent.seen, "fetched once"
+        with torch.no_grad():
+            assert model(**batch).loss.ndim == 0
+        assert sent.largest() == hidden
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+@distributed(2)
+def test_outputs_that_lie_on_the_stages_are_refused(name: str) -> None:
+    recipe = Recipe(family="llama", head="causal_lm", config=(("attn_implementation", "eager"),))
+    booster, model, optimizer = _boost(recipe, pp_size=2)
+    batch = recipe.batch(0)
+    refusal = f"{name}=True asks for what lies on 2 pipeline stages; use pp_size=1 or {name}=False"
+    with pytest.raises(ConfigurationError, match=refusal):
+        model(**batch, **{name: True})
+    setattr(model.config, name, True)
+    with pytest.raises(ConfigurationError, match=refusal):
+        model(**batch)
+    outputs = model(**batch, **{name: False})
+    assert outputs.hidden_states is None and outputs.attentions is None
+    torch.testing.assert_close(outputs.loss, recipe.model()(**batch).loss, rtol=1e-6, atol=0)

@@ -72,7 +72,7 @@ def _step_over_an_overflow(case: Case) -> None:
     hook = None
     if dist.get_rank() == dist.get_world_size() - 1:
         param = next(param for param in boosted.model.unwrap().parameters() if param.requires_grad)
-        hook = param.register_hook(lambda gradient: gradient * float("inf"))
+        hook = torch.Tensor.register_hook(param, lambda gradient: gradient * float("inf"))
     scale = boosted.optimizer.loss_scale.value
     boosted.pipeline_backward(boosted.share(case.recipe.batch(0)))
     boosted.finish_step()

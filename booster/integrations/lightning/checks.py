@@ -73,6 +73,12 @@ def check_module(module: LightningModule) -> None:
             f"{name} is compiled, and torch.compile cannot trace the communication of a boosted model; use "
             "HybridParallelPlugin(compile_layers=True)"
         )
+    for method in ("toggle_optimizer", "untoggle_optimizer"):
+        if getattr(type(module), method) is not getattr(LightningModule, method):
+            raise ConfigurationError(
+                f"{name} has its own {method}(), which would find pieces of parameters in optimizers; leave it out, "
+                "and set requires_grad of self.model's parameters in training_step()"
+            )
     if is_overridden("backward", module, parent=LightningModule):
         raise ConfigurationError(
             f"{name} has its own backward(), which would not run the passes of a layout; leave it out: "

@@ -11,13 +11,15 @@ from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.lightning.inner_model import boosted_inside
 from booster.integrations.lightning.job import JobMethods
 from booster.integrations.lightning.optimizers import boosted_in
-from booster.integrations.lightning.placement import boost_inside, boosted_inside, count_replicas
+from booster.integrations.lightning.placement import boost_inside, count_replicas
 from booster.integrations.lightning.precision import autocasts, check_precision
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
@@ -50,7 +52,10 @@ class FabricMethods(JobMethods, ParallelStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Any], Any]:
         """Boost a model, or the one inside a LightningModule, together with its optimizers."""
-        module, made = boost_inside(module, optimizers, self.booster, self.shares)
+        given = module
+        module, made = boost_inside(given, optimizers, self.booster, self.shares)
+        if module is not given:
+            _show_instead(given, module)
         if self.booster.plugin.mesh["pp"].size() > 1:
             boosted_inside(module).register_forward_hook(lambda model, args, outputs: _unread(outputs))
         count_replicas(module, self.shares)
@@ -226,6 +231,22 @@ class UnreadOutputs:
 
     def __len__(self) -> int:
         return len(self._outputs)
+
+
+def _show_instead(given: nn.Module, boosted: nn.Module) -> None:
+    """Let Fabric's wrapper keep the boosted model where it keeps the module that it was given.
+
+    It finds methods such as `generate`, state dicts and attributes there. The given module is sharded in place by now:
+    its own methods would work on one rank's part.
+    """
+
+    def replaced(holder: nn.Module, name: str, module: nn.Module | None) -> nn.Module | None:
+        if name != "_original_module" or module is not given:
+            return None
+        handle.remove()
+        return boosted
+
+    handle = register_module_module_registration_hook(replaced)
 
 
 def _unread(outputs: Any) -> Any:

@@ -5,9 +5,7 @@ The LightningModule itself stays as it is, with its metrics, its hyper-parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -17,9 +15,9 @@ from torchmetrics import Metric
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.lightning.inner_model import bind_own_methods, connect
 from booster.integrations.lightning.optimizers import NamedOptimizer
 from booster.integrations.lightning.shares import ReplicaShares
-from booster.wrappers import ModelWrapper
 
 
 def model_attribute(module: LightningModule) -> str:
@@ -49,13 +47,6 @@ def model_attribute(module: LightningModule) -> str:
     return whole
 
 
-def boosted_inside(module: nn.Module) -> ModelWrapper | None:
-    """Return the boosted model: the module itself, or an attribute of a LightningModule; None before it is boosted."""
-    if isinstance(module, ModelWrapper):
-        return module
-    return next((child for child in module.children() if isinstance(child, ModelWrapper)), None)
-
-
 def boost_inside(
     module: nn.Module, optimizers: Sequence[Optimizer], booster: Booster, shares: ReplicaShares
 ) -> tuple[nn.Module, list[Any]]:
@@ -78,31 +69,13 @@ def boost_inside(
             )
     boosted, *made = booster.boost(model, *optimizers) if optimizers else (booster.boost(model),)
     made = [NamedOptimizer.of(each) for each in made]
+    bind_own_methods(boosted)
     shares.attach(boosted)
     if name is None:
         return boosted, made
     setattr(module, name, boosted)
-    module.zero_grad = partial(_zero_grad, module)  # Trainer calls it before a validation; it reads `param.grad`
+    connect(module)
     return module, made
-
-
-def _zero_grad(module: LightningModule, set_to_none: bool = True) -> None:
-    """Drop or zero the gradients of a LightningModule, of which only the model's optimizers know those of its model."""
-    with without_model(module):
-        type(module).zero_grad(module, set_to_none)
-    boosted_inside(module).zero_grad(set_to_none)
-
-
-@contextmanager
-def without_model(module: LightningModule) -> Iterator[None]:
-    """Take the boosted model out of a LightningModule in this context: what is left, each rank has whole."""
-    taken = {name: child for name, child in module.named_children() if isinstance(child, ModelWrapper)}
-    for name in taken:
-        module._modules[name] = None  # keeps its place
-    try:
-        yield
-    finally:
-        module._modules.update(taken)
 
 
 def count_replicas(module: nn.Module, shares: ReplicaShares) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.fabric.strategies import ParallelStrategy as FabricStrategy
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy as TrainerStrategy
 from torch import nn
 
 from booster.integrations.lightning.fabric_methods import FabricMethods, NoSync
-from booster.integrations.lightning.placement import boosted_inside
+from booster.integrations.lightning.inner_model import attribute_of_boosted, boosted_inside, without_model
 from booster.integrations.lightning.precision import BoostedPrecision, check_precision
 from booster.integrations.lightning.trainer_methods import TrainerMethods
 from booster.plugin import Plugin
@@ -49,7 +50,25 @@ class HybridParallelStrategy(TrainerMethods, FabricMethods):
             model: what `fabric.setup` returned; None for the model of a Trainer.
             options: see `Booster.save_model`.
         """
-        self.booster.save_model(boosted_inside(self.lightning_module if model is None else model), directory, **options)
+        self.booster.save_model(boosted_inside(self._module_of(model)), directory, **options)
+
+    def whole_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Return the state dict of the whole model or LightningModule, in host memory, on all ranks; all ranks call it.
+
+        Args:
+            model: what `fabric.setup` returned; None for the LightningModule of a Trainer.
+        """
+        module = self._module_of(model)
+        whole = self.booster.plugin.checkpoint_io.whole_state_dict(boosted_inside(module))
+        if not isinstance(module, LightningModule):
+            return whole
+        prefix = f"{attribute_of_boosted(module)}."
+        with without_model(module):
+            return module.state_dict() | {prefix + name: each for name, each in whole.items()}
+
+    def _module_of(self, model: nn.Module | None) -> nn.Module:
+        """Return the boosted model, or the LightningModule around it."""
+        return self.lightning_module if model is None else getattr(model, "_forward_module", model)  # Fabric's wrapper
 
     # ----- what Trainer and Fabric set first, each under its own name -----
 

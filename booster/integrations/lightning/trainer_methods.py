@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from booster.errors import ConfigurationError
 from booster.integrations.lightning.checks import check_callbacks, check_module, check_predictions
+from booster.integrations.lightning.inner_model import boosted_inside, without_model
 from booster.integrations.lightning.job import JobMethods
 from booster.integrations.lightning.optimizers import boosted_in
-from booster.integrations.lightning.placement import boost_inside, boosted_inside, count_replicas, without_model
+from booster.integrations.lightning.placement import boost_inside, count_replicas
 
 
 class TrainerMethods(JobMethods, ParallelStrategy):

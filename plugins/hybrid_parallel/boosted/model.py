@@ -16,6 +16,7 @@ from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared, size_asked_of
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
+from plugins.hybrid_parallel.boosted.surface import ModelSurface
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
@@ -24,7 +25,6 @@ from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, to_devic
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP
-from plugins.hybrid_parallel.guards import GuardedModel
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
@@ -90,7 +90,7 @@ class ShardContext:
     pipeline: PipelineOptions
 
 
-class HybridParallelModel(GuardedModel):
+class HybridParallelModel(ModelSurface):
     """This rank's shard of a model.
 
     It is called like the wrapped model: `model(**batch)`. The loss in its outputs is the mean over the global batch of
@@ -121,6 +121,7 @@ class HybridParallelModel(GuardedModel):
         self.checked_full_batch = False
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
+        self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
         """Copy the weights to a new model on the same ranks, without an optimizer: for averages of weights (EMA)."""
@@ -187,7 +188,12 @@ class HybridParallelModel(GuardedModel):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Prepare a pass through the model: its parameters are gathered, and it draws from its own random stream."""
+        """Prepare a pass through the model: its parameters are gathered, and it draws from its own random stream.
+
+        Raises:
+            ConfigurationError: if a parameter has been replaced since `boost`.
+        """
+        self.check_weights()
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         with self.stream.active() if self.stream is not None and self.training else nullcontext():
@@ -200,9 +206,10 @@ class HybridParallelModel(GuardedModel):
         It shows the signature of the wrapped model's forward.
 
         Raises:
-            ConfigurationError: if another engine runs it.
+            ConfigurationError: if another engine runs it, or a compiler traces it.
         """
         self.refuse_outer_engine()
+        self.refuse_tracer()
         args, kwargs = self.options.by_name(args, kwargs)
         as_tuple = self.options.wants_tuple(kwargs)
         if self.mesh.size("pp") > 1:
@@ -220,6 +227,7 @@ class HybridParallelModel(GuardedModel):
                 outputs = self._forward_with_loss(args, kwargs)
             else:
                 outputs = self._forward_with_own_loss(args, kwargs)
+        self.watch_gradients(outputs)
         return outputs.to_tuple() if as_tuple and hasattr(outputs, "to_tuple") else outputs
 
     def zero_grad(self, set_to_none: bool = True) -> None:

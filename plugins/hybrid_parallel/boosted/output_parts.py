@@ -10,6 +10,7 @@ from torch import Tensor
 LOSS, AUX_LOSS = "loss", "aux_loss"
 CACHE_WITHHELD = "is not filled by the passes of a pipeline; use model.generate(…), which keeps a cache on each stage"
 SCORES_WITHHELD = "lies on the stages, each with that of its own layers; outputs.aux_loss is that of all"
+ROUTERS_WITHHELD = "needs the router scores of all stages for whole sequences, which no rank has"
 _WITHHELD = "withheld"
 _PLAINLY = "call the model with pp_size=1 (a checkpoint opens under any layout)"
 

@@ -21,11 +21,10 @@ from plugins.hybrid_parallel.boosted.user_loop import agree
 from plugins.hybrid_parallel.data.microbatch import signature
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.p2p import Channel
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from shardformer.distributed.random import adopt_first_generator
-from shardformer.generation import generating_as
+from shardformer.generation import decided_first, generating_as
 from shardformer.peft import model_inside
 from shardformer.stages.placeholders import CachedTower, StageMessage
 from shardformer.stages.stage import run_stage
@@ -137,7 +136,7 @@ class StageCalls:
         Args:
             key: determines the shapes of what is sent.
         """
-        result = None
+        result, key = None, (*key, self.runtime.dtype)
         for stage in sorted(set(self.runtime.stages).intersection(stages)):
             links = self.runtime.links[stage]
             result = run(stage, None if stage == stages.start else _receive(links.activations_in, key))
@@ -184,27 +183,8 @@ class _ThroughStages(nn.Module):
         return _Encoder(super().get_encoder(*args, **kwargs), vars(self)[_CALLS])
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
-        own = ("max_length", "eos_token_id")  # transformers looks for these criteria; they are the same on all ranks
-        return type(criteria)(
-            each if any(hasattr(each, name) for name in own) else _FirstDecides(each, vars(self)[_CALLS].mesh)
-            for each in criteria
-        )
-
-
-class _FirstDecides:
-    """A stopping criterion whose answer is that of the first rank: a clock reads differently on each."""
-
-    def __init__(self, criterion: Callable[..., Tensor], mesh: HybridMesh) -> None:
-        self._criterion, self._mesh = criterion, mesh
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return which texts end, [batch]."""
-        ends = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
-        ends = ends.expand(len(input_ids)).to(torch.uint8).contiguous()
-        for axis in ("pp", "tp"):
-            dist.broadcast(ends, group=self._mesh.group(axis), group_src=0)
-        return ends.bool()
+        criteria, mesh = super()._get_stopping_criteria(*args, **kwargs), vars(self)[_CALLS].mesh
+        return decided_first(criteria, mesh.group("pp"), mesh.group("tp"))
 
 
 class _Encoder:

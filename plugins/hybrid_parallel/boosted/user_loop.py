@@ -24,6 +24,7 @@ from plugins.hybrid_parallel.boosted.output_parts import (
     AUX_LOSS,
     CACHE_WITHHELD,
     LOSS,
+    ROUTERS_WITHHELD,
     SCORES_WITHHELD,
     build,
     describe_outputs,
@@ -44,6 +45,7 @@ from plugins.hybrid_parallel.pipeline.schedule import Action
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
+from shardformer.loss.routers import ASKED
 
 _BARE = ""  # the name of the output of a model that returns a single tensor
 
@@ -140,8 +142,13 @@ class PipelineCall:
         """
         model, runtime = self.model, self.model.runtime
         loss = model.step_loss(own, None, batch)
+        asks_routers = isinstance(loss, NoLoss) and model.losses.routers_are_asked(batch)
+        if asks_routers:
+            loss.balance = model.losses.balance_without_labels(own)
         self.rows, self.coupled = num_rows(batch), loss.coupled_outputs
-        inputs = [model.inputs_of(microbatch, loss) for microbatch in microbatches]
+        # Otherwise a stage would compute the loss of its own layers and tokens.
+        not_of_stages = {ASKED: False} if asks_routers else {}
+        inputs = [model.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]
         self.num_microbatches = len(microbatches)
         trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, self.empty
 
@@ -168,7 +175,8 @@ class PipelineCall:
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])
         self.balance = loss.balance
         self._not_made = {"past_key_values": CACHE_WITHHELD} if model.options.would_cache(batch) else {}
-        self._not_made |= {"router_logits": SCORES_WITHHELD} if self.balance is not None else {}
+        self._not_made |= {"router_logits": SCORES_WITHHELD} if self.balance is not None or asks_routers else {}
+        self._not_made |= {AUX_LOSS: ROUTERS_WITHHELD} if self.balance is None and asks_routers else {}
         if not trains:
             self.passes = None
 
@@ -183,13 +191,14 @@ class PipelineCall:
         if _BARE in self._header:
             return self.fetch(_BARE)
         withheld |= self._not_made
-        names = dict.fromkeys(([LOSS, AUX_LOSS] if self.balance is not None else []) + list(self._header))
+        first = [name for name in (LOSS,) if name in self._header] + [AUX_LOSS] * (self.balance is not None)
+        names = dict.fromkeys([*first, *self._header])
         outputs = StageOutputs([name for name in names if name not in withheld], self.read, withheld)
         if LOSS in self._header:
             outputs[LOSS] = self.model.loss_over_replicas(self.fetch(LOSS))
-        if self.balance is not None:
-            outputs[AUX_LOSS] = self._with_border(self.balance.finish(), (AUX_LOSS, 0))
-            outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
+            if self.balance is not None:
+                outputs[AUX_LOSS] = self.fetch(AUX_LOSS)
+                outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
         return outputs
 
     @failure.guard("reading outputs of model(**batch)")
@@ -203,7 +212,9 @@ class PipelineCall:
         return self.fetch(name)
 
     def fetch(self, name: str) -> Any:
-        """Broadcast an output from the last stage."""
+        """Broadcast an output from the last stage, or add up the auxiliary loss over all stages and replicas."""
+        if name == AUX_LOSS and self.balance is not None:
+            return self._with_border(self.balance.finish(), (AUX_LOSS, 0))
         positions = iter(range(len(leaves(self._header[name]))))
         return build(self._header[name], lambda leaf: self._broadcast(name, next(positions), leaf))
 
@@ -265,8 +276,7 @@ class PipelineCall:
         runtime, passes = self.model.runtime, self.passes
         self.passes = None
         if self.balance is not None:
-            # Of the mean over replicas, each of which has the whole auxiliary loss in its own.
-            self.balance.weight = self.grads.pop((AUX_LOSS, 0), 0.0) * self.model.mesh.size(DP_CP)
+            self.balance.weight = self._weight_over_replicas(self.grads.pop((AUX_LOSS, 0), None))
         unfinished = set(runtime.stages)
 
         def before_last(action: Action) -> None:
@@ -286,6 +296,14 @@ class PipelineCall:
             runtime.execute(passes, runtime.phases(self.num_microbatches)[1], before_last, after_last)
         self.results.clear()
         self.grads.clear()
+
+    def _weight_over_replicas(self, weight: Tensor | None) -> Tensor:
+        """Add up the weights of the auxiliary loss in the losses of replicas, which may differ: each has all of it."""
+        mesh = self.model.mesh
+        total = torch.zeros((), device=mesh.device) if weight is None else weight.float()
+        if mesh.size(DP_CP) > 1:
+            dist.all_reduce(total, group=mesh.group(DP_CP))
+        return total
 
 
 @dataclass

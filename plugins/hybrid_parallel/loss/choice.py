@@ -77,9 +77,25 @@ class LossChoice:
             return ModelStepLoss(microbatches, self.mesh, batch, reason)
         loss = HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers and not are_spread)
         if are_spread:
-            masks = [microbatch.get("attention_mask") for microbatch in microbatches]
-            loss.balance = RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh)
+            loss.balance = self._router_balance(microbatches)
         return loss
+
+    def routers_are_asked(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether the outputs for `batch` are to include the auxiliary loss of routers."""
+        return routers_are_asked(self.model, batch)
+
+    def balance_without_labels(self, microbatches: Microbatches) -> RouterBalance | None:
+        """Return the auxiliary loss of a batch without labels, which a loss of the user's own may add.
+
+        None if no rank can have what it is computed from.
+        """
+        routers = None if self.head_loss is None else self.head_loss.routers
+        has_parts = self.mesh.size("cp") > 1 or getattr(self.model, "heads_are_exchanged", False)
+        return None if routers is None or has_parts or not routers.adds_up else self._router_balance(microbatches)
+
+    def _router_balance(self, microbatches: Microbatches) -> RouterBalance:
+        masks = [microbatch.get("attention_mask") for microbatch in microbatches]
+        return RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh)
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the head computes no loss for `batch`."""

@@ -114,6 +114,11 @@ class PipelineRuntime:
         """The parameters of each stage of this rank."""
         return {stage: frozenset(self.parameters_of(stage)) for stage in self.stages}
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Precision of the weights by now; a model that is not trained may be converted after `boost`."""
+        return next((param.dtype for param in self.module.parameters() if param.is_floating_point()), None)
+
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters that a stage of this rank uses."""
         views = getattr(self.module, "stage_views", None)
@@ -202,7 +207,7 @@ class PassState:
         self.runtime, self.microbatches, self.loss_function = runtime, microbatches, loss_function
         self.stage_loss = stage_loss
         # Keys that both sides of a message know; they also tell whether gradients come back, and in which precision.
-        state = torch.is_grad_enabled(), autocast_dtype(runtime.mesh.device)
+        state = torch.is_grad_enabled(), autocast_dtype(runtime.mesh.device), runtime.dtype
         self.keys = [(signature(microbatch), *state) for microbatch in microbatches]
         # Which parameters are trained up to the entry and the exit of a stage, as a number: freezing between two steps
         # changes whether gradients come back, which the neighbour cannot see.

@@ -8,10 +8,12 @@ Otherwise it raises an error that names the equivalent for all ranks.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from booster.errors import ConfigurationError
 
@@ -77,6 +79,24 @@ class BucketParameter(nn.Parameter):
             _check_visible(bucket, index)
             bucket.set_grad(index, value)
 
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """Register a hook on the gradient, as in torch.
+
+        Raises:
+            ConfigurationError: for a parameter of a bucket, whose gradient arrives in parts.
+        """
+        _check_hook(self, "register_hook")
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Register a hook after the gradient, as in torch.
+
+        Raises:
+            ConfigurationError: for a parameter of a bucket, whose gradient arrives in parts.
+        """
+        _check_hook(self, "register_post_accumulate_grad_hook")
+        return super().register_post_accumulate_grad_hook(hook)
+
     @property
     def data(self) -> Tensor:
         """The values after the last step; reading them waits until they are gathered."""
@@ -114,6 +134,15 @@ def _place_of(param: nn.Parameter) -> tuple[GradOwner, int] | None:
     return None if bucket is None else (bucket, index)
 
 
+def _check_hook(param: nn.Parameter, method: str) -> None:
+    if _place_of(param) is not None:
+        raise ConfigurationError(
+            f"{method} after boost() would run the hook on each micro-batch's and each rank's part of the gradient; "
+            "call register_hook before boost(), which then runs it on the whole gradient, or read "
+            "optimizer.full_gradients()"
+        )
+
+
 def _check_visible(bucket: GradOwner, index: int) -> None:
     reason = bucket.hidden_by
     if reason is None and index in bucket.written:
@@ -122,5 +151,6 @@ def _check_visible(bucket: GradOwner, index: int) -> None:
         raise ConfigurationError(
             f"param.grad cannot be read or set under {reason}, where no rank has the gradient as plain torch would; in "
             "the place of torch.nn.utils.clip_grad_norm_ use HybridParallelPlugin(max_norm=…) or "
-            "model.clip_grad_norm_(max_norm), for zeros optimizer.zero_grad(), to look optimizer.full_gradients()"
+            "model.clip_grad_norm_(max_norm), of clip_grad_value_ optimizer.clip_grad_value_(value), for zeros "
+            "optimizer.zero_grad(), to look optimizer.full_gradients()"
         )

@@ -112,6 +112,11 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     # ----- parameters -----
 
+    @property
+    def local_parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters that it updates, or would if they were not frozen; its groups hold pieces of them."""
+        return [param for group in self._order for param in group if param is not None]
+
     def take_unfrozen(self, also: Collection[str] = ()) -> None:
         """Take over frozen parameters that require gradients by now, and parameters with the given names.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
 from shardformer.matmul.weight_grad import GradBuffer, attach_grad_buffer
@@ -51,6 +53,7 @@ class GradientReducer:
         self.buckets, self.dp_group, self.overlap, self.waits = list(buckets), dp_group, overlap, waits
         self.hooks = hooks
         self.accepting = False  # inside a backward pass that the library runs
+        self.expects_none = False  # inside the backward pass of a loss of outputs that stages have computed
         self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: dict[Bucket, set[int]] = {}
@@ -75,11 +78,20 @@ class GradientReducer:
         for index, param in enumerate(bucket.params):
             trains = param.requires_grad
             param.requires_grad_()  # a frozen parameter accepts no new hook, but keeps existing ones
-            param.register_post_accumulate_grad_hook(self._hook(bucket, index))
+            Tensor.register_post_accumulate_grad_hook(param, self._hook(bucket, index))  # its own is refused
             param.requires_grad_(trains)
             if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
                 attach_grad_buffer(param, self._place(bucket, index))
                 self.attaches_grad_buffers = True
+
+    @contextmanager
+    def expecting_none(self) -> Iterator[None]:
+        """Refuse gradients in this context: stages compute them from those of their outputs."""
+        self.expects_none = True
+        try:
+            yield
+        finally:
+            self.expects_none = False
 
     def begin_final_backward(self) -> None:
         """Mark the next backward pass as the one that completes the gradients."""
@@ -131,8 +143,10 @@ class GradientReducer:
             if reducer is None or not reducer.accepting:
                 return None
             bucket = bucket_reference()
-            # A user's hook must see the gradient of this pass, not the sum over passes.
-            is_watched = bool(bucket.params[index]._backward_hooks)
+            param = bucket.params[index]
+            # A user's hook must see the gradient of this pass, not the sum over passes. A parameter that was frozen
+            # after the forward pass takes no gradient.
+            is_watched = bool(param._backward_hooks) or not param.requires_grad
             return None if is_watched or dtype != bucket.grad_dtype else bucket.borrow_grad_view(index)
 
         return place
@@ -152,6 +166,11 @@ class GradientReducer:
         clear_native_grad(param)
         if not self.accepting:
             raise RuntimeError("call booster.backward(loss, optimizer) instead of loss.backward()")
+        if self.expects_none:
+            raise ConfigurationError(
+                "the loss reads a weight besides the model's outputs, and another pipeline stage may count it too; "
+                "compute it from the model's outputs (a penalty on weights is the optimizer's weight_decay)"
+            )
         if gradient is None:  # the first half of a split backward pass defers it
             return
         bucket.accumulate(index, gradient)

@@ -6,6 +6,7 @@ What breaks here first: an argument that transformers has renamed. The table of 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations import trainer_jobs
 from zoo_tests.booster.integrations.trainer_jobs import Job, Notes, check_same, difference, make_trainer, ranks_of
+from zoo_tests.harness.ended_ranks import run_to_the_end
 from zoo_tests.harness.ranks import run_on_ranks
 
 _SCORED = {"compute_metrics": "accuracy"}
@@ -246,6 +248,20 @@ def test_what_cannot_hold_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert messages["variable"].startswith("ACCELERATE_USE_FSDP asks for FSDP")
     for message in messages.values():
         assert "\n" not in message
+
+
+def _train_without_trl(folder: str) -> None:
+    assert "trl" not in sys.modules
+    sys.modules["trl"] = None  # an import of it fails
+    make_trainer(Job("bert", {"max_steps": 1}), folder, "dp2", callbacks=[Notes()]).train()
+    print("trained")
+
+
+@pytest.mark.slow
+def test_trainer_needs_no_trl(tmp_path: Path) -> None:
+    [rank] = run_to_the_end(1, _train_without_trl, str(tmp_path / "out"), folder=tmp_path / "ranks")
+    assert rank.code == 0, rank.err
+    assert rank.out.endswith("trained\n")
 
 
 def test_an_old_transformers_is_refused() -> None:

@@ -33,6 +33,8 @@ JOBS = {
     "t5 smoothed": Job("t5", {**_ACCUMULATED, **_SMOOTHED}, _DECODED),
     "t5 smoothed and generated": Job("t5", {**_GENERATED, **_SMOOTHED}, {"compute_metrics": "overlap", **_DECODED}),
     "mean over a batch": Job("bert", _ACCUMULATED, _SCORED, trainer="MeanLoss"),
+    # The last batch has a sample for one replica alone.
+    "loss of samples": Job("bert", _EVERY_EPOCH, _SCORED, samples=9, trainer="LossOfSamples"),
     "sum over a step": Job("bert", _ACCUMULATED, _SCORED, trainer="SumLoss"),
     "sum over a step of processes": Job("bert", _ACCUMULATED, _SCORED, trainer="SumLossOfProcesses"),
     "own evaluation": Job("bert", _EVERY_EPOCH, _SCORED, trainer="OwnEvaluation"),

@@ -21,6 +21,7 @@ from booster.integrations.transformers import BoostedTrainer
 CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "create_accelerator_and_postprocess": (("__init__",), "the model is wrapped by accelerate's own Accelerator"),
     "_build_accelerator_args": (("create_accelerator_and_postprocess",), "options of the Accelerator are lost"),
+    "_move_model_to_device": (("__init__",), "each GPU gets the whole model before it is sharded"),
     "_wrap_model": (("_prepare_for_training", "evaluation_loop"), "the model is never boosted"),
     "floating_point_ops": (("_run_epoch",), "total_flos counts a replica's batch once a rank"),
     "get_total_train_batch_size": (("set_initial_training_values",), "steps of an epoch are counted by rank"),
@@ -173,3 +174,22 @@ def test_overrides_of_lightning_take_what_it_gives() -> None:
         assert {"setup_environment", "barrier", "save_checkpoint"} <= names
         for name in names:
             assert _takes_what_they_give(getattr(ours, name), getattr(theirs, name)), f"{theirs.__name__}.{name}"
+
+
+def test_fabric_keeps_the_module_where_the_boosted_one_is_put() -> None:
+    """Otherwise `generate`, state dicts and attributes of Fabric's wrapper would be those of one rank's part."""
+    from lightning.fabric.wrappers import _FabricModule
+
+    source = inspect.getsource(_FabricModule.__init__)
+    assert "self._original_module = " in source
+    assert "self._forward_module != self._original_module" in inspect.getsource(_FabricModule.__getattr__)
+
+
+def test_lightning_toggles_by_the_methods_that_are_replaced() -> None:
+    """Otherwise gradients of the other optimizer's parameters would be left behind."""
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    for caller in (LightningOptimizer.toggle_model, LightningModule.toggled_optimizer):
+        source = inspect.getsource(caller)
+        assert ".toggle_optimizer(" in source and ".untoggle_optimizer(" in source

@@ -25,6 +25,20 @@ class MeanLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class LossOfSamples(Trainer):
+    """A mean over samples that reads no output of the model where there are none."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = functional.cross_entropy(outputs.logits, labels) if len(labels) else torch.zeros(())
+        return (loss, outputs) if return_outputs else loss
+
+
 class SumLoss(Trainer):
     """A sum over samples, divided by their number in all batches of a step."""
 

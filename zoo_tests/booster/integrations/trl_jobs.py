@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp_size": 2},
     "dp2": {},
     "tp2pp2": {"tp_size": 2, "pp_size": 2},
+    "pp2dp2": {"pp_size": 2, "dp_size": 2},
 }
 _CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig,
@@ -94,7 +95,7 @@ class Job:
 
 
 def ranks_of(layout: str) -> int:
-    return 4 if layout == "tp2pp2" else 2
+    return 2 * (len(layout) // 3)
 
 
 # ----- model and data -----
@@ -179,7 +180,7 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         options["peft_config"] = LoraConfig(**job.adapters)
     if job.kind in ("dpo", "kto") and job.reference == "model":
         options["ref_model"] = model_of(job, seed=4)
-    args = config(folder, **_arguments(job, replicas=2 if layout == "dp2" else 1))
+    args = config(folder, **_arguments(job, replicas=2 if "dp2" in (layout or "") else 1))
     if layout is None:
         return base(args=args, **options)
     return boosted(base)(args=args, plugin=HybridParallelPlugin(**LAYOUTS[layout], **job.plugin), **options)
@@ -205,8 +206,12 @@ def _arguments(job: Job, replicas: int) -> dict[str, Any]:
     return given
 
 
-def run(job: Job, folder: str, layout: str | None = None, resume: bool = False) -> list[dict[str, Any]]:
-    """Run a job on this rank, or in this process; save its model if `folder` is to keep it. Return `log_history`."""
+def run(job: Job, folder: str, layout: str | None = None, resume: str | None = None) -> list[dict[str, Any]]:
+    """Run a job on this rank, or in this process; save its model in `folder`. Return `log_history`.
+
+    Args:
+        resume: checkpoint to go on from.
+    """
     as_a_new_process()
     trainer = trainer_of(job, folder, layout)
     trainer.remove_callback(PrinterCallback)

@@ -189,6 +189,12 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "(self.routers.factor * of_routers)",
         ("zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain_training[2-options3]",),
     ),
+    "loss of routers in a user's own loss is a share of it": Edit(
+        "plugins.hybrid_parallel.boosted.user_loop",
+        "            dist.all_reduce(total, group=mesh.group(DP_CP))\n",
+        "            total *= mesh.size(DP_CP)\n",
+        ("zoo_tests/shardformer/loss/test_routers.py::test_a_loss_of_ones_own_adds_that_of_all_stages[4-options2]",),
+    ),
     "loss of the model itself not weighted by samples": Edit(
         "plugins.hybrid_parallel.loss.step_loss",
         "share_of_mean(loss, num_rows(self.microbatches[index]), self.global_rows)",

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
-from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER
+from zoo_tests.campaigns.mutations.edits import Edit
 from zoo_tests.campaigns.mutations.mutants import MUTANTS
 
 _REPOSITORY = Path(__file__).parents[3]
@@ -27,7 +26,9 @@ _SAMPLE = (
 
 
 def test_every_change_of_a_line_finds_its_line() -> None:
-    for name, edit in (EDITS_OF_SHARDFORMER | EDITS_OF_PLUGIN).items():
+    edits = {name: mutant for name, mutant in MUTANTS.items() if isinstance(mutant, Edit)}
+    assert edits
+    for name, edit in edits.items():
         assert edit.changed_source(), name
 
 

@@ -81,7 +81,7 @@ def _batch(step: int) -> dict[str, Tensor]:
 @contextmanager
 def _overflow(parameter: nn.Parameter, happens: bool = True) -> Iterator[None]:
     """The gradient of `parameter` is inf in here."""
-    handle = parameter.register_hook(lambda gradient: gradient * (torch.inf if happens else 1.0))
+    handle = Tensor.register_hook(parameter, lambda gradient: gradient * (torch.inf if happens else 1.0))
     yield
     handle.remove()
 

@@ -96,6 +96,73 @@ def test_it_is_that_of_plain_training(ranks: int, options: dict[str, Any]) -> No
                 assert torch.allclose(gradients[name], parameter.grad, atol=1e-5 * scale, rtol=1e-4), name
 
 
+def _own_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """A loss of the user's own: the mean over sequences of a sum, and the auxiliary loss with another weight."""
+    logs = outputs.logits.float().log_softmax(-1)[:, :-1].gather(-1, labels[:, 1:, None].clamp(min=0))
+    return -logs.squeeze(-1).masked_fill(labels[:, 1:] < 0, 0.0).sum(-1).mean() + 3.0 * outputs.aux_loss
+
+
+def _three_samples() -> dict[str, Any]:
+    rows = {name: value[:3] for name, value in _batch().items()}
+    return {**rows, "output_router_logits": True}
+
+
+def _train_on_own_loss(options: dict[str, Any]) -> tuple[float, float, Report]:
+    """Train without labels, after an evaluation; the auxiliary loss of both, the loss and gradients."""
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model = _model()
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = share_of(_three_samples(), booster.plugin.dp_rank, booster.plugin.dp_size)
+    labels = share.pop("labels")
+    weight = len(labels) * booster.plugin.dp_size / 3  # replicas have two samples and one
+    with torch.no_grad():
+        evaluated = model(**share).aux_loss.item()
+    outputs = model(**share)
+    assert "loss" not in outputs
+    loss = weight * _own_loss(outputs, labels)
+    booster.backward(loss, optimizer)
+    return evaluated, outputs.aux_loss.item(), (loss.item(), optimizer.full_gradients())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"pp_size": 2}),
+        (2, {"pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "gradient_checkpointing": "full"}),
+        (4, {"pp_size": 2, "dp_size": 2, "num_microbatches": 2}),
+    ],
+)
+def test_a_loss_of_ones_own_adds_that_of_all_stages(ranks: int, options: dict[str, Any]) -> None:
+    plain, batch = _model(), _three_samples()
+    labels = batch.pop("labels")
+    result = plain(**batch)
+    loss = _own_loss(result, labels)
+    loss.backward()
+    *values, reports = zip(*run_on_ranks(ranks, _train_on_own_loss, options), strict=True)
+    assert all(abs(value - result.aux_loss.item()) < 1e-5 for value in (*values[0], *values[1]))
+    assert abs(sum(found for found, _ in reports) / ranks - loss.item()) < 1e-4
+    _, gradients = _of_all_stages(reports)
+    for name, parameter in plain.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-5 * scale, rtol=1e-4), name
+
+
+def _read_aux_loss(options: dict[str, Any]) -> None:
+    model = Booster(plugin=HybridParallelPlugin(**options)).boost(_model())
+    batch = _batch(output_router_logits=True)
+    del batch["labels"]
+    outputs = model(**batch)
+    assert outputs.logits.shape == (4, 13, 67)
+    outputs.aux_loss  # noqa: B018
+
+
+@pytest.mark.slow
+def test_that_of_parts_of_sequences_is_withheld() -> None:
+    with pytest.raises(RankError, match="outputs.aux_loss needs the router scores of all stages for whole sequences"):
+        run_on_ranks(4, _read_aux_loss, {"pp_size": 2, "cp_size": 2})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options", "what"),

@@ -13,8 +13,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
@@ -33,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp_size": 2},
     "tp2pp2": {"tp_size": 2, "pp_size": 2},
     "dp2tp2": {"tp_size": 2},
+    "dp2pp2": {"pp_size": 2},
 }
 BATCH = 4  # samples of a global batch
 _WORDS = 61
@@ -40,7 +40,7 @@ _PAD = 0
 
 
 def ranks_of(layout: str) -> int:
-    return 4 if layout in ("tp2pp2", "dp2tp2") else 2
+    return 2 ** layout.count("2")
 
 
 def replicas_of(layout: str | None) -> int:
@@ -105,8 +105,14 @@ def collate(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != _PAD).long(), "labels": labels}
 
 
-def loader(data: list[Any], layout: str | None, shuffle: bool = False, batch: int = BATCH) -> DataLoader:
-    return DataLoader(data, batch // replicas_of(layout), shuffle=shuffle, collate_fn=collate)
+def collate_reversed(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Make the same batch in another order: sums over its samples are rounded in another way."""
+    return collate(batch[::-1])
+
+
+def loader(data: list[Any], layout: str | None, shuffle: bool = False, is_reversed: bool = False) -> DataLoader:
+    made = collate_reversed if is_reversed else collate
+    return DataLoader(data, BATCH // replicas_of(layout), shuffle=shuffle, collate_fn=made)
 
 
 class Job(lightning.LightningModule):
@@ -229,6 +235,7 @@ def fitted(
     layout: str | None,
     job: dict[str, Any] | None = None,
     counts: tuple[int, int] = (19, 7),
+    is_reversed: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit a job with validations.
@@ -236,6 +243,7 @@ def fitted(
     Args:
         job: options of `Job`.
         counts: samples for training and validation.
+        is_reversed: whether the samples of a batch come in reversed order.
         options: of the Trainer.
 
     Returns:
@@ -253,8 +261,8 @@ def fitted(
     torch.manual_seed(11)
     made.fit(
         module,
-        loader(samples(model, counts[0]), layout, shuffle=True),
-        loader(samples(model, counts[1], 1), layout),
+        loader(samples(model, counts[0]), layout, True, is_reversed),
+        loader(samples(model, counts[1], 1), layout, False, is_reversed),
     )
     return {
         "logs": history.logs,
@@ -297,41 +305,38 @@ class ManualJob(Job):
         return loss
 
 
-JOBS = {"automatic": Job, "manual": ManualJob}
+class TwoOptimizers(Job):
+    """Manual optimization with an optimizer of the encoder and one of the head, which never have gradients together.
+
+    The first loss is computed while only the encoder requires gradients, the second one before only the head does. The
+    head accumulates over two batches, and its gradients are not reset in between.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        encoder = torch.optim.AdamW(self.model.bert.parameters(), lr=1e-2)
+        return encoder, torch.optim.SGD(self.model.classifier.parameters(), lr=0.1, momentum=0.9)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        encoder, head = self.optimizers()
+        self.toggle_optimizer(encoder)
+        loss = self.loss_of(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(encoder, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        encoder.step()
+        encoder.zero_grad()
+        self.untoggle_optimizer(encoder)
+        second = self.loss_of(batch)
+        with head.toggle_model(sync_grad=bool(batch_idx % 2)):
+            self.manual_backward(second / 2)
+            if batch_idx % 2:
+                head.step()
+                head.zero_grad()
+        self.log("loss", loss + second, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
 
 
-def watched(folder: str, layout: str | None) -> dict[str, Any]:
-    """Fit with callbacks and a logger that write; then test and predict with the best checkpoint."""
-    stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
-    best = ModelCheckpoint(
-        Path(folder) / "kept", "{step}-{val_loss:.3f}", monitor="val_loss", save_top_k=1, save_last=True
-    )
-    rate = LearningRateMonitor("step")
-    module = Job()
-    logger = CSVLogger(folder, name="log", version="0")
-    made = trainer(folder, layout, (stop, best, rate), max_epochs=6, logger=logger)
-    torch.manual_seed(11)
-    made.fit(module, loader(samples("bert", 18), layout, shuffle=True), loader(samples("bert", 7, 1), layout))
-    tested = made.test(module, loader(samples("bert", 9, 2), layout), ckpt_path="best", verbose=False)
-    predicted = made.predict(module, loader(samples("bert", 8, 2), layout))
-    return {
-        "best": Path(best.best_model_path).name,
-        "score": float(best.best_model_score),
-        "stopped": (stop.stopped_epoch, made.current_epoch),
-        "kept": sorted(path.name for path in (Path(folder) / "kept").iterdir()),
-        "tested": tested,
-        "predicted": torch.cat(predicted).tolist(),
-        "log": (Path(folder) / "log" / "0" / "metrics.csv").read_text(),
-    }
-
-
-def continued(folder: str, layout: str | None, steps: int, resume: str | None, save: str | None) -> dict[str, Any]:
-    """Fit to a number of steps, from a checkpoint or from the start; save a checkpoint at the end."""
-    history, module = History(), Job()
-    made = trainer(folder, layout, (history,), max_steps=steps, max_epochs=9)
-    torch.manual_seed(11)
-    data = loader(samples("bert", 19), layout, shuffle=True)
-    made.fit(module, data, ckpt_path=resume and str(Path(folder) / resume))
-    if save:
-        made.save_checkpoint(Path(folder) / save)
-    return {"logs": history.logs, "weights": weights_of(made, module, Path(folder) / f"final-{layout}"), "seen": 0}
+JOBS = {"automatic": Job, "manual": ManualJob, "two-optimizers": TwoOptimizers}

@@ -25,6 +25,11 @@ class OwnBackward(jobs.Job):
         loss.backward()
 
 
+class OwnToggle(jobs.Job):
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        super().toggle_optimizer(optimizer)
+
+
 class TwoModels(jobs.Job):
     def __init__(self) -> None:
         super().__init__()
@@ -87,6 +92,23 @@ REFUSED: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "averages": (
         lambda folder: _fit(folder, given={"callbacks": (callbacks.StochasticWeightAveraging(1e-2),)}),
         ("StochasticWeightAveraging", "AveragedModel(self.model)"),
+    ),
+    **{
+        kind.__name__: (
+            lambda folder, kind=kind, given=given: _fit(folder, given={"callbacks": (kind(*given),)}),
+            (kind.__name__, part),
+        )
+        for kind, given, part in (
+            (callbacks.WeightAveraging, (), "AveragedModel(self.model)"),
+            (callbacks.EMAWeightAveraging, (), "AveragedModel(self.model)"),
+            (callbacks.ModelPruning, ("l1_unstructured",), "before training"),
+            (callbacks.LearningRateFinder, (), "with a small model"),
+            (callbacks.BatchSizeFinder, (), "booster plan"),
+        )
+    },
+    "own toggle": (
+        lambda folder: _fit(folder, OwnToggle()),
+        ("OwnToggle has its own toggle_optimizer()", "leave it out"),
     ),
     "own backward": (lambda folder: _fit(folder, OwnBackward()), ("OwnBackward has its own backward()",)),
     "two models": (lambda folder: _fit(folder, TwoModels()), ("self.model and self.other", "requires_grad_(False)")),

@@ -1,0 +1,117 @@
+"""The boosted model inside a LightningModule, and the methods of the module that reach the model's parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from booster.errors import ConfigurationError
+from booster.integrations.lightning.optimizers import boosted_in
+from booster.wrappers import ModelWrapper
+
+_LIBRARIES = ("torch", "transformers", "peft", "trl", "lightning", "pytorch_lightning")
+
+
+def boosted_inside(module: nn.Module) -> ModelWrapper | None:
+    """Return the boosted model: the module itself, or an attribute of a LightningModule; None before it is boosted."""
+    if isinstance(module, ModelWrapper):
+        return module
+    return next((child for child in module.children() if isinstance(child, ModelWrapper)), None)
+
+
+def attribute_of_boosted(module: nn.Module) -> str:
+    """Return the name of the attribute that holds the boosted model."""
+    return next(name for name, child in module.named_children() if isinstance(child, ModelWrapper))
+
+
+def bind_own_methods(boosted: ModelWrapper) -> None:
+    """Bind the methods of the user's own classes to the boosted model, which is then the one that they call.
+
+    Methods that call `super()`, and those of libraries, stay those of the sharded model.
+    """
+    inner = boosted.unwrap()
+    for cls in reversed(type(inner).__mro__):
+        if cls is object or cls.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for name, method in vars(cls).items():
+            own = inspect.isfunction(method) and not name.startswith("__") and not hasattr(type(boosted), name)
+            if own and "__class__" not in method.__code__.co_freevars:
+                vars(boosted)[name] = MethodType(method, boosted)  # and not an attribute of the sharded model
+
+
+@contextmanager
+def without_model(module: LightningModule) -> Iterator[None]:
+    """Take the boosted model out of a LightningModule in this context: what is left, each rank has whole."""
+    taken = {name: child for name, child in module.named_children() if isinstance(child, ModelWrapper)}
+    for name in taken:
+        module._modules[name] = None  # keeps its place
+    try:
+        yield
+    finally:
+        module._modules.update(taken)
+
+
+def connect(module: LightningModule) -> None:
+    """Give a LightningModule methods that know its boosted model: only the model's optimizers have its gradients."""
+    module.zero_grad = partial(_zero_grad, module)  # Trainer calls it before a validation; it reads `param.grad`
+    module.toggle_optimizer = partial(_toggle_optimizer, module)
+    module.untoggle_optimizer = partial(_untoggle_optimizer, module)
+    module.register_state_dict_pre_hook(_refuse_shards)
+    module.register_load_state_dict_pre_hook(_refuse_whole_weights)
+
+
+def _zero_grad(module: LightningModule, set_to_none: bool = True) -> None:
+    with without_model(module):
+        type(module).zero_grad(module, set_to_none)
+    boosted_inside(module).zero_grad(set_to_none)
+
+
+def _toggle_optimizer(module: LightningModule, optimizer: Any) -> None:
+    """Let only the parameters of one optimizer require gradients: parameter groups hold pieces of them."""
+    optimizers = [boosted_in(each) for each in module.trainer.optimizers]
+    required = {param: param.requires_grad for each in optimizers for param in each.local_parameters}
+    chosen = set(boosted_in(optimizer).local_parameters)
+    for param, requires_grad in required.items():
+        param.requires_grad = requires_grad and param in chosen
+    module._param_requires_grad_state = required
+
+
+def _untoggle_optimizer(module: LightningModule, optimizer: Any) -> None:
+    for param, requires_grad in module._param_requires_grad_state.items():
+        param.requires_grad = requires_grad
+    module._param_requires_grad_state = {}
+
+
+def _refuse_shards(module: LightningModule, *given: Any) -> None:
+    """Refuse a state dict of shards: it looks whole, and other code writes it to a file.
+
+    Raises:
+        ConfigurationError: if this rank has only a part of the model.
+    """
+    if _has_part(module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.state_dict() would have this rank's part of self.{attribute_of_boosted(module)} "
+            "alone; on all ranks call trainer.strategy.whole_state_dict(), which returns the whole one, "
+            "trainer.strategy.save_model(directory) or trainer.save_checkpoint(path)"
+        )
+
+
+def _refuse_whole_weights(module: LightningModule, *given: Any) -> None:
+    if _has_part(module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.load_state_dict() takes whole weights, of which this rank has a part; on all "
+            f"ranks call trainer.strategy.booster.load_model(self.{attribute_of_boosted(module)}, directory), or load "
+            "the weights before training"
+        )
+
+
+def _has_part(module: LightningModule) -> bool:
+    model = boosted_inside(module)
+    return model is not None and not getattr(model, "is_whole", True)

@@ -1,0 +1,193 @@
+"""TRL's trainers, options and versions that hold under no layout: each is refused in one sentence, on all ranks.
+
+What breaks here first: an option that TRL has renamed. The list of `docs/trainer.md` has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trl
+
+from booster.errors import ConfigurationError
+from booster.integrations.transformers import boosted
+from booster.integrations.trl_arguments import check_trainer_class
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.booster.integrations.trl_jobs import Job, as_a_new_process, model_of, rows_of, tokenizer
+from zoo_tests.harness.ranks import run_on_ranks
+
+_MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 36}
+_EXPERTS = Job("sft", family="mixtral", sizes=_MIXTURE)
+_PARTS = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
+_CLASSES = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig),
+    "kto": (trl.KTOTrainer, trl.KTOConfig),
+}
+_SUMS = "a loss over the router scores of all tokens of a batch, which "
+_PAIRS = "compute_metrics of a BoostedRewardTrainer gets the two answers of each pair in rows that dp_size=2 orders "
+# What is asked for: job, arguments, layout -> the sentence.
+OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
+    "activation_offloading": (
+        Job("sft"),
+        {"activation_offloading": True},
+        {"tp_size": 2},
+        "SFTConfig(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True",
+    ),
+    "aot": (
+        Job("dpo"),
+        {"loss_type": ["aot"]},
+        {},
+        "DPOConfig(loss_type=['aot']): 'aot' sorts the pairs of a batch, which dp_size=2 shares out; use dp_size=1, or "
+        "another loss",
+    ),
+    "aot_unpaired": (
+        Job("dpo"),
+        {"loss_type": ["sigmoid", "aot_unpaired"]},
+        {},
+        "DPOConfig(loss_type=['sigmoid', 'aot_unpaired']): 'aot_unpaired' sorts the answers of a batch, which "
+        "dp_size=2 shares out; use dp_size=1, or another loss",
+    ),
+    "sft in dpo": (
+        Job("dpo"),
+        {"loss_type": ["sigmoid", "sft"]},
+        {},
+        "DPOConfig(loss_type=['sigmoid', 'sft']): 'sft' is a mean over the tokens of a batch, which dp_size=2 shares "
+        "out; use dp_size=1, or another loss",
+    ),
+    "routers, replicas": (
+        _EXPERTS,
+        {"router_aux_loss_coef": 0.3},
+        {},
+        f"router_aux_loss_coef=0.3 weights {_SUMS}dp_size=2 spreads over replicas; use dp_size=1, a pipeline such as "
+        "pp_size=2, or router_aux_loss_coef=0.0",
+    ),
+    "routers, cp_size": (
+        _EXPERTS,
+        {"router_aux_loss_coef": 0.3},
+        {"cp_size": 2},
+        f"router_aux_loss_coef=0.3 weights {_SUMS}cp_size=2 spreads over ranks; use cp_size=1, or "
+        "router_aux_loss_coef=0.0",
+    ),
+    "routers, all_to_all": (
+        _EXPERTS,
+        {"router_aux_loss_coef": 0.3},
+        _PARTS,
+        f"router_aux_loss_coef=0.3 weights {_SUMS}sequence_parallelism_mode='all_to_all' spreads over ranks; use "
+        "'split_gather', or router_aux_loss_coef=0.0",
+    ),
+    "metrics of pairs": (
+        Job("reward"),
+        {"compute_metrics": len},
+        {},
+        f"{_PAIRS}otherwise; use dp_size=1, or the metrics that the trainer logs",
+    ),
+    "an option of Trainer": (
+        Job("sft"),
+        {"torch_compile": True},
+        {"tp_size": 2},
+        "TrainingArguments(torch_compile=True): torch.compile cannot trace the communication of a boosted model; use "
+        "HybridParallelPlugin(compile_layers=True)",
+    ),
+    "no plugin": (
+        Job("sft"),
+        {},
+        {"plugin": None},
+        "BoostedSFTTrainer got no plugin; give the layout, as in plugin=HybridParallelPlugin(tp_size=2)",
+    ),
+}
+_INSTEAD = (
+    "which generates, or takes means over processes, as no layout does; use SFTTrainer, DPOTrainer, RewardTrainer or "
+    "KTOTrainer, or run {name} without boosted()"
+)
+
+
+def _make(job: Job, given: dict[str, Any], layout: dict[str, Any], folder: str) -> None:
+    """Make a trainer with what is to be refused."""
+    from datasets import Dataset
+
+    trainer, config = _CLASSES[job.kind]
+    options: dict[str, Any] = {"model": model_of(job), "processing_class": tokenizer()}
+    if "compute_metrics" in given:
+        options["compute_metrics"], given = given["compute_metrics"], {}
+    plugin = layout["plugin"] if "plugin" in layout else HybridParallelPlugin(**layout)
+    args = config(folder, bf16=False, use_cpu=True, report_to="none", **given)
+    data = Dataset.from_list(rows_of(job, 8))
+    boosted(trainer)(args=args, train_dataset=data, plugin=plugin, **options)
+
+
+def _said_by(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ConfigurationError as refusal:
+        return str(refusal)
+    return "nothing was refused"
+
+
+def _say_all(folder: str) -> dict[str, str]:
+    as_a_new_process()
+    said = {}
+    for name, (job, given, layout, _) in OPTIONS.items():
+        said[name] = _said_by(functools.partial(_make, job, given, layout, folder))
+    for name in ("GRPOTrainer", "RLOOTrainer"):
+        said[name] = _said_by(lambda name=name: boosted(getattr(trl, name)))
+    return said
+
+
+@functools.cache
+def _said_on_two_ranks() -> list[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_ranks(2, _say_all, folder, timeout_s=300.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_cannot_hold_is_refused_on_all_ranks(name: str) -> None:
+    assert [said[name] for said in _said_on_two_ranks()] == [OPTIONS[name][3]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_a_trainer_that_cannot_hold_is_refused_on_all_ranks(name: str) -> None:
+    expected = f"boosted() got TRL's {name}, {_INSTEAD.format(name=name)}"
+    assert [said[name] for said in _said_on_two_ranks()] == [expected] * 2
+
+
+def test_a_class_of_ones_own_is_known_by_its_bases() -> None:
+    class Mine(trl.SFTTrainer):
+        pass
+
+    assert issubclass(boosted(Mine), trl.SFTTrainer)
+    assert "Mine" in boosted(Mine).__name__
+
+
+def _version(monkeypatch: pytest.MonkeyPatch, found: str | Exception) -> None:
+    def version(name: str) -> str:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("booster.integrations.trl_arguments.version", version)
+
+
+def test_an_old_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _version(monkeypatch, "1.15.3")
+    assert _said_by(lambda: check_trainer_class(["SFTTrainer"])) == (
+        "TRL 1.15.3 is installed, and boosted() needs the fused head of TRL 1.16; pip install 'trl>=1.16'"
+    )
+    _version(monkeypatch, "1.16.0")
+    check_trainer_class(["SFTTrainer"])
+
+
+def test_a_trl_that_is_no_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _version(monkeypatch, importlib.metadata.PackageNotFoundError("trl"))
+    assert _said_by(lambda: check_trainer_class(["SFTTrainer"])) == (
+        "boosted() got TRL's SFTTrainer, and TRL is not installed as a package that has a version; "
+        "pip install 'trl>=1.16'"
+    )

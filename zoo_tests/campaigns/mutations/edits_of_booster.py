@@ -1,0 +1,86 @@
+"""Mutants that change one line of the integrations: Trainer, TRL, and what both take from accelerate."""
+
+from __future__ import annotations
+
+from zoo_tests.campaigns.mutations.edits import Edit
+
+_TESTS = "zoo_tests/booster/integrations"
+_TRAINER = f"{_TESTS}/test_trainer_parity.py::test_a_job_logs_what_one_process_logs"
+_TRAINER_RESUMED = f"{_TESTS}/test_trainer_checkpoints.py::test_a_run_goes_on_in_another_layout"
+_TRL = f"{_TESTS}/test_trl_parity.py::test_few_steps_log_what_one_process_logs"
+_TRL_RESUMED = f"{_TESTS}/test_trl_checkpoints.py::test_training_goes_on_in_another_layout"
+
+EDITS_OF_BOOSTER: dict[str, Edit] = {
+    "Trainer: shares of replicas weigh the same": Edit(
+        "booster.integrations.trainer_loss",
+        "weight = rows * self.accelerator.replicas.size / max(total, 1)",
+        "weight = 1.0",
+        (
+            f"{_TRAINER}[mean over a batch-dp2]",
+            f"{_TRAINER}[function's mean-dp2]",
+            f"{_TRAINER}[own evaluation-dp2]",
+            f"{_TRL}[dpo]",
+            f"{_TRL}[reward]",
+        ),
+    ),
+    "Trainer: the label smoother counts the labels of one replica": Edit(
+        "booster.integrations.trainer_loss",
+        "items = self.accelerator.reduce(counted.ne(smoother.ignore_index).sum())",
+        "items = replicas * counted.ne(smoother.ignore_index).sum()",
+        (f"{_TRAINER}[t5 smoothed-dp2]",),
+    ),
+    "Trainer: no label smoothing": Edit(
+        "booster.integrations.trainer_loss",
+        "return smoother(outputs, labels, shift_labels, num_items_in_batch=num_items_in_batch)",
+        'return outputs["loss"]',
+        (f"{_TRAINER}[t5 smoothed-dp2]",),
+    ),
+    "Trainer: sums divided by the items of all replicas are averaged": Edit(
+        "booster.integrations.trainer_loss",
+        "            loss = loss * replicas\n",
+        "            pass\n",
+        (f"{_TRAINER}[sum over a step-dp2]",),
+    ),
+    "Trainer: gradients are not clipped": Edit(
+        "booster.integrations.accelerate",
+        'self._model_of(parameters, "clip_grad_norm_").clip_grad_norm_(max_norm)',
+        'self._model_of(parameters, "clip_grad_norm_").clip_grad_norm_(float("inf"))',
+        (f"{_TRAINER}[bert-dp2]", f"{_TRAINER}[bert-tp2pp2]", f"{_TRL}[sft dft]"),
+    ),
+    "Trainer: the schedule begins anew": Edit(
+        "booster.integrations.trainer_checkpoints",
+        ', "lr_scheduler": self.lr_scheduler}',
+        "}",
+        (f"{_TRAINER_RESUMED}[bert-dp2-pp2]", f"{_TRL_RESUMED}[sft lora-tp2-pp2]"),
+    ),
+    "Trainer: batches of an epoch are seen again": Edit(
+        "booster.integrations.trainer_checkpoints",
+        'state["dataloader"] = self._train_loader.loader',
+        "self._train_loader.skip(0)",
+        (f"{_TRAINER_RESUMED}[bert-dp2-pp2]",),
+    ),
+    "TRL: KTO pairs the samples of one replica": Edit(
+        "booster.integrations.trl_trainers",
+        "args.per_device_train_batch_size *= self.plugin.dp_size",
+        "args.per_device_train_batch_size *= 1",
+        (f"{_TRL}[kto]",),
+    ),
+    "TRL: metrics of replicas weigh the same": Edit(
+        "booster.integrations.replica_means",
+        "shares = (self.rows / self.rows.sum()).to(values.dtype)",
+        "shares = torch.full_like(values, 1 / len(values))",
+        (f"{_TRL}[dpo]",),
+    ),
+    "TRL: padding is scored": Edit(
+        "booster.integrations.fused_head",
+        "value.masked_fill(~mask, 0)",
+        "value",
+        (f"{_TRL}[sft dft]", f"{_TRL}[dpo]"),
+    ),
+    "TRL: the reference of a trained adapter is the bare model": Edit(
+        "booster.integrations.fused_head",
+        '"ref" if "ref" in inside.peft_config else None',
+        "None",
+        (f"{_TRL}[dpo trained lora]",),
+    ),
+}
