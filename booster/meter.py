@@ -99,7 +99,8 @@ class Meter:
     def measure(self, loss: Tensor | float | None = None, lr: float | None = None) -> dict[str, float]:
         """Make figures of what was counted since the last ones; all ranks call it, and get the same figures."""
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, whole, memory = _largest([now - self._since, now - self._began, _memory_of_this_rank()])
+        self._since = now
         counts = _summed(list(self._counts.values()), _ranks_of_a_replica(self.plugin))
         samples, tokens, flops = counts
         figures = {} if loss is None else {"loss": float(loss)}
@@ -111,10 +112,10 @@ class Meter:
         if self._knows_flops and flops:
             # A backward pass costs twice the forward pass.
             figures["mfu"] = 3 * flops / seconds / (self.peak_flops * _world_size())
-        figures["memory_mib"] = _fullest(_memory_of_this_rank()) / 2**20
+        figures["memory_mib"] = memory / 2**20
         if self.total_steps is not None:
             done = self.current_step - self.initial_step
-            figures["eta_s"] = (now - self._began) / max(done, 1) * (self.total_steps - self.current_step)
+            figures["eta_s"] = whole / max(done, 1) * (self.total_steps - self.current_step)
         self._counts = dict.fromkeys(self._counts, 0.0)
         self._figures = figures
         self._show()
@@ -189,11 +190,12 @@ def _summed(values: list[float], copies: int) -> list[float]:
     return total.tolist()
 
 
-def _fullest(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
+def _largest(values: list[float]) -> list[float]:
+    """Return the largest of each value over all ranks, so that ranks whose clocks differ find the same figures."""
+    largest = torch.tensor(values, dtype=torch.float64)
     if _world_size() > 1:
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=world_group())
-    return float(total)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=world_group())
+    return largest.tolist()
 
 
 def _world_size() -> int:

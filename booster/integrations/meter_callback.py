@@ -36,6 +36,11 @@ class MeterCallback(TrainerCallback):
         if self.meter is not None:
             self.meter.current_step = state.global_step
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make figures of a run that ends before its first log; all ranks call it."""
+        if self.meter is not None and not self.meter.figures():
+            self.meter.measure()
+
     def line(self) -> str:
         """Return the latest figures as one line of text; see `Meter.line`."""
         return "-" if self.meter is None else self.meter.line()
@@ -43,4 +48,4 @@ class MeterCallback(TrainerCallback):
     def add_figures(self, logs: dict[str, float]) -> None:
         """Add the figures since the last log of a loss; all ranks call it."""
         if self.meter is not None and "loss" in logs:
-            logs.update(self.meter.measure())
+            logs.update({**self.meter.measure(logs["loss"], logs.get("learning_rate")), **logs})
