@@ -1,6 +1,7 @@
 """The tests notice faults: a sample of the mutants (all of them: `python -m zoo_tests.campaigns.mutations`).
 
-The suite has one of each kind: a sum that is left out, a weight of the loss, clipping, schedules.
+The suite has one of each kind: a sum that is left out, a weight of the loss, clipping, schedules, shares of replicas in
+an integration.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from zoo_tests.campaigns.mutations.edits_of_integrations import EDITS_OF_INTEGRATIONS
 from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
 from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER
 from zoo_tests.campaigns.mutations.mutants import MUTANTS
@@ -23,11 +25,12 @@ _SAMPLE = (
     "mean of means",
     "clipping counts one stage",
     "weights that wait are forgotten",
+    "shares of Lightning not weighed",
 )
 
 
 def test_every_change_of_a_line_finds_its_line() -> None:
-    for name, edit in (EDITS_OF_SHARDFORMER | EDITS_OF_PLUGIN).items():
+    for name, edit in (EDITS_OF_SHARDFORMER | EDITS_OF_PLUGIN | EDITS_OF_INTEGRATIONS).items():
         assert edit.changed_source(), name
 
 
