@@ -172,7 +172,7 @@ class Job(lightning.LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         clip = getattr(self.model, "clip_grad_norm_", None)
         if clip is None:
-            # In double precision, as the library's: torch adds up squares in that of the gradients, to 2e-6 in fp32.
+            # Added up in double precision, as the library does.
             gradients = [each.grad.double() for each in self.model.parameters() if each.grad is not None]
             self.log("grad_norm", torch.nn.utils.get_total_norm(gradients))
         else:

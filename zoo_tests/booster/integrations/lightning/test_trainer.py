@@ -83,13 +83,14 @@ def test_fifty_steps_in_single_precision(
     ours = run_on_ranks(jobs.ranks_of(layout), jobs.fitted, str(tmp_path), layout, job, **_FIFTY_STEPS)[0]
     difference = jobs.differences_of_logs(ours, alone)
     record_property("worst_difference", difference)
-    assert all(value < TOLERANCE for value in difference.values()), difference
+    limits = {name: 2 * TOLERANCE if name == "grad_norm" else TOLERANCE for name in difference}
+    assert all(difference[name] < limit for name, limit in limits.items()), difference
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("layout", jobs.LAYOUTS)
 def test_fifty_steps_that_amplify_rounding(layout: str, tmp_path: Path, record_property: Any) -> None:
-    """A large rate of AdamW: fp64 shows no difference, and fp32 one of the size that another order of samples makes."""
+    """A large rate of AdamW: no difference in fp64, and one in fp32 such as another order of samples makes."""
     worst: dict[str, dict[str, float]] = {}
     for dtype in ("float64", "float32"):
         job = {"dtype": dtype, "lr": 1e-2}
