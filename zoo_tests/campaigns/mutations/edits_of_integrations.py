@@ -103,6 +103,12 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
         "reduced = reduced.clone()",
         (f"{_FITS}[own-loss-dp2]",),
     ),
+    "shares without samples logged as nan": Edit(
+        f"{_HERE}.lightning.inner_model",
+        "if shares.is_empty and kwargs",
+        "if not shares.is_empty and kwargs",
+        (f"{_FITS}[own-loss-dp2]",),
+    ),
     "logged values reduced over all ranks": Edit(
         f"{_HERE}.lightning.job",
         "group = self.replicas.mesh.get_group() if _is_everyone(group) else group\n",
