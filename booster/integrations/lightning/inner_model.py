@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,12 +11,14 @@ from types import MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.lightning.optimizers import boosted_in
+from booster.integrations.lightning.shares import ReplicaShares
 from booster.wrappers import ModelWrapper
 
+_OVER_SAMPLES = ("mean", "avg", "sum")  # reductions over an epoch to which no samples add nothing
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "lightning", "pytorch_lightning")
 
 
@@ -58,13 +61,28 @@ def without_model(module: LightningModule) -> Iterator[None]:
         module._modules.update(taken)
 
 
-def connect(module: LightningModule) -> None:
-    """Give a LightningModule methods that know its boosted model: only the model's optimizers have its gradients."""
+def connect(module: LightningModule, shares: ReplicaShares) -> None:
+    """Give a LightningModule methods that know its boosted model: only the model's optimizers have its gradients.
+
+    Args:
+        shares: tells whether this replica has samples of the batch under way.
+    """
+    module.log = partial(_log, module, shares)
     module.zero_grad = partial(_zero_grad, module)  # Trainer calls it before a validation; it reads `param.grad`
     module.toggle_optimizer = partial(_toggle_optimizer, module)
     module.untoggle_optimizer = partial(_untoggle_optimizer, module)
     module.register_state_dict_pre_hook(_refuse_shards)
     module.register_load_state_dict_pre_hook(_refuse_whole_weights)
+
+
+def _log(module: LightningModule, shares: ReplicaShares, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Log a value. That of a share without samples is nan, which would make the mean over the epoch nan too."""
+    if shares.is_empty and kwargs.get("reduce_fx", "mean") in _OVER_SAMPLES:
+        if isinstance(value, Tensor):
+            value = value.nan_to_num(nan=0.0)
+        elif isinstance(value, float) and math.isnan(value):
+            value = 0.0
+    type(module).log(module, name, value, *args, **kwargs)
 
 
 def _zero_grad(module: LightningModule, set_to_none: bool = True) -> None:

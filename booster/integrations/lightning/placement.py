@@ -74,7 +74,7 @@ def boost_inside(
     if name is None:
         return boosted, made
     setattr(module, name, boosted)
-    connect(module)
+    connect(module, shares)
     return module, made
 
 

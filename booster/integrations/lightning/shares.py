@@ -41,6 +41,11 @@ class ReplicaShares:
             model.register_forward_pre_hook(self._before, with_kwargs=True)
             model.register_forward_hook(self._after)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the user's step runs, and this replica has no sample of the batch."""
+        return self._in_step and self._weight == 0
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Weigh means of values of a batch in this context."""

@@ -51,8 +51,8 @@ class Script:
         self.accelerator, self.counter = accelerator, Counter()
         model = bert(torch.float64)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        # Counted over all replicas.
-        scheduler = StepLR(optimizer, replicas, gamma=0.9)
+        # Counted over all replicas; the number of steps so far says when the rate changes.
+        scheduler = StepLR(optimizer, 3 * replicas, gamma=0.5)
         torch.manual_seed(3)
         batches = loader(22, _BATCH // replicas, shuffle=True, generator=torch.Generator().manual_seed(5))
         self.model, self.optimizer, self.batches, self.evaluated, self.scheduler = accelerator.prepare(

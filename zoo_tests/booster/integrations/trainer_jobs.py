@@ -339,13 +339,14 @@ def difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> d
     """Return the worst difference of two `log_history` by name, relative where a value is above 1.
 
     Raises:
-        AssertionError: they have other entries.
+        AssertionError: they have other entries, or a value that is no number.
     """
     worst: dict[str, float] = {}
     assert [_kept(each) for each in found] == [_kept(each) for each in expected]
     for one, other in zip(found, expected, strict=True):
         for name in _kept(one):
             apart = abs(one[name] - other[name]) / max(abs(other[name]), 1.0)
+            assert apart == apart, f"{name} is {one[name]} instead of {other[name]}"
             worst[name] = max(worst.get(name, 0.0), apart)
     return worst
 

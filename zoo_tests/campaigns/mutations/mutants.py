@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from shardformer.shard_spec import spec_of
 from zoo_tests.campaigns.mutations.edits import Edit
-from zoo_tests.campaigns.mutations.edits_of_boosted import EDITS_OF_BOOSTED
-from zoo_tests.campaigns.mutations.edits_of_booster import EDITS_OF_BOOSTER
+from zoo_tests.campaigns.mutations.edits_of_integrations import EDITS_OF_INTEGRATIONS
+from zoo_tests.campaigns.mutations.edits_of_models import EDITS_OF_MODELS
 from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
 from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER, PARITY
+from zoo_tests.campaigns.mutations.edits_of_trainers import EDITS_OF_TRAINERS
 
 _TWO = "num_microbatches=2"
 _FLASH = "enable_flash_attention=True"
@@ -243,8 +244,9 @@ def _weights_that_wait_are_forgotten() -> None:
 MUTANTS: dict[str, Mutant | Edit] = {
     **EDITS_OF_SHARDFORMER,
     **EDITS_OF_PLUGIN,
-    **EDITS_OF_BOOSTER,
-    **EDITS_OF_BOOSTED,
+    **EDITS_OF_TRAINERS,
+    **EDITS_OF_MODELS,
+    **EDITS_OF_INTEGRATIONS,
     "no data-parallel reduction": Mutant(
         _no_data_parallel_reduction,
         (f"{PARITY}[bert-masked_lm-dp2-zero1]", f"{PARITY}[llama-causal_lm-pp2dp2-zero1]"),

@@ -1,6 +1,7 @@
 """The tests notice faults: a sample of the mutants (all of them: `python -m zoo_tests.campaigns.mutations`).
 
-The suite has one of each kind: a sum that is left out, a weight of the loss, clipping, schedules.
+The suite has one of each kind: a sum that is left out, a weight of the loss, clipping, schedules, shares of replicas in
+an integration.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _SAMPLE = (
     "mean of means",
     "clipping counts one stage",
     "weights that wait are forgotten",
+    "shares of Lightning not weighed",
 )
 
 

@@ -57,7 +57,7 @@ def test_logs_and_weights_are_those_of_one_process(name: str, layout: str, tmp_p
     job, options = JOBS[name]
     for ours in run_on_ranks(jobs.ranks_of(layout), jobs.fitted, str(tmp_path), layout, job, **options):
         difference = jobs.worst_difference(ours, plain(name))
-        assert max(difference.values()) < TOLERANCE, difference
+        assert all(value < TOLERANCE for value in difference.values()), difference
 
 
 @pytest.mark.campaign
@@ -67,38 +67,42 @@ def test_all_jobs_under_all_layouts(name: str, layout: str, tmp_path: Path) -> N
     test_logs_and_weights_are_those_of_one_process(name, layout, tmp_path)
 
 
+_FIFTY_STEPS = {"counts": (19, 7), "max_steps": 50, "max_epochs": -1}
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("layout", jobs.LAYOUTS)
+@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.02), ("adamw", 1e-3)])
 @pytest.mark.parametrize("model", jobs.MODELS)
-def test_fifty_steps_in_single_precision(model: str, layout: str, tmp_path: Path, record_property: Any) -> None:
-    job = {"model": model, "dtype": "float32", "optimizer": "sgd"}
-    options = {"counts": (19, 7), "max_steps": 50, "max_epochs": -1}
-    alone = jobs.fitted(str(tmp_path), None, job, **options)
+def test_fifty_steps_in_single_precision(
+    model: str, optimizer: str, lr: float, layout: str, tmp_path: Path, record_property: Any
+) -> None:
+    job = {"model": model, "dtype": "float32", "optimizer": optimizer, "lr": lr}
+    alone = jobs.fitted(str(tmp_path), None, job, **_FIFTY_STEPS)
     assert sum("loss_step" in each for each in alone["logs"]) == 50
-    ours = run_on_ranks(jobs.ranks_of(layout), jobs.fitted, str(tmp_path), layout, job, **options)[0]
-    difference = jobs.worst_difference(ours, alone)
+    ours = run_on_ranks(jobs.ranks_of(layout), jobs.fitted, str(tmp_path), layout, job, **_FIFTY_STEPS)[0]
+    difference = jobs.differences_of_logs(ours, alone)
     record_property("worst_difference", difference)
-    assert max(difference.values()) < TOLERANCE, difference
+    limits = {name: 2 * TOLERANCE if name == "grad_norm" else TOLERANCE for name in difference}
+    assert all(difference[name] < limit for name, limit in limits.items()), difference
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("layout", jobs.LAYOUTS)
-@pytest.mark.parametrize("model", jobs.MODELS)
-def test_fifty_steps_of_adamw(model: str, layout: str, tmp_path: Path, record_property: Any) -> None:
-    """In fp64 nothing differs; in fp32, no more than one process beside itself with batches in another order."""
-    options = {"counts": (19, 7), "max_steps": 50, "max_epochs": -1}
-    worst = {}
+def test_fifty_steps_that_amplify_rounding(layout: str, tmp_path: Path, record_property: Any) -> None:
+    """A large rate of AdamW: no difference in fp64, and one in fp32 such as another order of samples makes."""
+    worst: dict[str, dict[str, float]] = {}
     for dtype in ("float64", "float32"):
-        job = {"model": model, "dtype": dtype}
-        alone = jobs.fitted(str(tmp_path), None, job, **options)
-        other_order = jobs.fitted(str(tmp_path), None, job, is_reversed=True, **options)
-        ours = run_on_ranks(jobs.ranks_of(layout), jobs.fitted, str(tmp_path), layout, job, **options)[0]
-        worst[dtype] = jobs.worst_difference(ours, alone)["logs"]
-        worst[f"{dtype}, one process"] = jobs.worst_difference(other_order, alone)["logs"]
+        job = {"dtype": dtype, "lr": 1e-2}
+        alone = jobs.fitted(str(tmp_path), None, job, **_FIFTY_STEPS)
+        reordered = jobs.fitted(str(tmp_path), None, job, is_reversed=True, **_FIFTY_STEPS)
+        ours = run_on_ranks(jobs.ranks_of(layout), jobs.fitted, str(tmp_path), layout, job, **_FIFTY_STEPS)[0]
+        worst[dtype] = jobs.differences_of_logs(ours, alone)
+        worst[f"{dtype}, one process"] = jobs.differences_of_logs(reordered, alone)
     record_property("worst_difference", worst)
-    print(f"{model}, {layout}: " + ", ".join(f"{name} {value:.1e}" for name, value in worst.items()))
-    assert worst["float64"] < 1e-12
-    assert worst["float32"] < 4 * worst["float32, one process"]
+    # Metrics of torchmetrics, such as "val_metric", add up in single precision.
+    assert all(worst["float64"][name] < 1e-12 for name in ("loss_step", "grad_norm", "val_loss")), worst
+    assert worst["float32"]["loss_step"] < 10 * worst["float32, one process"]["loss_step"], worst
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])

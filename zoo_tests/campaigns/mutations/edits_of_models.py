@@ -9,7 +9,7 @@ _LOOP = "zoo_tests/parity/test_pipeline_loop.py"
 _SENT = f"{_LOOP}::test_no_output_is_sent_before_it_is_read"
 _ROW = "zoo_tests/hybrid_parallel/boosted/test_surface.py::test_each_row_of_the_table"
 
-EDITS_OF_BOOSTED: dict[str, Edit] = {
+EDITS_OF_MODELS: dict[str, Edit] = {
     "attributes stay on the wrapper": Edit(
         f"{_BOOSTED}.surface",
         "            setattr(self.module, name, value)  #",

@@ -10,7 +10,7 @@ _TRAINER_RESUMED = f"{_TESTS}/test_trainer_checkpoints.py::test_a_run_goes_on_in
 _TRL = f"{_TESTS}/test_trl_parity.py::test_few_steps_log_what_one_process_logs"
 _TRL_RESUMED = f"{_TESTS}/test_trl_checkpoints.py::test_training_goes_on_in_another_layout"
 
-EDITS_OF_BOOSTER: dict[str, Edit] = {
+EDITS_OF_TRAINERS: dict[str, Edit] = {
     "Trainer: shares of replicas weigh the same": Edit(
         "booster.integrations.trainer_loss",
         "weight = rows * self.accelerator.replicas.size / max(total, 1)",
