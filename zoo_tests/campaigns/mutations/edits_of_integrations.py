@@ -153,8 +153,8 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
     ),
     "methods of Fabric's model are those of the shards": Edit(
         f"{_HERE}.lightning.inner_model",
-        "setattr(boosted, name, MethodType(method, boosted))",
-        "setattr(boosted, name, MethodType(method, inner))",
+        "vars(boosted)[name] = MethodType(method, boosted)",
+        "vars(boosted)[name] = MethodType(method, inner)",
         (f"{_FABRIC}::test_what_a_script_uses_around_its_loop[dp2]",),
     ),
 }
