@@ -27,12 +27,12 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "booster.integrations.trainer_loss",
         "items = self.accelerator.reduce(counted.ne(smoother.ignore_index).sum())",
         "items = replicas * counted.ne(smoother.ignore_index).sum()",
-        (f"{_TRAINER}[t5 smoothed-dp2]",),
+        (f"{_TRAINER}[bert accumulated-dp2]",),
     ),
     "Trainer: no label smoothing": Edit(
         "booster.integrations.trainer_loss",
         "return smoother(outputs, labels, shift_labels, num_items_in_batch=num_items_in_batch)",
-        'return outputs["loss"]',
+        "return type(smoother)(epsilon=0.0)(outputs, labels, shift_labels, num_items_in_batch=num_items_in_batch)",
         (f"{_TRAINER}[t5 smoothed-dp2]",),
     ),
     "Trainer: sums divided by the items of all replicas are averaged": Edit(
@@ -53,12 +53,6 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "}",
         (f"{_TRAINER_RESUMED}[bert-dp2-pp2]", f"{_TRL_RESUMED}[sft lora-tp2-pp2]"),
     ),
-    "Trainer: batches of an epoch are seen again": Edit(
-        "booster.integrations.trainer_checkpoints",
-        'state["dataloader"] = self._train_loader.loader',
-        "self._train_loader.skip(0)",
-        (f"{_TRAINER_RESUMED}[bert-dp2-pp2]",),
-    ),
     "TRL: KTO pairs the samples of one replica": Edit(
         "booster.integrations.trl_trainers",
         "args.per_device_train_batch_size *= self.plugin.dp_size",
@@ -69,7 +63,7 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "booster.integrations.replica_means",
         "shares = (self.rows / self.rows.sum()).to(values.dtype)",
         "shares = torch.full_like(values, 1 / len(values))",
-        (f"{_TRL}[dpo]",),
+        (f"{_TRL}[kto]",),
     ),
     "TRL: padding is scored": Edit(
         "booster.integrations.fused_head",
