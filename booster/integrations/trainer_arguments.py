@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.utils import parse_flag_from_env
 from packaging.version import Version
+from transformers import GenerationMixin
 from transformers.debug_utils import DebugOption
 
 from booster.errors import ConfigurationError
@@ -120,12 +121,19 @@ def _check_replicas(args: Any, dp_size: int) -> None:
         )
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model whose outputs do not tell which one is the loss.
+def check_model(model: Any, args: Any, plugin: Plugin) -> None:
+    """Refuse a model whose outputs do not tell which one is the loss, or that cannot generate what is evaluated.
 
     Raises:
-        ConfigurationError: if it returns tuples.
+        ConfigurationError: if it returns tuples, or has a `generate` of its own under a pipeline.
     """
+    own = getattr(type(model), "generate", GenerationMixin.generate) is not GenerationMixin.generate
+    pp_size = getattr(plugin, "pp_size", 1)
+    if own and pp_size > 1 and getattr(args, "predict_with_generate", False):
+        raise ConfigurationError(
+            f"{type(model).__name__} has a generate() of its own, which predict_with_generate=True calls and "
+            f"pp_size={pp_size} has in pieces; use pp_size=1, or predict_with_generate=False"
+        )
     if getattr(getattr(model, "config", None), "return_dict", True) is False:
         raise ConfigurationError(
             "model.config.return_dict=False: a boosted Trainer reads the loss by its name; set it to True"

@@ -81,7 +81,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         self.plugin = plugin
         super().__init__(*args, **kwargs)
         self._take_loss_functions()
-        check_model(self.model)
+        check_model(self.model, self.args, self.plugin)
 
     # ----- the accelerator -----
 

@@ -264,6 +264,9 @@ class HybridParallelModel(ModelSurface):
             RuntimeError: if the layers of the model keep no cache.
             ConfigurationError: for what a pipeline cannot do, or ranks of one that do not ask for the same.
         """
+        has_rows = not args and any(isinstance(value, Tensor) and value.dim() for value in kwargs.values())
+        if has_rows and not num_rows(kwargs):  # a replica without samples of a short batch
+            return without_rows(self.generate(**stand_in(kwargs)))
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)

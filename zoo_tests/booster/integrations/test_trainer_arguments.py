@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from booster.errors import ConfigurationError
 from booster.integrations.trainer_arguments import check_version
@@ -22,6 +22,7 @@ from zoo_tests.booster.integrations import trainer_jobs
 from zoo_tests.booster.integrations.trainer_jobs import Job, Notes, check_same, difference, make_trainer, ranks_of
 from zoo_tests.harness.ended_ranks import run_to_the_end
 from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.zoo import FAMILIES
 
 _SCORED = {"compute_metrics": "accuracy"}
 _STEPS: dict[str, Any] = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 2}
@@ -205,6 +206,7 @@ def _refuse_all(folder: str) -> dict[str, str]:
     adafactor = _with_arguments(folder, {"optim": "adafactor"}, train_dataset=trainer_jobs.pairs(5))
     plugin = HybridParallelPlugin(tp_size=2)
     messages["adafactor"] = _refusal_of(lambda: adafactor(plugin=plugin).train())
+    messages["generate"] = _refusal_of(lambda: _evaluate_whisper(folder, HybridParallelPlugin(pp_size=2)))
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     messages["variable"] = _refusal_of(_with_arguments(folder, {}))
     del os.environ["ACCELERATE_USE_FSDP"]
@@ -222,6 +224,13 @@ def _with_arguments(folder: str, given: dict[str, Any], **options: Any) -> Any:
         return boosted(Trainer)(args=_arguments(folder, **given), plugin=plugin, **objects)
 
     return make
+
+
+def _evaluate_whisper(folder: str, plugin: Any) -> None:
+    family = FAMILIES["whisper"]
+    model = family.build(family.main_head, torch.float32)
+    args = Seq2SeqTrainingArguments(folder, use_cpu=True, report_to="none", predict_with_generate=True)
+    boosted(Seq2SeqTrainer)(model=model, args=args, data_collator=trainer_jobs.collate, plugin=plugin)
 
 
 def _refusal_of(action: Any, kind: type[Exception] = ConfigurationError) -> str:
@@ -245,6 +254,7 @@ def test_what_cannot_hold_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert "max_steps has to be specified" in messages["length"]
     assert "model.config.return_dict=False" in messages["tuples"]
     assert messages["adafactor"] == "Adafactor reads whole parameters, which tp_size=2 cuts; use tp_size=1 or AdamW"
+    assert messages["generate"].endswith("pp_size=2 has in pieces; use pp_size=1, or predict_with_generate=False")
     assert messages["variable"].startswith("ACCELERATE_USE_FSDP asks for FSDP")
     for message in messages.values():
         assert "\n" not in message
