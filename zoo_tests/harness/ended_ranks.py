@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import time
 import uuid
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zoo_tests.harness.ports import free_port
 from zoo_tests.harness.ranks import rank_context
 
 
@@ -45,9 +45,7 @@ def run_to_the_end(
         folder: for what they write.
         timeout_s: limit in seconds.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     job = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     job |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "OMP_NUM_THREADS": "1"}
     folder.mkdir(parents=True, exist_ok=True)

@@ -228,9 +228,10 @@ class JobMethods:
     # ----- the end -----
 
     def teardown(self) -> None:
-        """Leave the model and its optimizers where they are: they can be evaluated and saved."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
+        """Leave the model and its optimizers where they are: they can be evaluated and saved.
+
+        Lightning's environment is left alone too: its end would remove WORLD_SIZE, which the launcher has set.
+        """
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()

@@ -7,7 +7,6 @@ for what the launcher makes of it.
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ import pytest
 
 from zoo_tests.booster.cli.job import SENTENCE
 from zoo_tests.booster.cli.started import Ended, Started, start_alone, start_job
+from zoo_tests.harness.ports import free_port
 
 LIMIT_S = 2.0
 CTRL_C_LIMIT_S = 6.0
@@ -131,9 +131,7 @@ def test_half_set_environment_is_refused() -> None:
 @pytest.mark.parametrize(("happening", "failing"), [("in_guard", 1), ("uncaught", 0)])
 def test_ranks_without_a_launcher_end_too(happening: str, failing: int) -> None:
     """Rank 0 holds the store itself here, and nothing but the store tells the other rank."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     jobs = [start_alone(happening, str(failing), HAND_RANK=str(rank), HAND_PORT=port) for rank in range(2)]
     other = jobs[1 - failing].ended()
     ended_at = time.time()

@@ -7,7 +7,6 @@ What fails here first is how ranks of a later round tell its keys in torchrun's 
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from zoo_tests.booster.cli.started import Ended, Started
 from zoo_tests.booster.clusters.job import STEPS, plain_losses
+from zoo_tests.harness.ports import free_port
 
 JOB = Path(__file__).with_name("job.py")
 LAUNCHERS = {"torchrun": (str(Path(sys.executable).with_name("torchrun")),), "booster run": ("-m", "booster", "run")}
@@ -41,12 +41,6 @@ def elastic(port: str, *conf: str) -> list[tuple[str, ...]]:
 
 
 RENDEZVOUS = {"static": static, "elastic": elastic}
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def assert_trained(folder: Path, results: list[Ended]) -> list[int]:

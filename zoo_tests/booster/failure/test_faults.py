@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from zoo_tests.campaigns.faults.campaign import GONE_WITHIN_S, LAYOUTS, NAMED_WITHIN_S, Trial
 from zoo_tests.campaigns.faults.watch import Outcome, WatchedJob
+from zoo_tests.harness.ports import free_port
 
 FLAT, PIPELINE = LAYOUTS
 TRIALS = (
@@ -108,9 +108,7 @@ def test_a_rank_that_takes_too_long_is_named_with_the_operation(job: Callable[..
 
 def start_by_hand(job: Callable[..., WatchedJob], fault: str, rank: int, **environment: str) -> list[WatchedJob]:
     """Three ranks without a launcher; rank 0 holds the store."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
     return [
         job(fault, "step", str(rank), "{}", launcher=(), RANK=str(number), LOCAL_RANK=str(number), **world)
