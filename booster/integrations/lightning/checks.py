@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from booster.errors import ConfigurationError
@@ -109,4 +111,31 @@ def check_predictions(trainer: Any, dataloader: Any) -> None:
         raise ConfigurationError(
             f"{type(writer).__name__} is told which samples a rank has, which loaders of replicas do not say; return "
             "the samples' own indices from predict_step, and write what trainer.predict returns"
+        )
+
+
+def check_options_of_backward(method: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Refuse options of `torch.Tensor.backward`, which a layout runs otherwise.
+
+    Raises:
+        ConfigurationError: if there is one.
+    """
+    if args or kwargs:
+        given = ", ".join([*map(str, args), *kwargs])
+        raise ConfigurationError(f"{method} cannot take {given} under a layout; leave it out")
+
+
+def check_loss(loss: Tensor, model: str) -> None:
+    """Refuse a loss without gradients.
+
+    Args:
+        model: how the user calls the boosted model.
+
+    Raises:
+        ConfigurationError: if it does not depend on the model.
+    """
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "the loss does not depend on the boosted model, so that there are no gradients; compute it from the "
+            f"outputs of {model}"
         )

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.lightning.checks import check_loss, check_options_of_backward
 from booster.integrations.lightning.inner_model import boosted_inside
 from booster.integrations.lightning.job import JobMethods
 from booster.integrations.lightning.optimizers import boosted_in
@@ -88,19 +89,13 @@ class FabricMethods(JobMethods, ParallelStrategy):
         Raises:
             ConfigurationError: if no optimizer was set up, or an option cannot hold.
         """
-        if args or kwargs:
-            given = ", ".join([*map(str, args), *kwargs])
-            raise ConfigurationError(f"fabric.backward() cannot take {given} under a layout; leave it out")
+        check_options_of_backward("fabric.backward()", args, kwargs)
         if not self._set_up:
             raise ConfigurationError(
                 "fabric.backward() finds no optimizer; set it up together with its model, as in model, optimizer = "
                 "fabric.setup(model, optimizer)"
             )
-        if not tensor.requires_grad:
-            raise ConfigurationError(
-                "the loss does not depend on the boosted model, so that there are no gradients; compute it from the "
-                "outputs of the model that fabric.setup() returned"
-            )
+        check_loss(tensor, "the model that fabric.setup() returned")
         self.shares.weigh_gradients()
         model = None if module is None else boosted_inside(module)
         own = None if model is None else next(iter(getattr(model, "optimizers", ())), None)

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.checks import check_callbacks, check_module, check_predictions
+from booster.integrations.lightning.checks import (
+    check_callbacks,
+    check_loss,
+    check_module,
+    check_options_of_backward,
+    check_predictions,
+)
 from booster.integrations.lightning.inner_model import boosted_inside, without_model
 from booster.integrations.lightning.job import JobMethods
 from booster.integrations.lightning.optimizers import boosted_in
@@ -125,7 +131,8 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         Raises:
             ConfigurationError: if the loss does not depend on the boosted model, or an option cannot hold.
         """
-        self._check_loss(closure_loss, args, kwargs)
+        check_options_of_backward("backward()", args, kwargs)
+        check_loss(closure_loss, "self.model")
         module, plugin = self.lightning_module, self.precision_plugin
         loss = plugin.pre_backward(closure_loss, module)
         self.shares.weigh_gradients()
@@ -141,16 +148,6 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         """Accumulate gradients without communication."""
         with self.booster.no_sync(boosted_inside(self.lightning_module)):
             yield
-
-    def _check_loss(self, loss: Tensor, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        if args or kwargs:
-            given = ", ".join([*map(str, args), *kwargs])
-            raise ConfigurationError(f"backward() cannot take {given} under a layout; leave it out")
-        if not loss.requires_grad:
-            raise ConfigurationError(
-                "the loss does not depend on the boosted model, so that there are no gradients; compute it from the "
-                "outputs of self.model"
-            )
 
     # ----- files -----
 

@@ -10,56 +10,52 @@ from torch.nn import functional
 from transformers import Trainer
 
 
-class MeanLoss(Trainer):
+class OwnLoss(Trainer):
+    """A subclass that computes its loss from the logits, as many scripts do."""
+
+    def loss_of(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.loss_of(outputs.logits, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class MeanLoss(OwnLoss):
     """A mean over the samples of the batch at hand, weighted by class."""
 
     loss_is_scaled_for_ga = False
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        each = functional.cross_entropy(outputs.logits, labels, reduction="none") * (1.0 + labels)
-        loss = each.mean() + 0.1 * outputs.logits.square().mean()
-        return (loss, outputs) if return_outputs else loss
+    def loss_of(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        each = functional.cross_entropy(logits, labels, reduction="none") * (1.0 + labels)
+        return each.mean() + 0.1 * logits.square().mean()
 
 
-class LossOfSamples(Trainer):
+class LossOfSamples(OwnLoss):
     """A mean over samples that reads no output of the model where there are none."""
 
     loss_is_scaled_for_ga = False
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = functional.cross_entropy(outputs.logits, labels) if len(labels) else torch.zeros(())
-        return (loss, outputs) if return_outputs else loss
+    def loss_of(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        return functional.cross_entropy(logits, labels) if len(labels) else torch.zeros(())
 
 
-class SumLoss(Trainer):
+class SumLoss(OwnLoss):
     """A sum over samples, divided by their number in all batches of a step."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
+    def loss_of(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        return functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
 
 class SumLossOfProcesses(SumLoss):
     """The same by somebody who knows that Trainer averages the losses of processes."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = loss * self.accelerator.num_processes
-        return (loss, outputs) if return_outputs else loss
+    def loss_of(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        return super().loss_of(logits, labels, num_items_in_batch) * self.accelerator.num_processes
 
 
 class OwnEvaluation(Trainer):
