@@ -95,7 +95,11 @@ def _check_ways(family: str, layout: str) -> None:
     native = _model(family)
     boosted, prompt = _boosted(native, layout), _prompt(family)
     lengths = set()
-    for name, make in _ways(_ends(native, prompt)).items():
+    ways = _ways(_ends(native, prompt))
+    if native.config.is_encoder_decoder:  # its forward has no logits_to_keep: the head scores the whole prompt
+        ids = prompt["input_ids"][:, -3:]
+        ways["a prompt of the decoder"] = lambda: {"do_sample": False, "decoder_input_ids": ids} | _RETURNED
+    for name, make in ways.items():
         results = []
         for model in (boosted, native):
             torch.manual_seed(3)

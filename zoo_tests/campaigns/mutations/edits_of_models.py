@@ -44,7 +44,7 @@ EDITS_OF_MODELS: dict[str, Edit] = {
         f"{_BOOSTED}.stage_generation",
         "logits[:, -1:]",
         "logits[:, :1]",
-        ("zoo_tests/parity/test_generation_options.py::test_what_scripts_pass_to_generate[llama-pp2]",),
+        ("zoo_tests/parity/test_generation_options.py::test_what_scripts_pass_to_generate[t5-pp2]",),
     ),
     "a stage counts every other stage's keys in full": Edit(
         f"{_BOOSTED}.stage_cache",

@@ -27,7 +27,7 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "booster.integrations.trainer_loss",
         "items = self.accelerator.reduce(counted.ne(smoother.ignore_index).sum())",
         "items = replicas * counted.ne(smoother.ignore_index).sum()",
-        (f"{_TRAINER}[bert accumulated-dp2]",),
+        (f"{_TRAINER}[t5 smoothed and generated-dp2]",),
     ),
     "Trainer: no label smoothing": Edit(
         "booster.integrations.trainer_loss",
