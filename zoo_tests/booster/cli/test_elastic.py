@@ -14,7 +14,7 @@ from zoo_tests.harness.ranks import run_on_ranks
 JOB = Path(__file__).with_name("elastic_job.py")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_killed_rank_leads_to_the_same_losses(tmp_path: Path) -> None:
     expected, *_ = run_on_ranks(2, train, tmp_path / "whole", 0)
     folder = tmp_path / "killed"

@@ -41,7 +41,7 @@ def run_with_a_notice(cluster: Cluster, script: str, folder: Path) -> None:
     assert cluster.log.read_text().count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_an_agent_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
     code, output = cluster.run(SCRIPTS / "slurm_agents.sbatch", JOB, tmp_path / "run", "--tp", "2")
     assert code == 0, output

@@ -67,7 +67,7 @@ def test_a_rank_killed_under_torchruns_elastic_rendezvous(tmp_path: Path) -> Non
     run_with_a_kill("torchrun", "elastic", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_static_rendezvous_of_booster_run(tmp_path: Path) -> None:
     jobs = [agent("booster run", place, tmp_path) for place in static(free_port())]
     assert assert_trained(tmp_path, [job.ended() for job in jobs]) == [2] * STEPS

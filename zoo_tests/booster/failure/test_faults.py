@@ -24,7 +24,7 @@ TRIALS = (
     Trial("killed", "execute_pipeline", 1, PIPELINE),
     pytest.param(Trial("stopped", "step", 2, FLAT), marks=pytest.mark.campaign),
     pytest.param(Trial("raising", "loader", 0, FLAT), marks=pytest.mark.campaign),
-    Trial("skipping", "step", 3, FLAT),
+    pytest.param(Trial("skipping", "step", 3, FLAT), marks=pytest.mark.campaign),
 )
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 RESTARTING = ("-m", "booster", "run", "--nproc-per-node", "4", "--max-restarts", "1")

@@ -6,6 +6,7 @@ not a method.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
 from booster.profiling.memory import memory_of_this_rank
 from booster.profiling.report import JobProfile
+from booster.profiling.steps import StepProfile
 from zoo_tests.booster.cli.started import Ended, Started
 from zoo_tests.booster.profiling import job
 from zoo_tests.harness.ranks import run_on_ranks
@@ -38,6 +40,16 @@ def _trained(scratch: str, steps: int, *arguments: str) -> None:
     with mock.patch.dict(os.environ, asked), mock.patch.object(sys, "argv", ["job.py", *arguments]):
         job.main()
         assert PROFILE_STEPS not in os.environ, "a second model would be traced too"
+    dist.barrier()
+
+
+def _trained_and_ended(*arguments: Any) -> None:
+    """Train on this rank, and then do what the profile does at the end of the interpreter."""
+    with mock.patch.object(atexit, "register", wraps=atexit.register) as at_exit:
+        _trained(*arguments)
+    registered = [call.args[0] for call in at_exit.call_args_list]
+    (close,) = [each for each in registered if isinstance(getattr(each, "__self__", None), StepProfile)]
+    close()
     dist.barrier()
 
 
@@ -89,10 +101,10 @@ def test_every_loop(pp_size: int, loop: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
-    ended = _run(tmp_path, 3, "2", "2", "pipeline")
-    assert ended.code == 0
-    what = r"note: the script ended after 1 of the 3 steps to profile; they are in \S+/trace.json, and [^\n]*\n"
-    assert re.fullmatch(what, ended.err), ended.err
+    profile = JobProfile(3, tmp_path)
+    run_on_ranks(2, _trained_and_ended, str(profile.scratch), 3, "2", "2", "pipeline")
+    what = r"the script ended after 1 of the 3 steps to profile; they are in \S+/trace.json, and [^\n]*"
+    assert re.fullmatch(what, sentence := profile.finish()), sentence
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The tests notice faults: a sample of the mutants (all of them: `python -m zoo_tests.campaigns.mutations`).
 
-The suite has one of each kind: a sum that is left out, a weight of the loss, clipping, schedules, shares of replicas in
-an integration.
+The suite has three: a weight of the loss, a sum that is left out, shares of replicas in an integration.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ _REPOSITORY = Path(__file__).parents[3]
 
 
 _SAMPLE = (
-    "no tied-weight sync",
     "mean of means",
     "clipping counts one stage",
-    "weights that wait are forgotten",
     "shares of Lightning not weighed",
 )
 

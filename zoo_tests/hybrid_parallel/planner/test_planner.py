@@ -244,17 +244,17 @@ def test_lengths_beyond_the_model_are_refused_in_one_sentence() -> None:
 
 @pytest.mark.slow
 def test_a_model_of_405_billion_parameters_on_16384_devices() -> None:
-    """Under 10 s on an idle laptop; here beside other tests."""
+    """Under 10 s on an idle laptop; the limit is of processor time, and wide, since other tests run meanwhile."""
     config = LlamaConfig(
         hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
     )  # fmt: skip
     build = partial(LlamaForCausalLM, config)
-    began = time.perf_counter()
+    began = time.process_time()
     model = ModelMap(build)
     predictor = Predictor(model, Profiler(build, 8192, PRESETS["H100"], "bf16"))
     plan = search(predictor, Space(16384, 2048, "bf16", model.num_layers))
-    assert time.perf_counter() - began < 30
+    assert time.process_time() - began < 60
     assert model.num_parameters == 405_853_388_800
     best = plan.ranked[0]
     assert best.layout.tp_size == 8 and best.layout.pp_size > 1
