@@ -39,7 +39,7 @@ from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
 from plugins.hybrid_parallel.train_step import PipelineStep
-from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
+from plugins.hybrid_parallel.zero.backward_checks import check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, accepting_gradients
 from shardformer.utils.json import read_json_object
 from shardformer.utils.parameter_names import names_of_parameters
@@ -212,6 +212,8 @@ class HybridParallelPlugin(Plugin):
             )
         if self.pp_size > 1:
             agree(self.grid, "calls booster.backward")
+        if self.tp_size > 1:
+            check_weights_in_loss(loss)
         if optimizer.num_steps < FIRST_STEPS:
             check_loss(loss.detach(), self.grid)
         reducers = [each.reducer for each in optimizer.peers]

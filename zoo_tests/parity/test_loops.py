@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from booster.errors import ConfigurationError
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import run_on_ranks
@@ -42,6 +43,30 @@ def _ordinary_cases() -> list:
 @pytest.mark.parametrize("case", _ordinary_cases())
 def test_ordinary_loop(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)
+
+
+# ----- losses that read weights -----
+
+
+def _penalise(case: Case) -> None:
+    """Twice: the check is not only one of the first steps, and a refusal leaves nothing behind."""
+    boosted = boost(case)
+    norm = next(param for name, param in boosted.model.named_parameters() if name.endswith("layernorm.weight"))
+    batch = boosted.share(case.recipe.batch(0))
+    for _ in range(2):
+        loss = boosted.model(**batch).loss + 0.01 * norm.square().sum()
+        with pytest.raises(ConfigurationError, match="the loss reads a weight of shape .* weight_decay"):
+            boosted.booster.backward(loss, boosted.optimizer)
+    outputs = boosted.model(**batch)
+    boosted.booster.backward(outputs.loss + 1e-3 * outputs.logits.square().mean(), boosted.optimizer)
+
+
+@pytest.mark.parametrize("mode", ["split_gather", "all_to_all"])
+def test_a_penalty_on_a_norm_is_refused_under_sequence_parallelism(mode: str) -> None:
+    """Each rank has the whole weight but its own tokens: their sum would count the penalty once a rank."""
+    options = (("enable_sequence_parallelism", True), ("sequence_parallelism_mode", mode))
+    case = Case(recipe=Recipe(family="llama", head="causal_lm"), layout="tp2", options=options)
+    run_on_ranks(2, _penalise, case)
 
 
 # ----- accumulation -----
