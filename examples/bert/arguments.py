@@ -1,24 +1,9 @@
-"""Command lines of multi-rank scripts: a message is printed once, not once per rank."""
+"""Kinds of values on the command line."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from typing import IO, Any, NoReturn
-
-
-class RankParser(argparse.ArgumentParser):
-    """Argument parser that prints on rank 0 only, and reports an error as one sentence."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options)
-
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if int(os.environ.get("RANK", "0")) == 0:
-            super()._print_message(message, file)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
+from typing import Any
 
 
 def positive_int(text: str) -> int:

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arguments import RankParser
 from convergence_run import parser as run_parser
 from convergence_run import settings_of
 from layouts import LAYOUTS, REFERENCE, Layout
 from report import plot_losses, prepare_directory, print_table
 from tasks import load_pairs
 
+from booster.arguments import RankParser
 from booster.errors import ConfigurationError
 
 _COMPARED_STEPS = 100

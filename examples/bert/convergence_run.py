@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arguments import RankParser, positive_float, positive_int
+from arguments import positive_float, positive_int
 from data import PairDataset, eval_loader, steps_per_epoch, train_loader
 from layouts import GLOBAL_BATCH_SIZE, LAYOUTS, MICROBATCH_SIZE, WARMUP_FRACTION, Layout
 from metrics import Counts
@@ -22,6 +22,8 @@ from tasks import TASKS, load_pairs, shorten
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+
+from booster.arguments import RankParser
 
 _EVAL_BATCH_SIZE = 64
 _PRECISIONS = ("fp64", "fp32", "bf16", "fp16")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arguments import RankParser, positive_float, positive_int
+from arguments import positive_float, positive_int
 from data import PairDataset, eval_loader, steps_per_epoch, train_loader
 from metrics import Counts, Metrics
 from model import MINILM, TINY, load_model
@@ -25,6 +25,7 @@ from tasks import TASKS, load_pairs, shorten
 from tqdm import tqdm
 
 from booster import Booster, ConfigurationError, launch_from_torch
+from booster.arguments import RankParser
 from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 

@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
-    HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -28,6 +27,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
@@ -46,11 +46,11 @@ class Options:
 
 
 def main() -> None:
-    parser = HfArgumentParser((Options, DPOConfig), description=__doc__)
+    parser = TrainingParser((Options, DPOConfig), description=__doc__)
     parser.set_defaults(output_dir="runs/dpo", learning_rate=1e-6, num_train_epochs=1, logging_steps=5)
     parser.set_defaults(per_device_train_batch_size=4, gradient_accumulation_steps=4, save_total_limit=2)
     parser.set_defaults(use_cpu=not torch.cuda.is_available())
-    options, args = parser.parse_args_into_dataclasses()
+    options, args = parser.parse()
     launch_from_torch(seed=args.seed)
     model, reference, tokenizer, data = tiny() if options.tiny else from_hub(options)
     meter = MeterCallback()

@@ -22,7 +22,6 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3MoeConfig,
@@ -32,6 +31,7 @@ from transformers import (
 )
 
 from booster import launch_from_torch, record_module_init
+from booster.integrations.arguments import TrainingParser
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
@@ -52,12 +52,12 @@ class Options:
 
 
 def main() -> None:
-    parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
+    parser = TrainingParser((Options, TrainingArguments), description=__doc__)
     on_gpu = torch.cuda.is_available()
     parser.set_defaults(output_dir="runs/moe", learning_rate=1e-5, num_train_epochs=1, logging_steps=5)
     parser.set_defaults(per_device_train_batch_size=2, gradient_accumulation_steps=4, gradient_checkpointing=True)
     parser.set_defaults(save_total_limit=2, use_cpu=not on_gpu)
-    options, args = parser.parse_args_into_dataclasses()
+    options, args = parser.parse()
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)
     model.config.output_router_logits = True  # adds the router's loss

@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
-    HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -27,6 +26,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
@@ -46,10 +46,10 @@ class Options:
 
 
 def main() -> None:
-    parser = HfArgumentParser((Options, SFTConfig), description=__doc__)
+    parser = TrainingParser((Options, SFTConfig), description=__doc__)
     parser.set_defaults(output_dir="runs/sft_lora", learning_rate=2e-4, num_train_epochs=1, logging_steps=5)
     parser.set_defaults(save_total_limit=2, use_cpu=not torch.cuda.is_available())
-    options, args = parser.parse_args_into_dataclasses()
+    options, args = parser.parse()
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)
     meter = MeterCallback()

@@ -21,7 +21,6 @@ from transformers import (
     ByT5Tokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
@@ -53,13 +53,13 @@ class Options:
 
 
 def main() -> None:
-    parser = HfArgumentParser((Options, Seq2SeqTrainingArguments), description=__doc__)
+    parser = TrainingParser((Options, Seq2SeqTrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/t5_summarization", learning_rate=3e-4, num_train_epochs=1)
     parser.set_defaults(per_device_train_batch_size=16, bf16=torch.cuda.is_available())
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=128, eval_strategy="epoch")
     parser.set_defaults(use_cpu=not torch.cuda.is_available())
-    options, args = parser.parse_args_into_dataclasses()
+    options, args = parser.parse()
     launch_from_torch(seed=args.seed)
     model, tokenizer, train, evaluation = tiny() if options.tiny else from_hub(options)
     meter = MeterCallback()

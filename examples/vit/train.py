@@ -15,7 +15,6 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
@@ -42,13 +42,13 @@ class Options:
 
 
 def main() -> None:
-    parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)
+    parser = TrainingParser((Options, TrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/vit", learning_rate=5e-5, num_train_epochs=3, eval_strategy="epoch")
     parser.set_defaults(per_device_train_batch_size=32, bf16=torch.cuda.is_available())
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(remove_unused_columns=False)  # images become pixels when a batch is put together
     parser.set_defaults(use_cpu=not torch.cuda.is_available())
-    options, args = parser.parse_args_into_dataclasses()
+    options, args = parser.parse()
     launch_from_torch(seed=args.seed)
     model, processor, train, evaluation = tiny() if options.tiny else from_hub(options)
     meter = MeterCallback()

@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 from transformers import (
     ByT5Tokenizer,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
@@ -30,6 +29,7 @@ from transformers import (
 )
 
 from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
 from booster.integrations.transformers import boosted
@@ -49,13 +49,13 @@ class Options:
 
 
 def main() -> None:
-    parser = HfArgumentParser((Options, Seq2SeqTrainingArguments), description=__doc__)
+    parser = TrainingParser((Options, Seq2SeqTrainingArguments), description=__doc__)
     parser.set_defaults(output_dir="runs/whisper", learning_rate=1e-5, warmup_steps=50, num_train_epochs=3)
     parser.set_defaults(per_device_train_batch_size=16, bf16=torch.cuda.is_available())
     parser.set_defaults(logging_steps=10, save_total_limit=2)
     parser.set_defaults(predict_with_generate=True, generation_max_length=225, eval_strategy="epoch")
     parser.set_defaults(use_cpu=not torch.cuda.is_available())
-    options, args = parser.parse_args_into_dataclasses()
+    options, args = parser.parse()
     launch_from_torch(seed=args.seed)
     model, tokenizer, train, evaluation = tiny() if options.tiny else from_hub(options)
     meter = MeterCallback()

@@ -131,11 +131,17 @@ def test_all_jobs_log_what_one_process_logs(name: str, layout: str, tmp_path: Pa
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", _LONG)
 def test_fifty_steps_log_what_one_process_logs(name: str, layout: str, tmp_path: Path, capsys: Any) -> None:
-    found = worst_differences(_steps(JOBS[name], 50, 10), layout, tmp_path)
+    """Within 1e-6, or within what fp32 rounds away: twice the distance of the plain run from its twin in fp64."""
+    job = _steps(JOBS[name], 50, 10)
+    found = worst_differences(job, layout, tmp_path)
+    exact = run(dataclasses.replace(job, dtype="float64"), str(tmp_path / "exact"))
+    rounding = differences(run(job, str(tmp_path / "rounded")), exact)
     with capsys.disabled():
         worst = max(found, key=found.__getitem__)
-        print(f"\n{name} {layout}: {found[worst]:.1e} ({worst}), loss {found['loss']:.1e}")
-    _check(found)
+        print(f"\n{name} {layout}: loss {found['loss']:.1e}, {worst} {found[worst]:.1e}", end=" ")
+        print(f"(plain fp32 is {rounding[worst]:.1e} from fp64)")
+    assert found["loss"] < _TOLERANCE
+    assert not {key: value for key, value in found.items() if value > max(_TOLERANCE, 2 * rounding[key])}
 
 
 @pytest.mark.slow
