@@ -185,13 +185,15 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
     first = publish(error) or own
     if first.rank == own.rank and first.kind and not own.is_users and _Process.previous_hook is not None:
         _Process.previous_hook(kind, error, traceback)
-    elif monitor is None or monitor.may_speak():
+    elif monitor is None:
         say(first.line())
+    else:
+        monitor.say_once(first.line())
     _Process.failed_with = first.exit_code
     if monitor is not None:
-        # A launcher ends all ranks as soon as one has ended, and this process may host the store: give the others time
-        # to print their messages, and to check the store once more.
+        # A launcher ends all ranks as soon as one has ended: give the others time to print their messages.
         time.sleep(_SECOND_LOOK_S)
+        monitor.outlast_peers()
         monitor.leave_soon(first.exit_code)
 
 

@@ -29,6 +29,8 @@ _LOOK_S = 0.5
 # Time that a rank has to end by itself, with its own message and clean-up, before it is forced to end.
 _GRACE_S = 0.5
 _CLEANUP_S = 1.0
+# Time that the rank with the store gives the others to end: c10d prints a stack trace on a rank whose store is gone.
+_OUTLAST_S = 1.5
 _STOPPED_S = 3.0
 _STORE_LOST_S = 2.0
 # Time that a rank waits for the reason to become known after its launcher told it to end.
@@ -82,7 +84,7 @@ class FailureMonitor(threading.Thread):
         if not one_machine and heartbeat_s > 0:
             machines = [address.machine for address in addresses]
             self.link.periodic_tasks.append(Heartbeat(rank, machines, heartbeat_s, self._conclude).look)
-        self._stopped = threading.Event()
+        self._stopped, self._speaking = threading.Event(), threading.Lock()
         self._stopped_peers = StoppedPeers(_STOPPED_S)
         self._statuses: dict[int, int | None] = self.inquiries.dead
         self._told: dict[int, float] = {}  # rank that ended because of SIGTERM -> when that was seen
@@ -149,16 +151,28 @@ class FailureMonitor(threading.Thread):
         )
         return Failure.found(self.rank, message, self.operations.phrase)
 
-    def may_speak(self) -> bool:
-        """Return True on the one rank of the job (of this machine if the store is gone) that prints the message."""
+    def say_once(self, line: str) -> None:
+        """Print a line on one rank of the job only (of this machine if the store is gone)."""
         pages = {peer.rank: peer.page for peer in self.peers} | {self.rank: self.operations.page}
         page = pages[min(pages)]
-        return (page is None or page.take_word()) and self.link.may_speak()
+        # The main thread, which may come second, must not end the process before the line is out.
+        with self._speaking:
+            if (page is None or page.take_word()) and self.link.may_speak():
+                say(line)
 
     def leave_soon(self, exit_code: int) -> None:
         """End the process if it does not end by itself soon: an exit handler may wait for a lost rank."""
         self._exit_code = exit_code
         self._leave_at = time.monotonic() + _CLEANUP_S
+
+    def outlast_peers(self) -> None:
+        """Wait until the other ranks have ended, for 1.5 s at most, if this process hosts the store that they ask."""
+        until = time.monotonic() + _OUTLAST_S
+        one_machine = len(self.peers) == self.world_size - 1
+        while self.holds_store and time.monotonic() < until:
+            if one_machine and all(peer.is_dead() for peer in self.peers):
+                return
+            time.sleep(_JOIN_POLL_S)
 
     def say_ended(self, exit_code: int = 0) -> None:
         """Record that the script has ended, so that other ranks do not take the end of this process for a failure.
@@ -339,8 +353,8 @@ class FailureMonitor(threading.Thread):
         """End this rank because another one failed, unless the main thread is ending already."""
         if self._stopped.wait(_GRACE_S) or self._leave_at is not None:
             return
-        if self.may_speak():
-            say(failure.line())
+        self.say_once(failure.line())
+        self.outlast_peers()
         exit_now(failure.exit_code)
 
 
