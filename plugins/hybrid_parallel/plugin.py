@@ -125,6 +125,7 @@ class HybridParallelPlugin(Plugin):
             raise ConfigurationError("no process group is initialised; call launch_from_torch() first")
         parallel = self.config.parallel
         shape = parallel.mesh_shape(dist.get_world_size())
+        self.config.zero.num_shards(shape[1] * shape[2])
         check_options(self.config.options())
         grid = build_mesh(*shape, self.config.debugging.debug, self._placement(), parallel.ep_size)
         announce_grid(grid.device_mesh.mesh)
@@ -226,8 +227,11 @@ class HybridParallelPlugin(Plugin):
             # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
             synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
             # A pipeline has further passes after that of the loss, the last of which completes the gradients.
-            for reducer in reducers if synchronises and self.pp_size == 1 else ():
-                reducer.begin_final_backward()
+            for reducer in reducers if self.pp_size == 1 else ():
+                if synchronises:
+                    reducer.begin_final_backward()
+                elif reducer.reduces_each_pass:
+                    reducer.begin_pass()
             with ExitStack() as of_outputs:
                 for each in (*optimizer.peers, *others) if self.pp_size > 1 else ():
                     of_outputs.enter_context(each.reducer.expecting_none())
@@ -235,8 +239,11 @@ class HybridParallelPlugin(Plugin):
             if self.pp_size > 1:
                 self._run_pipelines_back(optimizer, synchronises)
             reducers += [each.reducer for each in others if each.reducer.pending]
-            for reducer in reducers if synchronises else ():
-                reducer.finish()
+            for reducer in reducers:
+                if synchronises:
+                    reducer.finish()
+                elif reducer.reduces_each_pass and self.pp_size == 1:
+                    reducer.end_pass()
         if synchronises and optimizer.trace.microbatches:
             self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
 
@@ -291,7 +298,10 @@ class HybridParallelPlugin(Plugin):
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Accumulate gradients without reducing them; the first `backward` after this context reduces everything."""
+        """Accumulate gradients without reducing them; the first `backward` after this context reduces everything.
+
+        Under ZeRO stage 2 every pass is reduced nevertheless, and its shard is added: ranks keep no whole gradients.
+        """
         check_boosted_model(model)
         if optimizer is not None:
             check_boosted_optimizer(optimizer)
@@ -365,7 +375,7 @@ class HybridParallelPlugin(Plugin):
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
         names = names_of_parameters(model)
-        num_shards = self.grid.size(DP_CP) if self.config.zero.zero_stage else 1
+        num_shards = self.config.zero.num_shards(self.grid.size(DP_CP))
         check_options_against_model(self.config, model, objects.optimizers, names, num_shards)
         original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
         grid = self.grid

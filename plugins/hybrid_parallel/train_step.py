@@ -24,9 +24,9 @@ from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
+from plugins.hybrid_parallel.zero.passes import BackwardPasses
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.loss.terms import LOSS_KEYWORDS
@@ -55,7 +55,6 @@ class PipelineStep:
     ) -> None:
         self.model, self.mesh, self.criterion, self.trains = model, mesh, criterion, trains
         self.pipeline, self.debugging = pipeline, debugging
-        self._unfinished = set(model.runtime.stages)  # stages whose gradients are not complete yet
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
@@ -102,9 +101,14 @@ class PipelineStep:
         if self.trains and not self.model.checked_full_batch:
             self._refuse_short_start(rows)
             self.model.checked_full_batch = True
-        if self.mesh.size(EP) > 1:
+        if self.mesh.size(EP) > 1 or self.trains and self._reduces_each_pass:
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.mesh)
         return self.pipeline.microbatches_of(rows, self.mesh.size("pp")) if rows else 0
+
+    @property
+    def _reduces_each_pass(self) -> bool:
+        """Whether replicas wait for one another after every micro-batch."""
+        return any(optimizer.reducer.reduces_each_pass for optimizer in self.model.optimizers)
 
     def _refuse_short_start(self, rows: int) -> None:
         """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
@@ -149,7 +153,7 @@ class PipelineStep:
                 stack.enter_context(runtime.recorder.step())
             if loss.balance is None:
                 turns = runtime.turns(len(microbatches), self.trains)
-                runtime.run(turns, inputs, finish_forward, self._before_last, self._after_last)
+                runtime.run(turns, inputs, finish_forward, self._passes())
             else:
                 self._run_phases(runtime.begin(inputs, finish_forward, loss.balance), loss)
 
@@ -163,20 +167,10 @@ class PipelineStep:
             loss.total += value / self.mesh.size(DP_CP)
         if self.trains:
             balance.weight = balance.factor * self.model.optimizers[0].loss_scale.value
-            runtime.execute(step, backwards, self._before_last, self._after_last)
+            runtime.execute(step, backwards, self._passes())
 
-    def _before_last(self, action: Action) -> None:
-        """Mark the last backward pass as final if it is not split: hooks then tell when each gradient is complete."""
-        if action.kind is Kind.BACKWARD and self._unfinished == {action.stage}:
-            for optimizer in self.model.optimizers:
-                optimizer.reducer.begin_final_backward()
-
-    def _after_last(self, action: Action) -> None:
-        self._unfinished.discard(action.stage)
-        if self._unfinished or action.kind is not Kind.BACKWARD:
-            complete = self.model.parameters_only_of(action.stage, self._unfinished)
-            for optimizer in self.model.optimizers:
-                optimizer.reducer.complete(complete)
+    def _passes(self) -> BackwardPasses | None:
+        return BackwardPasses(self.model) if self.trains else None
 
     def _share_outputs(self, outputs: list[Any], ran: bool) -> Any:
         """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty."""

@@ -42,7 +42,7 @@ from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.pipeline.schedule import Action
+from plugins.hybrid_parallel.zero.passes import BackwardPasses
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
@@ -94,7 +94,8 @@ class UserLoop:
         return call.outputs()
 
     def _num_microbatches(self, rows: int) -> int:
-        if self.model.mesh.size(EP) > 1:
+        waits = any(optimizer.reducer.reduces_each_pass for optimizer in self.model.optimizers)
+        if self.model.mesh.size(EP) > 1 or waits and torch.is_grad_enabled():
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.model.mesh)
         return self.pipeline.microbatches_of(rows, self.model.mesh.size("pp"))
 
@@ -278,23 +279,8 @@ class PipelineCall:
         self.passes = None
         if self.balance is not None:
             self.balance.weight = self._weight_over_replicas(self.grads.pop((AUX_LOSS, 0), None))
-        unfinished = set(runtime.stages)
-
-        def before_last(action: Action) -> None:
-            # Hooks then tell when each gradient is complete.
-            if is_final and unfinished == {action.stage}:
-                for optimizer in self.model.optimizers:
-                    optimizer.reducer.begin_final_backward()
-
-        def after_last(action: Action) -> None:
-            unfinished.discard(action.stage)
-            if is_final and unfinished:
-                complete = self.model.parameters_only_of(action.stage, unfinished)
-                for optimizer in self.model.optimizers:
-                    optimizer.reducer.complete(complete)
-
         with self.model.running():
-            runtime.execute(passes, runtime.phases(self.num_microbatches)[1], before_last, after_last)
+            runtime.execute(passes, runtime.phases(self.num_microbatches)[1], BackwardPasses(self.model, is_final))
         self.results[:] = map(detached, self.results)  # the script may read outputs after the backward pass
         self.grads.clear()
 

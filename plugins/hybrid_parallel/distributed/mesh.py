@@ -168,6 +168,35 @@ def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
     return mesh.later_groups.get_or_create(("link", *link), lambda: _own_group(pipelines_of(mesh.device_mesh)))
 
 
+def shard_groups(mesh: HybridMesh, axis: str, num_shards: int) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """Return the ranks that share the states of parameters, and those that repeat this rank's share.
+
+    All ranks of the world must call this.
+
+    Args:
+        axis: the axis of the ranks that hold the same parameters, see `replicate_axis`.
+        num_shards: number of neighbours on that axis that share the states; divides its size.
+
+    Returns:
+        A group of `num_shards` ranks; a group with one rank of every such group, None if there is only one.
+    """
+    size = mesh.size(axis)
+    if num_shards == size:
+        return mesh.group(axis), None
+    mine = [torch.zeros(size, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    ranks = torch.tensor(dist.get_process_group_ranks(mesh.group(axis)))
+    dist.all_gather(mine, ranks, group=control_group())
+    rows = sorted({tuple(row.tolist()) for row in mine})
+
+    def build() -> tuple[ProcessGroup, ProcessGroup]:
+        sharing = _own_group(
+            [list(row[start : start + num_shards]) for row in rows for start in range(0, size, num_shards)]
+        )
+        return sharing, _own_group([list(row[start::num_shards]) for row in rows for start in range(num_shards)])
+
+    return mesh.later_groups.get_or_create(("shards", axis, num_shards), build)
+
+
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:
     """Return the group of this pipeline's ranks at `stages`, which hold the same tied parameter; None elsewhere.
 

@@ -47,6 +47,16 @@ class StageLoss(Protocol):
         """Return a value (0-d) whose gradient is added in the backward pass of a stage."""
 
 
+class PassObserver(Protocol):
+    """Told of the backward actions of a pass; after the last one of a stage, its own gradients are complete."""
+
+    def before(self, action: Action, is_last: bool) -> None:
+        """Take note that an action begins; `is_last` tells whether it is the last one of its stage."""
+
+    def after(self, action: Action, is_last: bool) -> None:
+        """Take note that an action has ended."""
+
+
 # (outputs, index of the micro-batch) -> what its backward pass starts from; None if there is none
 LossFunction = Callable[[Any, int], Tensor | Root | None]
 
@@ -130,8 +140,7 @@ class PipelineRuntime:
         turns: Sequence[Turn],
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
-        before_last: Callable[[Action], None] = lambda action: None,
-        after_last: Callable[[Action], None] = lambda action: None,
+        observer: PassObserver | None = None,
     ) -> None:
         """Execute `turns`.
 
@@ -139,10 +148,9 @@ class PipelineRuntime:
             turns: this rank's schedule, from `turns`.
             microbatches: the model's inputs, one mapping per micro-batch.
             loss_function: maps the outputs of a micro-batch on the last stage to the value whose gradients are added.
-            before_last, after_last: called around the last backward action of each stage, after which the gradients
-                of parameters that only this stage holds are complete.
+            observer: told of every backward action.
         """
-        self.execute(self.begin(microbatches, loss_function), turns, before_last, after_last)
+        self.execute(self.begin(microbatches, loss_function), turns, observer)
 
     def begin(
         self,
@@ -161,8 +169,7 @@ class PipelineRuntime:
         self,
         step: PassState,
         turns: Sequence[Turn],
-        before_last: Callable[[Action], None] = lambda action: None,
-        after_last: Callable[[Action], None] = lambda action: None,
+        observer: PassObserver | None = None,
     ) -> None:
         """Execute some turns of a pass; see `run`."""
         last = {turn.action.stage: turn.action for turn in turns if turn.action.kind is not Kind.FORWARD}
@@ -172,13 +179,14 @@ class PipelineRuntime:
             later = turns[position + 1].before_action if position + 1 < len(turns) else ()
             step.prepare_receives((*turn.before_send, *later))
             is_last = last.get(action.stage) is action
-            if is_last:
-                before_last(action)
+            observed = observer if action.kind is not Kind.FORWARD else None
+            if observed is not None:
+                observed.before(action, is_last)
             step.run(action)
             step.post_receives(turn.before_send)
             step.send()
-            if is_last:
-                after_last(action)
+            if observed is not None:
+                observed.after(action, is_last)
         self.flush()
 
     def flush(self) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis, shard_groups
 from plugins.hybrid_parallel.setup.model import BuiltModel
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
@@ -111,20 +113,30 @@ def _bucket_options(
 ) -> dict[str, BucketOptions]:
     """Return the options of buckets by axis, over which the parameters in a bucket are sharded."""
     groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
+    num_shards = config.zero.num_shards(mesh.size(DP_CP))
+    sharing, copies = {}, {}
+    for axis, group in groups_of.items():
+        # Experts have fewer replicas.
+        count = (
+            math.gcd(num_shards, dist.get_world_size(group)) if config.zero.zero_stage else dist.get_world_size(group)
+        )
+        sharing[axis], copies[axis] = shard_groups(mesh, replicate_axis(axis), count)
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives
-    exchanges = {group: make_exchange(group) for group in dict.fromkeys(groups_of.values())}
+    exchanges = {group: make_exchange(group) for group in dict.fromkeys(sharing.values())}
     bucket_bytes = config.zero.bucket_bytes(mesh.device.type)
     pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
     return {
         axis: BucketOptions(
             dp_group=group,
+            shard_group=sharing[axis],
+            copy_group=copies[axis],
             zero_stage=config.zero.zero_stage,
             master_weights=config.mixed_precision.master_weights,
             whole_parameters=granularity is not Granularity.ELEMENT,
             bucket_bytes=bucket_bytes,
-            exchange=exchanges[group],
-            grad_buffers=pools[group],
+            exchange=exchanges[sharing[axis]],
+            grad_buffers=pools[sharing[axis]],
             keeps_local=config.debugging.nonfinite != "ignore",
             hidden_by=_what_hides_gradients(config, mesh),
         )
@@ -136,7 +148,7 @@ def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str
     """Return the options under which ranks share or scale gradients; None if each has them as in plain torch."""
     sizes = {name: getattr(config.parallel, name) for name in ("tp_size", "pp_size", "ep_size")}
     reasons = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    if config.zero.zero_stage and mesh.size(DP_CP) > 1:
+    if config.zero.num_shards(mesh.size(DP_CP)) > 1:
         reasons.append(f"zero_stage={config.zero.zero_stage} with {mesh.size(DP_CP)} replicas")
     if config.mixed_precision.precision == "fp16":
         reasons.append("precision='fp16'")

@@ -2,7 +2,8 @@
 
 The parameters become views of one flat buffer. Gradients are accumulated in another, in at least fp32, and are
 reduced over the data-parallel ranks in one collective: reduce-scattered under ZeRO stage 1 (Rajbhandari et al., arXiv
-1910.02054), all-reduced under stage 0. The part of the result that a rank keeps is its shard. The optimizer sees the
+1910.02054), all-reduced under stage 0. The part of the result that a rank keeps is its shard. Under stage 2 every pass
+is reduced by itself, and its shard is added to that of the passes before. The optimizer sees the
 shard as pieces of parameters, so that states and skipped updates remain per parameter.
 """
 
@@ -34,7 +35,8 @@ class Bucket(GradientsByHand):
         params: the local parameters.
         options: options that the buckets of an optimizer share.
         group_index: index of the optimizer's parameter group.
-        sum_groups: further groups over which the gradients are partial sums (tensor-parallel, tied stages).
+        sum_groups: further groups over which the gradients are partial sums (copies of the shard, tensor-parallel,
+            tied stages).
         counted: whether this rank counts these parameters in the global norm.
         masters: full-precision values of parameters that were cast to a lower precision.
         tied_group: the member of `sum_groups` whose ranks are pipeline stages with the same parameters, or None.
@@ -85,6 +87,8 @@ class Bucket(GradientsByHand):
         self._work: Any = None
         self._pending: ReduceScatterHandle | None = None
         self._result: Tensor | None = None
+        self._sum_of_passes: Tensor | None = None  # shard of the passes that were reduced since the last `keep`
+        self.in_passes: set[int] = set()  # parameters with gradients in these passes
         self.norm: Tensor | None = None  # of the result of the reduction, 0-d; None if it is not known
 
     @property
@@ -135,12 +139,10 @@ class Bucket(GradientsByHand):
         """Start the reduction over the data-parallel ranks."""
         self._provide_flat_grads()
         zero([self._grad_view(index) for index in range(len(self.params)) if index not in self.written])
-        group = self.options.dp_group
-        if dist.get_world_size(group) == 1:
+        if self.options.num_shards == 1:
             self._result = self.flat_grads
-        elif self.options.zero_stage == 0:
-            self._result = self.flat_grads
-            self._work = dist.all_reduce(self._result, group=group, async_op=True)
+            if self.options.zero_stage == 0 and dist.get_world_size(self.options.dp_group) > 1:
+                self._work = dist.all_reduce(self._result, group=self.options.dp_group, async_op=True)
         else:
             result = self.flat_grads.new_empty(self.shard_size)
             self._pending = self.options.exchange.reduce_scatter(self.flat_grads, result)
@@ -174,6 +176,34 @@ class Bucket(GradientsByHand):
         if is_finite or (is_finite is None and not self.options.keeps_local):
             self.give_local_grads()
 
+    @property
+    def reduces_each_pass(self) -> bool:
+        """Whether the gradients of every pass are reduced by themselves (ZeRO stage 2)."""
+        return self.options.zero_stage >= 2 and self.options.num_shards > 1
+
+    @property
+    def awaits_launch(self) -> bool:
+        """Whether `launch` must come before `complete`; the same on all replicas."""
+        return not self.launched and (self._sum_of_passes is None or bool(self.written))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that `complete` and `keep` have not taken yet."""
+        return bool(self.written) or self._sum_of_passes is not None
+
+    def add_pass(self) -> None:
+        """Complete the reduction of one pass, free its local gradients, and add its shard to that of earlier passes."""
+        self.collect()
+        self.release_local_grads()
+        if self._sum_of_passes is None:
+            self._sum_of_passes = self._result
+        else:
+            self._sum_of_passes.add_(self._result)
+        self.in_passes |= self.written
+        self.written.clear()
+        self.adds = False
+        self._work = self._result = self.norm = None
+
     def finish(self, used: set[int], factor: Tensor | None) -> None:
         """Run `complete`, then `keep`."""
         self.complete(factor)
@@ -187,6 +217,9 @@ class Bucket(GradientsByHand):
         """
         self.collect()
         self.release_local_grads()
+        if self._sum_of_passes is not None:
+            self._result = self._sum_of_passes if self._result is None else self._result.add_(self._sum_of_passes)
+            self._sum_of_passes = self.norm = None
         for group in self.sum_groups:
             dist.all_reduce(self._result, group=group)
         if factor is not None:
@@ -224,6 +257,7 @@ class Bucket(GradientsByHand):
         self.used |= used
         self.adds = False
         self.written.clear()
+        self.in_passes.clear()
         self._work = self._result = None
 
     def clear_grads(self, set_to_none: bool = True) -> None:
@@ -232,16 +266,17 @@ class Bucket(GradientsByHand):
             if self.used:
                 self.shard_grads.zero_()
             zero([self._grad_view(index) for index in self.written])
+            if self._sum_of_passes is not None:
+                self._sum_of_passes.zero_()
             self.norm = None
             return
         if self.options.num_shards > 1 or self.is_shown:
             self.drop_grads()  # the activations of the next forward pass can use the memory
         if self.options.num_shards > 1 and self.flat_grads is not None and not self.launched:
             self.give_local_grads()
-        self._stale.clear()
-        self.written.clear()
-        self._lent.clear()
-        self.used.clear()
+        self._sum_of_passes = None
+        for indices in (self._stale, self.written, self.in_passes, self._lent, self.used):
+            indices.clear()
         for piece in self.pieces:
             piece.parameter.grad = None
 
@@ -331,7 +366,7 @@ class Bucket(GradientsByHand):
             if piece.index in values:
                 piece.view(own).copy_(values[piece.index].reshape(-1))
         if self.options.num_shards > 1:
-            all_gather_flat(flat, own.clone(), group=self.options.dp_group)
+            all_gather_flat(flat, own.clone(), group=self.options.shard_group)
         return {
             index: flat[offset : offset + param.numel()].view_as(param)
             for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True))

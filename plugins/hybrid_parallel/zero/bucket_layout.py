@@ -24,7 +24,9 @@ class BucketOptions:
 
     Attributes:
         dp_group: the ranks that hold the same shards of these parameters and see other tokens.
-        zero_stage: 0 or 1.
+        shard_group: the ranks among them that share the states: all of them, unless `zero_size` is smaller.
+        copy_group: the ranks that hold the same shard of the states; None if this rank is the only one.
+        zero_stage: 0, 1 or 2.
         master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
         whole_parameters: whether the optimizer needs whole parameters (Adafactor, Muon).
         bucket_bytes: upper limit of a bucket's gradients, in bytes.
@@ -36,6 +38,8 @@ class BucketOptions:
     """
 
     dp_group: ProcessGroup
+    shard_group: ProcessGroup
+    copy_group: ProcessGroup | None
     zero_stage: int
     master_weights: bool
     whole_parameters: bool
@@ -48,17 +52,18 @@ class BucketOptions:
     @property
     def num_shards(self) -> int:
         """Number of shards that a bucket is divided into: 1 under ZeRO stage 0."""
-        return dist.get_world_size(self.dp_group) if self.zero_stage else 1
+        return dist.get_world_size(self.shard_group) if self.zero_stage else 1
 
     @property
     def counts(self) -> bool:
-        """Whether the global norm counts this rank's gradients; under stage 0 only one of the copies is counted."""
-        return self.zero_stage == 1 or dist.get_rank(self.dp_group) == 0
+        """Whether the global norm counts this rank's gradients; only one of several copies is counted."""
+        copies = self.copy_group if self.zero_stage else self.dp_group
+        return copies is None or dist.get_rank(copies) == 0
 
     @property
     def shard_index(self) -> int:
         """Index of this rank's shard: 0 under ZeRO stage 0."""
-        return dist.get_rank(self.dp_group) if self.zero_stage else 0
+        return dist.get_rank(self.shard_group) if self.zero_stage else 0
 
 
 @dataclass(frozen=True, eq=False)

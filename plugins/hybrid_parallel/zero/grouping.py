@@ -70,7 +70,8 @@ def build_buckets(
         for (order, _, grad_group, is_owner, axis), members in sorted(kinds.items(), key=lambda item: item[0][0]):
             tie = tied[members[0]] if order >= 0 else None
             tied_group = tie.group if tie else None
-            sum_groups = [group for group in (grad_group, tied_group) if group is not None]
+            copies = options[axis].copy_group
+            sum_groups = [group for group in (copies, grad_group, tied_group) if group is not None]
             counted = is_owner and options[axis].counts and (tie is None or tie.counted)
             for chunk in chunks_of(members, options[axis].bucket_bytes):
                 buckets.append(Bucket(chunk, options[axis], group_index, sum_groups, counted, masters, tied_group))

@@ -31,7 +31,7 @@ class GradientReducer:
     """Accumulates gradients in buckets and reduces a bucket as soon as all of its gradients are complete.
 
     Buckets are reduced in their order, which is the same on all data-parallel ranks. A bucket that waits for an unused
-    parameter is reduced at the end of the step.
+    parameter is reduced at the end of the step, or of the pass under ZeRO stage 2, which reduces every pass by itself.
 
     Args:
         buckets: in the order in which the backward pass completes them.
@@ -57,6 +57,7 @@ class GradientReducer:
         self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: dict[Bucket, set[int]] = {}
+        self._queue: list[Bucket] | None = None  # what this pass reduces, in order; None: what is left at the end
         self._next = 0
         self.attaches_grad_buffers = False  # whether matmuls may write gradients into buckets
         for bucket in self.buckets:
@@ -65,7 +66,12 @@ class GradientReducer:
     @property
     def pending(self) -> bool:
         """Whether there are local gradients that are not reduced yet."""
-        return any(bucket.written for bucket in self.buckets)
+        return any(bucket.is_pending for bucket in self.buckets)
+
+    @property
+    def reduces_each_pass(self) -> bool:
+        """Whether gradients are reduced after every pass (ZeRO stage 2); the same on all replicas."""
+        return any(bucket.reduces_each_pass for bucket in self.buckets)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets; tied ones stay last, and in the same order on all stages."""
@@ -95,10 +101,41 @@ class GradientReducer:
 
     def begin_final_backward(self) -> None:
         """Mark the next backward pass as the one that completes the gradients."""
-        self._final = True
+        self._final, self._queue = True, self.buckets
+
+    def begin_pass(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """Mark the next backward pass as one that `end_pass` completes.
+
+        Args:
+            parameters: the parameters that it may reach; None for all.
+        """
+        self._final, self._queue = True, self._of_pass(parameters)
+
+    def end_pass(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """Reduce the gradients of the passes since the last call, and keep their shards, with the earlier ones.
+
+        Must be called on all replicas, with the same parameters, which may wait for each other here.
+        """
+        self._queue = self._of_pass(parameters) if self._queue is None else self._queue
+        self.launch_rest()
+        for bucket in self._queue:
+            bucket.add_pass()
+            self._complete[bucket].clear()
+        self._next, self._queue = 0, None
+        for pool in {bucket.options.grad_buffers for bucket in self.buckets if bucket.reduces_each_pass}:
+            pool.trim(_KEPT)
+
+    def _of_pass(self, parameters: Collection[nn.Parameter] | None) -> list[Bucket]:
+        return [
+            bucket
+            for bucket in self.buckets
+            if bucket.reduces_each_pass and (parameters is None or any(each in parameters for each in bucket.params))
+        ]
 
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
         """Mark the gradients of these parameters as complete."""
+        if self._queue is None:
+            self._queue = self.buckets
         for bucket, done in self._complete.items():
             done.update(index for index, param in enumerate(bucket.params) if param in parameters)
         if self.overlap:
@@ -107,7 +144,9 @@ class GradientReducer:
     def launch_rest(self) -> None:
         """Reduce the remaining buckets; a rank without samples must do so too, because the others wait for it."""
         self._final = False
-        while self._next < len(self.buckets):
+        if self._queue is None:
+            self._queue = [bucket for bucket in self.buckets if bucket.awaits_launch]
+        while self._next < len(self._queue):
             self._launch_next()
 
     def finish(self, factor: Tensor | None = None) -> None:
@@ -117,7 +156,7 @@ class GradientReducer:
             factor: factor on the gradients since the last `finish`, 0-d; None for no scaling.
         """
         self.launch_rest()
-        self._next = 0
+        self._next, self._queue = 0, None
         self._complete = {bucket: set() for bucket in self.buckets}
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
         # collectives of a group must run in the same order on all of its ranks.
@@ -180,23 +219,24 @@ class GradientReducer:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
+        while self._queue is not None and self._next < len(self._queue):
+            bucket = self._queue[self._next]
             if len(self._complete[bucket]) < len(bucket.params):
                 return
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self.buckets[self._next].launch()
+        queue = self._queue
+        queue[self._next].launch()
         self._next += 1
         earlier = self._next - 1 - _IN_FLIGHT
         # On a GPU, waiting would stall the next kernels too.
-        if not self.waits or earlier < 0 or self.buckets[earlier].flat.device.type != "cpu":
+        if not self.waits or earlier < 0 or queue[earlier].flat.device.type != "cpu":
             return
-        self.buckets[earlier].collect()
+        queue[earlier].collect()
         # Other ranks may still read the gradients of this bucket, but are unlikely to read those before it.
         if earlier > 0:
-            self.buckets[earlier - 1].release_local_grads()
+            queue[earlier - 1].release_local_grads()
 
     @staticmethod
     def _agree_with_stages(bucket: Bucket, used: set[int]) -> set[int]:
@@ -209,10 +249,10 @@ class GradientReducer:
     def _agree_on_used(self) -> list[set[int]]:
         """Return, per bucket, the parameters with a gradient on any data-parallel rank; others keep None."""
         if dist.get_world_size(self.dp_group) == 1:
-            return [set(bucket.written) for bucket in self.buckets]
+            return [bucket.written | bucket.in_passes for bucket in self.buckets]
         flags = [torch.zeros(len(bucket.params), dtype=torch.int32) for bucket in self.buckets]
         for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
-            bucket_flags[list(bucket.written)] = 1
+            bucket_flags[list(bucket.written | bucket.in_passes)] = 1
         # On the CPU even if gradients are on a GPU: reading the result must not wait for the device.
         together = torch.cat(flags) if flags else torch.zeros(0, dtype=torch.int32)
         dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.dp_group)

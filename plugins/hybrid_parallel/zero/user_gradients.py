@@ -21,6 +21,7 @@ class GradientsByHand:
         shard_grads: this rank's shard of the reduced gradients.
         used: indices of parameters with reduced gradients.
         written: indices of parameters with local gradients that are not reduced yet.
+        in_passes: indices of parameters with gradients in passes that were reduced by themselves.
         norm: of the shard of the reduced gradients, 0-d; None if it is not known.
     """
 
@@ -33,6 +34,8 @@ class GradientsByHand:
     shard_grads: Tensor | None
     used: set[int]
     written: set[int]
+    in_passes: set[int]
+    _sum_of_passes: Tensor | None
     norm: Tensor | None
 
     def __init__(self) -> None:
@@ -41,9 +44,10 @@ class GradientsByHand:
 
     def scale_grads(self, factor: Tensor | float) -> None:
         """Multiply all existing gradients, reduced or not, by `factor`."""
-        if self.used:
-            self.norm = None
-            self.shard_grads.mul_(factor if isinstance(factor, float) else factor.to(self.shard_grads.dtype))
+        for reduced in (self.shard_grads if self.used else None, self._sum_of_passes):
+            if reduced is not None:
+                self.norm = None
+                reduced.mul_(factor if isinstance(factor, float) else factor.to(reduced.dtype))
         if self.written:
             factor = factor if isinstance(factor, float) else factor.to(self.flat_grads.dtype)
             torch._foreach_mul_([self._grad_view(index) for index in self.written], factor)
@@ -56,7 +60,7 @@ class GradientsByHand:
 
     def has_grad(self, index: int) -> bool:
         """Return whether a parameter has a gradient, reduced or not."""
-        return index in self.used or index in self.written
+        return index in self.used or index in self.written or index in self.in_passes
 
     def reduced_grad(self, index: int) -> Tensor:
         """Return a view of a gradient that this rank has whole; the caller may read, change and keep it."""
@@ -78,6 +82,9 @@ class GradientsByHand:
         """Drop one gradient; existing views keep their values."""
         self.norm = None
         self.written.discard(index)
+        if index in self.in_passes:
+            self.in_passes.discard(index)
+            zero([piece.view(self._sum_of_passes) for piece in self.pieces if piece.index == index])
         if index in self.used:
             self.used.discard(index)
             self._stale.add(index)

@@ -34,6 +34,7 @@ def _options(num_shards: int = 1, shard_index: int = 0, whole: bool = False) -> 
         whole_parameters=whole,
         master_weights=True,
         zero_stage=1,
+        dp_group=None,
         exchange=ZeroCollectives(None),
         grad_buffers=GradBufferPool(ZeroCollectives(None)),
     )
@@ -167,7 +168,7 @@ def test_local_gradients_stay_for_a_report_without_a_pass_over_them(two_fake_ran
     """As between GPUs, whose ranks do not know at once whether gradients are finite."""
     exchange = ZeroCollectives(dist.group.WORLD)
     pool = GradBufferPool(exchange)
-    options = BucketOptions(dist.group.WORLD, 1, False, False, 2**20, exchange, pool, keeps_local)
+    options = BucketOptions(dist.group.WORLD, dist.group.WORLD, None, 1, False, False, 2**20, exchange, pool, keeps_local)
     params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(40))]
     bucket = Bucket(params, options, 0, [], True, {})
     for step in range(2):
