@@ -228,10 +228,7 @@ class HybridParallelPlugin(Plugin):
             synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
             # A pipeline has further passes after that of the loss, the last of which completes the gradients.
             for reducer in reducers if self.pp_size == 1 else ():
-                if synchronises:
-                    reducer.begin_final_backward()
-                elif reducer.reduces_each_pass:
-                    reducer.begin_pass()
+                reducer.begin_backward(is_final=synchronises)
             with ExitStack() as of_outputs:
                 for each in (*optimizer.peers, *others) if self.pp_size > 1 else ():
                     of_outputs.enter_context(each.reducer.expecting_none())
@@ -240,10 +237,7 @@ class HybridParallelPlugin(Plugin):
                 self._run_pipelines_back(optimizer, synchronises)
             reducers += [each.reducer for each in others if each.reducer.pending]
             for reducer in reducers:
-                if synchronises:
-                    reducer.finish()
-                elif reducer.reduces_each_pass and self.pp_size == 1:
-                    reducer.end_pass()
+                reducer.end_backward(is_final=synchronises)
         if synchronises and optimizer.trace.microbatches:
             self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
 
@@ -298,10 +292,7 @@ class HybridParallelPlugin(Plugin):
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Accumulate gradients without reducing them; the first `backward` after this context reduces everything.
-
-        Under ZeRO stage 2 every pass is reduced nevertheless, and its shard is added: ranks keep no whole gradients.
-        """
+        """Accumulate gradients without reducing them (ZeRO stage 2: as shards); the first `backward` after it does."""
         check_boosted_model(model)
         if optimizer is not None:
             check_boosted_optimizer(optimizer)

@@ -101,14 +101,9 @@ class PipelineStep:
         if self.trains and not self.model.checked_full_batch:
             self._refuse_short_start(rows)
             self.model.checked_full_batch = True
-        if self.mesh.size(EP) > 1 or self.trains and self._reduces_each_pass:
+        if self.mesh.size(EP) > 1 or self.trains and any(each.reduces_each_pass for each in self.model.reducers):
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.mesh)
         return self.pipeline.microbatches_of(rows, self.mesh.size("pp")) if rows else 0
-
-    @property
-    def _reduces_each_pass(self) -> bool:
-        """Whether replicas wait for one another after every micro-batch."""
-        return any(optimizer.reducer.reduces_each_pass for optimizer in self.model.optimizers)
 
     def _refuse_short_start(self, rows: int) -> None:
         """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
@@ -170,7 +165,7 @@ class PipelineStep:
             runtime.execute(step, backwards, self._passes())
 
     def _passes(self) -> BackwardPasses | None:
-        return BackwardPasses(self.model) if self.trains else None
+        return BackwardPasses(self.model.reducers, self.model.runtime.stage_parameters) if self.trains else None
 
     def _share_outputs(self, outputs: list[Any], ran: bool) -> Any:
         """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty."""

@@ -32,6 +32,7 @@ from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
+from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
@@ -181,10 +182,10 @@ class HybridParallelModel(ModelSurface):
         found = self.module.get_output_embeddings()
         return OnAnotherStage("output embedding") if isinstance(found, StagePlaceholder) else found
 
-    def parameters_only_of(self, stage: int, others: Collection[int]) -> frozenset[nn.Parameter]:
-        """Return the parameters of a stage of this rank that none of the stages `others` has."""
-        parameters = self.runtime.stage_parameters
-        return parameters[stage].difference(*(parameters[other] for other in others))
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """The reducers of the model's optimizers."""
+        return [optimizer.reducer for optimizer in self.optimizers]
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -94,8 +94,9 @@ class UserLoop:
         return call.outputs()
 
     def _num_microbatches(self, rows: int) -> int:
-        waits = any(optimizer.reducer.reduces_each_pass for optimizer in self.model.optimizers)
-        if self.model.mesh.size(EP) > 1 or waits and torch.is_grad_enabled():
+        # Replicas wait for one another at the experts, or after every micro-batch.
+        waits = torch.is_grad_enabled() and any(each.reduces_each_pass for each in self.model.reducers)
+        if self.model.mesh.size(EP) > 1 or waits:
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.model.mesh)
         return self.pipeline.microbatches_of(rows, self.model.mesh.size("pp"))
 
@@ -279,8 +280,9 @@ class PipelineCall:
         self.passes = None
         if self.balance is not None:
             self.balance.weight = self._weight_over_replicas(self.grads.pop((AUX_LOSS, 0), None))
+        observer = BackwardPasses(self.model.reducers, runtime.stage_parameters, is_final)
         with self.model.running():
-            runtime.execute(passes, runtime.phases(self.num_microbatches)[1], BackwardPasses(self.model, is_final))
+            runtime.execute(passes, runtime.phases(self.num_microbatches)[1], observer)
         self.results[:] = map(detached, self.results)  # the script may read outputs after the backward pass
         self.grads.clear()
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
-
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.zero.reducer import GradientReducer
 
 
 class BackwardPasses:
     """The backward passes of a batch on this rank's stages, as the reducers of a model's optimizers see them.
 
     Args:
-        model: the boosted model.
-        are_final: whether they complete the gradients of the step.
+        reducers: of the model's optimizers.
+        parameters: the parameters of each stage of this rank.
+        are_final: whether the passes complete the gradients of the step.
     """
 
-    def __init__(self, model: HybridParallelModel, are_final: bool = True) -> None:
-        self.model, self.are_final = model, are_final
-        self.reducers = [optimizer.reducer for optimizer in model.optimizers]
-        self._unfinished = set(model.runtime.stages)  # stages whose gradients are not complete yet
+    def __init__(
+        self,
+        reducers: Sequence[GradientReducer],
+        parameters: Mapping[int, frozenset[nn.Parameter]],
+        are_final: bool = True,
+    ) -> None:
+        self.reducers, self.parameters, self.are_final = reducers, parameters, are_final
+        self._unfinished = set(parameters)  # stages whose gradients are not complete yet
 
     def before(self, action: Action, is_last: bool) -> None:
         """Prepare for a backward pass.
@@ -34,7 +39,7 @@ class BackwardPasses:
             return
         for reducer in self.reducers:
             if reducer.reduces_each_pass:
-                reducer.begin_pass(self.model.runtime.stage_parameters[action.stage])
+                reducer.begin_pass(self.parameters[action.stage])
             elif is_last and self.are_final and self._unfinished == {action.stage}:
                 # Hooks then tell when each gradient is complete.
                 reducer.begin_final_backward()
@@ -46,6 +51,10 @@ class BackwardPasses:
         for reducer in self.reducers:
             if reducer.reduces_each_pass:
                 if action.kind is not Kind.BACKWARD_INPUT:
-                    reducer.end_pass(self.model.runtime.stage_parameters[action.stage])
+                    reducer.end_pass(self.parameters[action.stage])
             elif is_last and self.are_final and (self._unfinished or action.kind is not Kind.BACKWARD):
-                reducer.complete(self.model.parameters_only_of(action.stage, self._unfinished))
+                reducer.complete(self._only_of(action.stage))
+
+    def _only_of(self, stage: int) -> frozenset[nn.Parameter]:
+        """Return the parameters of a stage that no unfinished stage has."""
+        return self.parameters[stage].difference(*(self.parameters[other] for other in self._unfinished))

@@ -103,6 +103,20 @@ class GradientReducer:
         """Mark the next backward pass as the one that completes the gradients."""
         self._final, self._queue = True, self.buckets
 
+    def begin_backward(self, is_final: bool) -> None:
+        """Mark the next backward pass as the only one of a batch; `is_final` tells whether it completes gradients."""
+        if is_final:
+            self.begin_final_backward()
+        elif self.reduces_each_pass:
+            self.begin_pass()
+
+    def end_backward(self, is_final: bool) -> None:
+        """Reduce what is complete after the backward pass of a loss."""
+        if is_final:
+            self.finish()
+        elif self._queue is not None:
+            self.end_pass()
+
     def begin_pass(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Mark the next backward pass as one that `end_pass` completes.
 

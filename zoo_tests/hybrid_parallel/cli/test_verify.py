@@ -197,7 +197,7 @@ def test_a_rank_that_raises_is_a_difference() -> None:
 @pytest.mark.parametrize(
     ("config_class", "model_class", "options", "sentence"),
     [
-        ("LlamaConfig", "LlamaForCausalLM", ["--zero", "2"], "zero_stage=2 is not available; use 0 or 1"),
+        ("LlamaConfig", "LlamaForCausalLM", ["--zero", "4"], "zero_stage=4 is not available; use 0 or 1 or 2"),
         ("BertConfig", "BertForMaskedLM", ["--sp"], "enable_sequence_parallelism=True needs tp_size > 1"),
         ("BertConfig", "BertForMaskedLM", ["--tp", "5"], "tp_size=5 does not divide num_attention_heads=12; use"),
         ("LlamaConfig", None, [], "{model} does not say what it is for; name a head with --head, as CausalLM"),

@@ -47,8 +47,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"pp_style='interleaved' needs 2 model chunks or more; use num_model_chunks=2",
     ),
     ({"pp_style": "interleaved", "num_model_chunks": 0}, r"num_model_chunks=0 is not a positive integer"),
-    ({"zero_stage": 2}, r"zero_stage=2 is not available; use 0 or 1"),
+    ({"zero_stage": 4}, r"zero_stage=4 is not available; use 0 or 1 or 2"),
     ({"zero_stage": 3}, r"zero_stage=3 is not available"),
+    (
+        {"zero_stage": 0, "zero_size": 2},
+        r"zero_size=2 does not fit zero_stage=0, which shards nothing; use zero_stage=1",
+    ),
     ({"precision": "fp9"}, r"precision='fp9' is not available; use 'fp32' or 'bf16' or 'fp16'"),
     (
         {"pp_style": "zerobubble"},
@@ -101,14 +105,16 @@ NAME = ("nonsense", 1.5, True, float("nan"), -2, ["fp32"], None)
 # Option -> values of wrong types and out of range.
 WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tp_size", "pp_size", "cp_size", "ep_size"), (*COUNT, None)),
-    **dict.fromkeys(("sp_size", "dp_size", "num_microbatches", "microbatch_size", "num_model_chunks"), COUNT),
+    **dict.fromkeys(
+        ("sp_size", "dp_size", "zero_size", "num_microbatches", "microbatch_size", "num_model_chunks"), COUNT
+    ),
     **dict.fromkeys(("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval"), (*COUNT, None)),
     **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
     "initial_scale": (*NUMBER, float("inf"), None),
     "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
     **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
     **dict.fromkeys(("precision", "nonfinite", "pp_style", "sequence_parallelism_mode"), NAME),
-    "zero_stage": (2, -1, "1", True, 0.0, float("nan"), None),
+    "zero_stage": (4, -1, "1", True, 0.0, float("nan"), None),
     "sharding_dim": (1, "0", False, 0.0, float("nan")),
     "enable_flash_attention": ("flash", 1, 0.5, float("nan"), None),
     "gradient_checkpointing": ("half", True, 0, -0.5, 1.5, float("nan"), [0.5]),
@@ -122,7 +128,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 40
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 41
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -176,7 +182,7 @@ def test_several_problems_are_told_together() -> None:
     [
         ("tp", "tp_size"),
         ("num_micro_batches", "num_microbatches"),
-        ("zero", "zero_stage"),
+        ("zerostage", "zero_stage"),
         ("maxnorm", "max_norm"),
         ("self", "seed"),
     ],

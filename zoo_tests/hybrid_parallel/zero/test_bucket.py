@@ -168,7 +168,9 @@ def test_local_gradients_stay_for_a_report_without_a_pass_over_them(two_fake_ran
     """As between GPUs, whose ranks do not know at once whether gradients are finite."""
     exchange = ZeroCollectives(dist.group.WORLD)
     pool = GradBufferPool(exchange)
-    options = BucketOptions(dist.group.WORLD, dist.group.WORLD, None, 1, False, False, 2**20, exchange, pool, keeps_local)
+    options = BucketOptions(
+        dist.group.WORLD, dist.group.WORLD, None, 1, False, False, 2**20, exchange, pool, keeps_local
+    )
     params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(40))]
     bucket = Bucket(params, options, 0, [], True, {})
     for step in range(2):
