@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +62,7 @@ class GuardedModel(ModelWrapper):
         super().__init__(module)
         self.mesh = mesh
         self.optimizers: list[Any] = []  # a live list, which the optimizers share
+        self.gathers: Any = None  # gathers the parameters that ranks shard (ZeRO stage 3)
         if not self.is_whole:
             # Set on the wrapped model: scripts for DistributedDataParallel call model.module.save_pretrained.
             for method in _SAVED_BY:
@@ -118,6 +121,17 @@ class GuardedModel(ModelWrapper):
         cut = (spec_of(param).full_shape != tuple(param.shape) for param in self.module.parameters())
         return self.mesh.size("pp") == 1 and not any(cut)
 
+    @contextmanager
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+        """Have the parameters of this rank whole in this context, under ZeRO stage 3 too; all ranks must enter it.
+
+        Args:
+            writeback: whether values that are changed in place, alike on all replicas, stay so under stage 3.
+        """
+        self._wait_for_parameters()
+        with self.gathers.whole(writeback) if self.gathers is not None else nullcontext():
+            yield
+
     def unwrap(self) -> nn.Module:
         """Return the sharded model itself."""
         self._wait_for_parameters()
@@ -134,8 +148,11 @@ class GuardedModel(ModelWrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the wrapped model's state dict; if this rank holds only a part, as one that cannot be saved."""
-        self._wait_for_parameters()
-        state = self.module.state_dict(*args, **kwargs)
+        with self.summon_full_params(writeback=False):
+            state = self.module.state_dict(*args, **kwargs)
+            if self.gathers is not None and not kwargs.get("keep_vars"):
+                for name, value in state.items():
+                    state[name] = value.clone() if isinstance(value, Tensor) else value
         if self.is_whole:
             return state
         if "destination" in kwargs and hasattr(state, "_metadata"):  # of a module around this one
@@ -155,9 +172,9 @@ class GuardedModel(ModelWrapper):
             raise ConfigurationError(
                 "model.load_state_dict(assign=True) would replace weights that boost() has shared out; leave assign out"
             )
-        self._wait_for_parameters()
         try:
-            return self.module.load_state_dict(state_dict, strict)
+            with self.summon_full_params():
+                return self.module.load_state_dict(state_dict, strict)
         except RuntimeError as error:
             if self.is_whole:
                 raise
@@ -178,8 +195,8 @@ class GuardedModel(ModelWrapper):
         Raises:
             ConfigurationError: if this rank holds only a part of the model, and `state_dict` is not the whole one.
         """
-        self._wait_for_parameters()
-        return self.module.save_pretrained(*args, **kwargs)
+        with self.summon_full_params(writeback=False):
+            return self.module.save_pretrained(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Call `push_to_hub` of the wrapped model.
@@ -187,8 +204,8 @@ class GuardedModel(ModelWrapper):
         Raises:
             ConfigurationError: if this rank holds only a part of the model.
         """
-        self._wait_for_parameters()
-        return self.module.push_to_hub(*args, **kwargs)
+        with self.summon_full_params(writeback=False):
+            return self.module.push_to_hub(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigurationError(
@@ -200,12 +217,15 @@ class GuardedModel(ModelWrapper):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GuardedModel:
         """Refuse `to`, `half`, `cuda` if they replace weights, since optimizers keep the weights that they know."""
         weights = self.module.parameters() if self.optimizers else ()
+        if self.gathers is not None:  # a tensor for each kind of weight, which this rank may not have
+            kinds = {(weight.dtype, weight.device) for weight in weights}
+            weights = [torch.empty(1, dtype=dtype, device=device) for dtype, device in kinds]
         if any(fn(weight.data).data_ptr() != weight.data_ptr() for weight in weights):
             raise ConfigurationError(
                 "boost() has put the model in its place and precision, and its optimizer works on these weights; "
                 "convert the model before boost(), or use HybridParallelPlugin(precision=…)"
             )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse) if self.gathers is None else self
 
     def _wait_for_parameters(self) -> None:
         for optimizer in self.optimizers:

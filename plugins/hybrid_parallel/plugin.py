@@ -37,7 +37,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_me
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
-from plugins.hybrid_parallel.setup.optimizer import build_optimizer
+from plugins.hybrid_parallel.setup.optimizer import build_optimizer, shard_frozen_parameters
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.backward_checks import check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, accepting_gradients
@@ -375,6 +375,7 @@ class HybridParallelPlugin(Plugin):
         stands_alone = len(original) == 1
         for optim, groups in zip(objects.optimizers, original, strict=True):
             build_optimizer(optim, groups, names, built, self.config, self.grid, self.seed, stands_alone)
+        shard_frozen_parameters(built, self.config, self.grid)
         if not objects.optimizers:
             refuse_backward(built.model)
         self._models.append(weakref.ref(built.model))

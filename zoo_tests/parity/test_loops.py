@@ -84,7 +84,7 @@ def _accumulate(case: Case) -> None:
     _check_gradients(boosted, plain)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", ["dp2", "tp2dp2"])
 def test_no_sync_accumulates(layout: str, zero_stage: int) -> None:
     case = Case(recipe=Recipe(family="bert", head="masked_lm"), layout=layout, zero_stage=zero_stage)
@@ -101,7 +101,7 @@ def _accumulate_in_pipeline(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", ["dp2", "pp2dp2"])
 def test_gradients_of_two_calls_add_up(layout: str, zero_stage: int) -> None:
     case = Case(recipe=Recipe(family="gpt2", head="lm_head"), layout=layout, zero_stage=zero_stage)

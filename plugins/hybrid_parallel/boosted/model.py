@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
+from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
@@ -126,9 +127,8 @@ class HybridParallelModel(ModelSurface):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
         """Copy the weights to a new model on the same ranks, without an optimizer: for averages of weights (EMA)."""
-        for optimizer in self.optimizers:
-            optimizer.wait_for_parameters()
-        module = copy_module(self.module, self.mesh, memo)
+        with self.summon_full_params(writeback=False):
+            module = copy_module(self.module, self.mesh, memo)
         runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
         tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
         made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.pipeline))
@@ -187,6 +187,14 @@ class HybridParallelModel(ModelSurface):
         """The reducers of the model's optimizers."""
         return [optimizer.reducer for optimizer in self.optimizers]
 
+    def shard_parameters(self) -> None:
+        """Have optimizers shard the parameters, which are then gathered while modules use them (ZeRO stage 3)."""
+        self.gathers = ParameterGathers()
+        for stage in self.runtime.stages:
+            with self.runtime.viewing(stage):
+                self.gathers.units.add(self.module)
+        self.runtime.register_microbatch_hook(lambda index: self.gathers.release_all())
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Prepare a pass through the model: its parameters are gathered, and it draws from its own random stream.
@@ -197,7 +205,11 @@ class HybridParallelModel(ModelSurface):
         self.check_weights()
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
-        with self.stream.active() if self.stream is not None and self.training else nullcontext():
+        with ExitStack() as stack:
+            if self.gathers is not None:
+                stack.enter_context(self.gathers.running())
+            if self.stream is not None and self.training:
+                stack.enter_context(self.stream.active())
             yield
 
     @method_as_declared(lambda model: model.options.signature)
@@ -271,9 +283,10 @@ class HybridParallelModel(ModelSurface):
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
-        if self.mesh.size("pp") > 1:
-            return generate_through_stages(self, args, kwargs)
-        return self.module.generate(*args, **kwargs)
+        with self.gathers.running() if self.gathers is not None else nullcontext():
+            if self.mesh.size("pp") > 1:
+                return generate_through_stages(self, args, kwargs)
+            return self.module.generate(*args, **kwargs)
 
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]

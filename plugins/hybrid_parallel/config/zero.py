@@ -28,6 +28,7 @@ class ZeroOptions(OptionGroup):
     Attributes:
         zero_stage: 0 replicates optimizer states on every data-parallel rank, 1 shards them over these ranks. With 2
             the gradients of every micro-batch are reduced by themselves, and a rank keeps only its shard of their sum.
+            With 3 a rank keeps only its shard of parameters too, and gathers those of a layer while it uses them.
         zero_size: number of neighbouring replicas that share the states, such as those of a machine; the other replicas
             repeat them (hybrid sharding). It divides `dp_size * cp_size`; None for all replicas.
         max_norm: maximum global gradient norm, for clipping; None for no clipping.
@@ -36,7 +37,7 @@ class ZeroOptions(OptionGroup):
         overlap_allgather: all-gather updated parameters in the background until the next forward pass needs them.
     """
 
-    zero_stage: int = option(1, one_of(0, 1, 2))
+    zero_stage: int = option(1, one_of(0, 1, 2, 3))
     zero_size: int | None = option(None, COUNT)
     # inf is allowed: it measures the norm and clips nothing.
     max_norm: float | None = option(

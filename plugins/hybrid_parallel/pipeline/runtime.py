@@ -131,9 +131,13 @@ class PipelineRuntime:
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters that a stage of this rank uses."""
-        views = getattr(self.module, "stage_views", None)
-        with views.running(stage, None) if views is not None else nullcontext():
+        with self.viewing(stage):
             return list(self.module.parameters())
+
+    def viewing(self, stage: int) -> AbstractContextManager[None]:
+        """Return a context in which the module has the modules of a stage of this rank."""
+        views = getattr(self.module, "stage_views", None)
+        return views.running(stage, None) if views is not None else nullcontext()
 
     def run(
         self,

@@ -18,6 +18,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicat
 from plugins.hybrid_parallel.setup.model import BuiltModel
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
+from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
@@ -61,10 +62,12 @@ def build_optimizer(
     if granularity is not Granularity.ELEMENT:
         raise_on_all_ranks(lambda: _check_padding(type(optim).__name__, old, names))
     options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
-    buckets = build_buckets(_which(order, trains=True), options, model.tied, built.masters)
+    if config.zero.zero_stage == 3 and model.gathers is None:
+        model.shard_parameters()
+    buckets = build_buckets(_which(order, trains=True), options, model.tied, built.masters, model.gathers)
     place_states(optim, states, buckets)
-    build_more = partial(build_buckets, options=options, tied=model.tied, masters={})
-    frozen = FrozenParameters(_which(order, trains=False), build_more, states)
+    build_more = partial(build_buckets, options=options, tied=model.tied, masters={}, gathers=model.gathers)
+    frozen = FrozenParameters(_which(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
     # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
@@ -80,7 +83,7 @@ def build_optimizer(
         buckets,
         reducer,
         LocalParameters(first_names, model.origin.aliases, order, frozen),
-        ModelContext(mesh, built.loss_scale, model.trace, model.optimizers),
+        ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
         StepOptions(config.zero.max_norm, debugging.nonfinite, config.zero.overlap_allgather),
         StepHooks(
             partial(refuse_or_skip, trace=model.trace, mesh=mesh),
@@ -89,6 +92,14 @@ def build_optimizer(
     )
     model.attach_optimizer(wrapped)
     return wrapped
+
+
+def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:
+    """Shard the parameters that no optimizer trains, and have all sharded ones gathered before use (ZeRO stage 3)."""
+    gathers = built.model.gathers
+    if gathers is not None:
+        gathers.shard_frozen(_bucket_options(Granularity.ELEMENT, config, mesh))
+        gathers.attach()
 
 
 def _which(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:
@@ -126,6 +137,7 @@ def _bucket_options(
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(sharing.values())}
     bucket_bytes = config.zero.bucket_bytes(mesh.device.type)
     pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
+    updates = {group: ShardUpdates(exchange) for group, exchange in exchanges.items()}
     return {
         axis: BucketOptions(
             dp_group=group,
@@ -137,6 +149,7 @@ def _bucket_options(
             bucket_bytes=bucket_bytes,
             exchange=exchanges[sharing[axis]],
             grad_buffers=pools[sharing[axis]],
+            updates=updates[sharing[axis]],
             keeps_local=config.debugging.nonfinite != "ignore",
             hidden_by=_what_hides_gradients(config, mesh),
         )

@@ -19,11 +19,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, BucketSlice, gaps_between, places_in_bucket
+from plugins.hybrid_parallel.zero.bucket_layout import (
+    BucketOptions,
+    BucketSlice,
+    gaps_between,
+    move_into,
+    places_in_bucket,
+)
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ReduceScatterHandle
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
+from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand, zero
 from shardformer.distributed.collectives import all_gather_flat
 
@@ -40,6 +47,10 @@ class Bucket(GradientsByHand):
         counted: whether this rank counts these parameters in the global norm.
         masters: full-precision values of parameters that were cast to a lower precision.
         tied_group: the member of `sum_groups` whose ranks are pipeline stages with the same parameters, or None.
+        shards_parameters: whether ranks keep only their shard of the parameters (ZeRO stage 3).
+
+    Attributes:
+        sharded: the parameters, if ranks keep only their shard of them.
     """
 
     def __init__(
@@ -51,6 +62,7 @@ class Bucket(GradientsByHand):
         counted: bool,
         masters: dict[nn.Parameter, Tensor],
         tied_group: ProcessGroup | None = None,
+        shards_parameters: bool = False,
     ) -> None:
         super().__init__()
         self._arriving: AllGatherHandle | None = None  # all-gather of parameters that have not been used since
@@ -64,16 +76,19 @@ class Bucket(GradientsByHand):
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
 
-        self.flat = options.exchange.empty(size, dtype, device).zero_()
+        allocate = torch.empty if shards_parameters else options.exchange.empty
+        flat = allocate(size, dtype=dtype, device=device).zero_()
         sources = [masters.get(param, param.data) for param in params]
-        for param, offset in zip(params, self.offsets, strict=True):
-            view = self.flat[offset : offset + param.numel()].view_as(param)
-            view.copy_(param.data)
-            param.data = view
+        move_into(flat, self.params, self.offsets)
         for index, param in enumerate(self.params):
             show_grad(param, self, index)
         updated = self.grad_dtype if options.master_weights else dtype
-        self.shard = OptimizerShard(self.own_shard(self.flat), updated, options.shard_index * self.shard_size)
+        self._flat, self.sharded = flat, None
+        if shards_parameters:
+            self.sharded = ShardedParameters(self.params, flat, options.shard_index, options.exchange, options.updates)
+            self._flat = None  # another may take its place there
+        own = self.own_shard(flat) if self.sharded is None else self.sharded.shard
+        self.shard = OptimizerShard(own, updated, options.shard_index * self.shard_size)
         self.shard.add_pieces(self.params, self.offsets, sources)
 
         # Allocated on the first gradient. If gradients are sharded, freed after their reduction.
@@ -90,6 +105,11 @@ class Bucket(GradientsByHand):
         self._sum_of_passes: Tensor | None = None  # shard of the passes that were reduced since the last `keep`
         self.in_passes: set[int] = set()  # parameters with gradients in these passes
         self.norm: Tensor | None = None  # of the result of the reduction, 0-d; None if it is not known
+
+    @property
+    def flat(self) -> Tensor:
+        """Memory of the parameters, [ranks * shard]."""
+        return self._flat if self.sharded is None else self.sharded.flat
 
     @property
     def pieces(self) -> Sequence[BucketSlice]:
@@ -303,7 +323,7 @@ class Bucket(GradientsByHand):
             overlaps: whether the following code does not wait until it uses the parameters.
         """
         self.shard.write_parameters()
-        if self.options.num_shards == 1:
+        if self.options.num_shards == 1 or self.sharded is not None:
             return None
         gather = self.options.exchange.all_gather(self.flat, is_copied=overlaps)
         if overlaps:
@@ -333,7 +353,7 @@ class Bucket(GradientsByHand):
         Raises:
             ConfigurationError: if a parameter now has another shape or dtype.
         """
-        for param, offset in zip(self.params, self.offsets, strict=True):
+        for param, offset in () if self.sharded is not None else zip(self.params, self.offsets, strict=True):
             place = self.flat.data_ptr() + offset * self.flat.element_size()
             if param.numel() and param.data_ptr() != place:
                 take_back(param, self.flat[offset : offset + param.numel()])
@@ -368,7 +388,7 @@ class Bucket(GradientsByHand):
         if self.options.num_shards > 1:
             all_gather_flat(flat, own.clone(), group=self.options.shard_group)
         return {
-            index: flat[offset : offset + param.numel()].view_as(param)
+            index: flat[offset : offset + param.numel()].view(param.shape)
             for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True))
         }
 
@@ -385,4 +405,4 @@ class Bucket(GradientsByHand):
 
     def _grad_view(self, index: int) -> Tensor:
         param, offset = self.params[index], self.offsets[index]
-        return self.flat_grads[offset : offset + param.numel()].view_as(param)
+        return self.flat_grads[offset : offset + param.numel()].view(param.shape)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from shardformer.shard_spec import pad_to_multiple
 
@@ -26,12 +27,13 @@ class BucketOptions:
         dp_group: the ranks that hold the same shards of these parameters and see other tokens.
         shard_group: the ranks among them that share the states: all of them, unless `zero_size` is smaller.
         copy_group: the ranks that hold the same shard of the states; None if this rank is the only one.
-        zero_stage: 0, 1 or 2.
+        zero_stage: 0 to 3.
         master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
         whole_parameters: whether the optimizer needs whole parameters (Adafactor, Muon).
         bucket_bytes: upper limit of a bucket's gradients, in bytes.
         exchange: the collectives that move shards of gradients and parameters between ranks.
         grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
+        updates: keeps updates of sharded parameters apart from gathers of them.
         keeps_local: whether local gradients are kept until the step is known to be finite, for reports on nan and inf.
             Where ranks learn that before, as between CPUs, only those of a bad step are kept.
         hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
@@ -46,6 +48,7 @@ class BucketOptions:
     bucket_bytes: int
     exchange: ZeroCollectives
     grad_buffers: GradBufferPool
+    updates: ShardUpdates
     keeps_local: bool = True
     hidden_by: str | None = None
 
@@ -102,6 +105,14 @@ def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bo
         loads[shard] += pad_to_multiple(sizes[index], _ALIGNMENT)
     shard_size = pad_to_multiple(max(loads), _ALIGNMENT)
     return [shard * shard_size + start for shard, start in places], shard_size * num_shards
+
+
+def move_into(flat: Tensor, params: Sequence[nn.Parameter], offsets: Sequence[int]) -> None:
+    """Move the values of parameters into flat memory, of which the parameters become views."""
+    for param, offset in zip(params, offsets, strict=True):
+        view = flat[offset : offset + param.numel()].view(param.shape)
+        view.copy_(param.data)
+        param.data = view
 
 
 def gaps_between(offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[tuple[int, int]]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from booster.errors import ConfigurationError
@@ -108,6 +109,58 @@ class BucketParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         _NATIVE_DATA.__set__(self, value)
+
+
+class Owner(Protocol):
+    """What holds the shards of released parameters."""
+
+    def demand(self, operation: str) -> None:
+        """Gather the values for an operation that reads them, or refuse it."""
+
+
+# What may be asked of a parameter without its values: properties by name, methods by name.
+_READ_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+_WITHOUT_VALUES = frozenset(
+    ("size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "storage_offset", "is_contiguous")
+    + ("is_floating_point", "is_complex", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
+    + ("get_device", "is_same_size", "retain_grad", "__len__", "__hash__", "zero_grad", "_is_view")
+)
+
+
+class ReleasedParameter(BucketParameter):
+    """A parameter of ZeRO stage 3 whose values this rank does not have at present."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Have the values gathered before an operation that reads them."""
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(func.__self__, "__name__", name)
+            reads = name in _READ_VALUES
+        else:
+            reads = name not in _WITHOUT_VALUES
+        if reads:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, ReleasedParameter):
+                    value.shard_owner.demand(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:
+        return f"Parameter of shape {tuple(self.shape)} and {self.dtype}, sharded by zero_stage=3"
+
+
+def hide_values(param: nn.Parameter, owner: Owner) -> None:
+    """Have every operation that reads the values ask `owner` for them first."""
+    param.shard_owner, param.shown_class = owner, type(param)
+    param.__class__ = ReleasedParameter
+
+
+def show_values(param: nn.Parameter) -> None:
+    """Undo `hide_values`."""
+    param.__class__ = param.shown_class
 
 
 def native_grad(param: nn.Parameter) -> Tensor | None:

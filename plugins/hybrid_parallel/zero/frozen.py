@@ -11,6 +11,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 
 
@@ -21,6 +22,7 @@ class FrozenParameters:
         groups: the frozen parameters of each parameter group.
         build_buckets: builds buckets from parameters by group.
         states: existing optimizer states of some of the parameters; removed from here when they are placed.
+        gathers: what has sharded the parameters (ZeRO stage 3); None if they are whole.
     """
 
     def __init__(
@@ -28,9 +30,10 @@ class FrozenParameters:
         groups: Sequence[Sequence[nn.Parameter]],
         build_buckets: Callable[[Sequence[Sequence[nn.Parameter]]], list[Bucket]],
         states: dict[nn.Parameter, dict[str, Any]],
+        gathers: ParameterGathers | None = None,
     ) -> None:
         self.groups, self.states = [list(group) for group in groups], states
-        self._build_buckets = build_buckets
+        self._build_buckets, self._gathers = build_buckets, gathers
 
     def unfreeze(self, also: Collection[nn.Parameter] = ()) -> list[Bucket]:
         """Build buckets for the parameters that require gradients by now, and for those in `also`."""
@@ -38,6 +41,8 @@ class FrozenParameters:
         if not any(chosen):
             return []
         thawed = {param for group in chosen for param in group}
+        if self._gathers is not None:
+            self._gathers.dissolve(thawed)
         self.groups = [[param for param in group if param not in thawed] for group in self.groups]
         return self._build_buckets(chosen)
 

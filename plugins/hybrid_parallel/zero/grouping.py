@@ -15,6 +15,7 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
+from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from shardformer.shard_spec import grad_group_of, spec_of
 
 _logger = get_logger(__name__)
@@ -48,6 +49,7 @@ def build_buckets(
     options: Mapping[str, BucketOptions],
     tied: Mapping[nn.Parameter, TiedParameter],
     masters: dict[nn.Parameter, Tensor],
+    gathers: ParameterGathers | None = None,
 ) -> list[Bucket]:
     """Sort the parameters of each group into buckets, last parameter first.
 
@@ -56,25 +58,33 @@ def build_buckets(
         options: axis over which parameters are sharded -> the options of their buckets.
         tied: the parameters that other stages hold too.
         masters: full-precision values of parameters that were cast to a lower precision.
+        gathers: takes over the parameters that ranks shard (ZeRO stage 3); None if they shard none.
     """
     buckets = []
+    units = {} if gathers is None else gathers.units.of_parameter
     for group_index, params in enumerate(groups):
         kinds: dict[tuple, list[nn.Parameter]] = {}
         # The backward pass reaches the last parameters first: their bucket is reduced while it continues.
         for param in reversed(params):
             tie = tied.get(param)
             order = -1 if tie is None else tie.order
-            key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis)
+            unit = units.get(param) if options[spec_of(param).axis].num_shards > 1 else None
+            key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis, unit)
             kinds.setdefault(key, []).append(param)
         # Tied buckets come last and in one order: stages wait for each other there, and never in the middle.
-        for (order, _, grad_group, is_owner, axis), members in sorted(kinds.items(), key=lambda item: item[0][0]):
+        for (order, _, grad_group, is_owner, axis, unit), members in sorted(kinds.items(), key=lambda item: item[0][0]):
             tie = tied[members[0]] if order >= 0 else None
             tied_group = tie.group if tie else None
             copies = options[axis].copy_group
             sum_groups = [group for group in (copies, grad_group, tied_group) if group is not None]
             counted = is_owner and options[axis].counts and (tie is None or tie.counted)
             for chunk in chunks_of(members, options[axis].bucket_bytes):
-                buckets.append(Bucket(chunk, options[axis], group_index, sum_groups, counted, masters, tied_group))
+                bucket = Bucket(
+                    chunk, options[axis], group_index, sum_groups, counted, masters, tied_group, unit is not None
+                )
+                buckets.append(bucket)
+                if bucket.sharded is not None:
+                    gathers.own(bucket.params, bucket.sharded)
     return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.loss.loss_scale import LossScale
 from plugins.hybrid_parallel.zero.assemble import assemble
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
+from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
@@ -51,12 +52,14 @@ class ModelContext:
         loss_scale: the model's fp16 loss scale, or a constant 1.
         record: record of the passes of a step.
         optimizers: all optimizers of the model, including each one as soon as it is created.
+        gathers: gathers the parameters that ranks shard (ZeRO stage 3); None if they shard none.
     """
 
     mesh: HybridMesh
     loss_scale: LossScale
     record: StepRecord
     optimizers: list[HybridParallelOptimizer]
+    gathers: ParameterGathers | None = None
 
 
 class HybridParallelOptimizer(GuardedOptimizer):
@@ -90,7 +93,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         super().__init__(optim)
         self.buckets, self.reducer = list(buckets), reducer
         self.names, self.aliases, self.frozen = dict(parameters.names), parameters.aliases, parameters.frozen
-        self.mesh, self.loss_scale = context.mesh, context.loss_scale
+        self.mesh, self.loss_scale, self._gathers_of_model = context.mesh, context.loss_scale, context.gathers
         self.trace, self.peers = context.record, context.optimizers
         self.max_norm, self.nonfinite = options.max_norm, options.nonfinite
         self.overlap_allgather, self.step_hooks = options.overlap_allgather, hooks
@@ -174,7 +177,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._awaits_step = True
         self.reducer.accepting = True
         try:
-            yield
+            with self._gathers_of_model.running() if self._gathers_of_model is not None else nullcontext():
+                yield
         finally:
             self.reducer.accepting = False
 
@@ -252,13 +256,14 @@ class HybridParallelOptimizer(GuardedOptimizer):
             bucket.assign_grads(factor)
         self._held_scale = 1.0
         self._close_gathers()
-        self.take_changed_weights()
-        self.optim.step()
-        self._gathers = [
-            gather
-            for bucket in self.buckets
-            if (gather := bucket.all_gather_params(self.overlap_allgather)) is not None
-        ]
+        with self._updating_shards():
+            self.take_changed_weights()
+            self.optim.step()
+            self._gathers = [
+                gather
+                for bucket in self.buckets
+                if (gather := bucket.all_gather_params(self.overlap_allgather)) is not None
+            ]
         if not self.overlap_allgather:
             self.wait_for_parameters()
             self._close_gathers()
@@ -294,10 +299,21 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     def publish_masters(self) -> None:
         """Copy the master weights to the parameters of all ranks (after master weights were loaded)."""
-        for bucket in self.buckets:
-            gather = bucket.all_gather_params() if bucket.has_masters else None
-            if gather is not None:
-                gather.close()
+        with self._updating_shards():
+            for bucket in self.buckets:
+                gather = bucket.all_gather_params() if bucket.has_masters else None
+                if gather is not None:
+                    gather.close()
+
+    @contextmanager
+    def _updating_shards(self) -> Iterator[None]:
+        """Change shards of parameters in this context: other ranks read neither half of the old nor of the new ones."""
+        updates = {bucket.options.updates: None for bucket in self.buckets if bucket.sharded is not None}
+        for each in updates:
+            each.begin()
+        yield
+        for each in updates:
+            each.end()
 
     def _gradient_factor(self) -> Tensor | float | None:
         """Return the factor that unscales and clips gradients before the update; decide whether to skip the step."""

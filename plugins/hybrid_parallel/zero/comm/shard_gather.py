@@ -1,0 +1,124 @@
+"""Repeated all-gathers of shards that stay where they are: the parameters of ZeRO stage 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from plugins.hybrid_parallel.zero.comm.collectives import (
+    AllGatherHandle,
+    Answers,
+    P2PCollectives,
+    SharedMemoryCollectives,
+    ZeroCollectives,
+)
+from shardformer.distributed.collectives import all_gather_flat
+
+_READ, _UPDATED = 3, 2  # meanings of the numbers that ranks send each other, as in `collectives`
+
+
+class ShardGather:
+    """All-gather of one shard of every rank by the backend's own implementation.
+
+    Args:
+        exchange: the collectives of the ranks.
+        shard: [shard], this rank's shard, which stays in its memory.
+    """
+
+    def __init__(self, exchange: ZeroCollectives, shard: Tensor) -> None:
+        self.exchange, self.shard = exchange, shard
+
+    def start(self, flat: Tensor) -> AllGatherHandle:
+        """Start to fill `flat`, [ranks * shard], with the shards of all ranks."""
+        return AllGatherHandle([all_gather_flat(flat, self.shard, group=self.exchange.group, async_op=True)])
+
+
+class _SentShards(ShardGather):
+    """All-gather between CPUs: every rank sends its shard to each other rank."""
+
+    exchange: P2PCollectives
+
+    def start(self, flat: Tensor) -> AllGatherHandle:
+        exchange, rows = self.exchange, flat.view(len(self.exchange.others) + 1, -1)
+        works: list[Any] = [dist.irecv(rows[rank], group=exchange.group, group_src=rank) for rank in exchange.others]
+        works += [dist.isend(self.shard, group=exchange.group, group_dst=rank) for rank in exchange.others]
+        rows[exchange.rank].copy_(self.shard)
+        return AllGatherHandle(works)
+
+
+class _ReadShards(ShardGather):
+    """All-gather on one machine: every rank reads the others' shards, whose places it asks for once."""
+
+    exchange: SharedMemoryCollectives
+
+    def __init__(self, exchange: SharedMemoryCollectives, shard: Tensor) -> None:
+        super().__init__(exchange, shard)
+        place = exchange.memory.place(shard)
+        self._places = exchange.broadcast_number(exchange.next_turn(), _UPDATED, place)()
+
+    def start(self, flat: Tensor) -> AllGatherHandle:
+        return _ReadRows(self, flat)
+
+    def read(self, flat: Tensor) -> None:
+        """Copy the shards of all ranks."""
+        rows = flat.view(len(self.exchange.others) + 1, -1)
+        rows[self.exchange.rank].copy_(self.shard)
+        for rank, place in self._places.items():
+            for part, window in self.exchange.read(rank, place, 0, rows[rank]):
+                rows[rank][part].copy_(window)
+
+
+class _ReadRows(AllGatherHandle):
+    """Handle of a gather that reads when it is waited for: there is nothing that could run meanwhile."""
+
+    def __init__(self, gather: _ReadShards, flat: Tensor) -> None:
+        super().__init__()
+        self._gather, self._flat = gather, flat
+
+    def wait(self) -> None:
+        self._gather.read(self._flat)
+
+
+class ShardUpdates:
+    """Keeps updates of shards apart from gathers of them, where other ranks read them without a message.
+
+    Args:
+        exchange: the collectives of the ranks.
+    """
+
+    def __init__(self, exchange: ZeroCollectives) -> None:
+        self._exchange = exchange if isinstance(exchange, SharedMemoryCollectives) else None
+        self._answers: Answers | None = None
+
+    def begin(self) -> None:
+        """Wait until no other rank reads the present values any more."""
+        if self._exchange is not None:
+            self.wait()
+            self._exchange.broadcast_number(self._exchange.next_turn(), _READ, 0)()
+
+    def end(self) -> None:
+        """Tell the other ranks that the new values are complete."""
+        if self._exchange is not None:
+            self._answers = self._exchange.broadcast_number(self._exchange.next_turn(), _UPDATED, 0)
+
+    def wait(self) -> None:
+        """Wait until the new values of all ranks are complete."""
+        if self._answers is not None:
+            self._answers()
+            self._answers = None
+
+
+def shard_gather(exchange: ZeroCollectives, shard: Tensor) -> ShardGather:
+    """Return the fastest all-gather of `shard`, which is from `exchange.empty`; must be called on all ranks."""
+    if isinstance(exchange, SharedMemoryCollectives):
+        return _ReadShards(exchange, shard)
+    kind = _SentShards if isinstance(exchange, P2PCollectives) else ShardGather
+    return kind(exchange, shard)
+
+
+def gathers_ahead(exchanges: Sequence[ZeroCollectives]) -> bool:
+    """Return whether a gather proceeds while this rank computes."""
+    return not any(isinstance(exchange, SharedMemoryCollectives) for exchange in exchanges)

@@ -1,0 +1,95 @@
+"""Which parameters are gathered together under ZeRO stage 3: those of a layer; others with the module that has them.
+
+Small parameters stay whole: a collective would cost more than their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
+
+# Parameters with fewer values, and vectors, stay whole.
+_LEAST = 512
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Return whether ranks keep only a shard of a parameter under stage 3."""
+    return param.dim() >= 2 and param.numel() >= _LEAST and param.is_floating_point()
+
+
+@dataclass(eq=False)
+class GatherUnit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        number: position in the model, the same on all replicas.
+        members: their memory.
+        next, next_back: the units that a forward and a backward pass used after this one the last time.
+    """
+
+    number: int
+    members: list[ShardedParameters] = field(default_factory=list)
+    next: GatherUnit | None = None
+    next_back: GatherUnit | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherUnit:
+        """Return a unit without members: copies of a model have whole parameters."""
+        return GatherUnit(self.number)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this rank has all values."""
+        return all(member.is_gathered for member in self.members)
+
+    def start(self) -> None:
+        """Start to gather the values."""
+        for member in self.members:
+            member.start()
+
+    def gather(self) -> None:
+        """Gather the values."""
+        self.start()
+        for member in self.members:
+            member.gather()
+
+    def release(self) -> None:
+        """Give the memory of the values back."""
+        for member in self.members:
+            member.release()
+
+
+class GatherUnits:
+    """The units of a model's parameters.
+
+    Attributes:
+        of_parameter: parameter -> its unit.
+        of_module: module -> the units that its forward pass needs.
+    """
+
+    def __init__(self) -> None:
+        self.of_parameter: dict[nn.Parameter, GatherUnit] = {}
+        self.of_module: dict[nn.Module, dict[GatherUnit, None]] = {}
+        self._of_owner: dict[nn.Module, GatherUnit] = {}
+
+    def add(self, model: nn.Module) -> None:
+        """Add the parameters of a model, or of one of its stages: one unit for each element of its lists of layers."""
+        for module, owner in _owners(model, None):
+            for param in module._parameters.values():
+                if param is None or not is_sharded(param):
+                    continue
+                if param not in self.of_parameter:
+                    unit = self._of_owner.setdefault(owner, GatherUnit(len(self._of_owner)))
+                    self.of_parameter[param] = unit
+                self.of_module.setdefault(owner, {})[self.of_parameter[param]] = None
+
+
+def _owners(module: nn.Module, layer: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each module and the module whose forward pass uses its parameters: its layer, or itself."""
+    yield module, layer or module
+    for child in module.children():
+        yield from _owners(child, child if layer is None and isinstance(module, nn.ModuleList) else layer)

@@ -1,0 +1,182 @@
+"""ParameterGathers: has the parameters of ZeRO stage 3 gathered before modules use them, and released after.
+
+In a backward pass a module's values are needed from the first gradient of its outputs to the last of its inputs (as in
+FSDP2). Where autograd computes no gradient of the inputs, they stay until the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
+from plugins.hybrid_parallel.zero.gather_units import GatherUnit, GatherUnits
+from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
+from shardformer.shard_spec import spec_of
+
+
+class ParameterGathers:
+    """Gathers and releases the parameters of one model.
+
+    Attributes:
+        units: which parameters are gathered together.
+        prefetches: whether the next unit is gathered while this one is used.
+    """
+
+    def __init__(self) -> None:
+        self.units = GatherUnits()
+        self.prefetches = True
+        self._gathered: dict[GatherUnit, None] = {}
+        self._depth = 0
+        self._latest: tuple[bool, GatherUnit | None] = (False, None)  # in a backward pass?, unit
+
+    def __bool__(self) -> bool:
+        return any(unit.members for unit in self.units.of_parameter.values())
+
+    def own(self, params: Sequence[nn.Parameter], member: ShardedParameters) -> None:
+        """Take over parameters of one unit, and release them."""
+        unit = self.units.of_parameter[params[0]]
+        unit.members.append(member)
+        member.on_demand = partial(self._demand, unit)
+        member.release()
+
+    def shard_frozen(self, options: Mapping[str, BucketOptions]) -> None:
+        """Shard the parameters that no optimizer trains.
+
+        Args:
+            options: axis over which a parameter is sharded -> the options of its replicas.
+        """
+        taken = {param for unit in self._all() for member in unit.members for param in member.params}
+        kinds: dict[tuple, list[nn.Parameter]] = {}
+        for param, unit in self.units.of_parameter.items():
+            axis = spec_of(param).axis
+            if param not in taken and options[axis].num_shards > 1:
+                kinds.setdefault((unit, param.dtype, axis), []).append(param)
+        for (_, _, axis), params in kinds.items():
+            self.own(params, ShardedParameters.of_frozen(params, options[axis]))
+
+    def dissolve(self, params: Set[nn.Parameter]) -> None:
+        """Make parameters whole that are to be sharded in another way, with those in the same memory."""
+        for unit in self._all():
+            for member in [each for each in unit.members if not params.isdisjoint(each.params)]:
+                member.dissolve()
+                unit.members.remove(member)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGathers:
+        """Return gathers of nothing: copies of a model have whole parameters."""
+        return ParameterGathers()
+
+    def attach(self) -> None:
+        """Register the hooks of modules, once the parameters are sharded."""
+        for module, units in self.units.of_module.items():
+            held = [unit for unit in units if unit.members]
+            if held:
+                module.register_forward_pre_hook(partial(self._before_forward, held), prepend=True, with_kwargs=True)
+                module.register_forward_hook(partial(self._after_forward, held), with_kwargs=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Accept in this context that operations read released parameters, and release all at its end."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.release_all()
+
+    @contextmanager
+    def whole(self, keeps_changes: bool = False) -> Iterator[None]:
+        """Have all parameters whole in this context; all replicas must enter it.
+
+        Args:
+            keeps_changes: whether values that are changed in place stay so.
+        """
+        members = [member for unit in self._all() for member in unit.members if not member.is_gathered]
+        updates = {member.updates: None for member in members} if keeps_changes else {}
+        with self.running():
+            for unit in self._all():
+                self._gather(unit)
+            try:
+                yield
+            finally:
+                for each in updates:
+                    each.begin()
+                for member in members if keeps_changes else ():
+                    member.take_changed_values()
+                for each in updates:
+                    each.end()
+
+    def release_all(self) -> None:
+        """Release all units, also those that were gathered ahead."""
+        self._gathered.clear()
+        self._latest = (False, None)
+        for unit in self._all():
+            unit.release()
+
+    def _all(self) -> dict[GatherUnit, None]:
+        return dict.fromkeys(self.units.of_parameter.values())
+
+    def _demand(self, unit: GatherUnit, operation: str) -> None:
+        if self._depth == 0:
+            raise ConfigurationError(
+                f"{operation} reads a parameter of which zero_stage=3 keeps a part on each rank; read and change "
+                "parameters in `with model.summon_full_params():`, on all ranks"
+            )
+        self._gather(unit)
+
+    def _gather(self, unit: GatherUnit) -> None:
+        self._gathered[unit] = None
+        unit.gather()
+
+    def _use(self, units: Sequence[GatherUnit], is_backward: bool) -> None:
+        """Gather units in the order of use, and start the one that followed the last time."""
+        for unit in units:
+            was_backward, before = self._latest
+            if before is not None and before is not unit and was_backward == is_backward:
+                setattr(before, "next_back" if is_backward else "next", unit)
+            self._latest = (is_backward, unit)
+            self._gather(unit)
+        ahead = unit.next_back if is_backward else unit.next
+        if self.prefetches and ahead is not None and self._depth:
+            ahead.start()
+
+    def _release(self, units: Sequence[GatherUnit]) -> None:
+        for unit in units:
+            self._gathered.pop(unit, None)
+            unit.release()
+
+    # ----- hooks -----
+
+    def _before_forward(self, units: Sequence[GatherUnit], module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not torch.compiler.is_compiling():
+            self._use(units, _in_backward())
+
+    def _after_forward(
+        self, units: Sequence[GatherUnit], module: nn.Module, args: tuple, kwargs: dict, outputs: Any
+    ) -> None:
+        # The gradient of a lookup does not read the table.
+        if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
+            results, given = _differentiable(outputs), _differentiable((args, kwargs))
+            if results:
+                register_multi_grad_hook(results, lambda grad: self._use(units, True), mode="any")
+            if results and given:
+                register_multi_grad_hook(given, lambda grads: self._release(units))
+        if not _in_backward():  # a layer that is recomputed there is about to be used
+            self._release(units)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differentiable(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.requires_grad]
