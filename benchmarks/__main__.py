@@ -32,6 +32,7 @@ from benchmarks import (
     tensor_parallel,
     trainer,
     zero_memory,
+    zero_stages,
     zero_step,
 )
 
@@ -41,6 +42,7 @@ BENCHMARKS = {
     "fp8": fp8,
     "zero_step": zero_step,
     "zero_memory": zero_memory,
+    "zero_stages": zero_stages,
     "pipeline": pipeline,
     "pipeline_loop": pipeline_loop,
     "trainer": trainer,

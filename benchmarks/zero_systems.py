@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -29,9 +30,24 @@ def bert(layers: int) -> nn.Module:
     return BertForSequenceClassification(config)
 
 
-def ours(model: nn.Module) -> Step:
-    """Return a step with ZeRO-1 of this package."""
-    booster = Booster(plugin=HybridParallelPlugin(zero_stage=1))
+def llama(layers: int) -> nn.Module:
+    """Create a Llama of hidden size 768."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def ours(model: nn.Module, zero_stage: int = 1) -> Step:
+    """Return a step with ZeRO of this package."""
+    booster = Booster(plugin=HybridParallelPlugin(zero_stage=zero_stage))
     model, optimizer = booster.boost(model, _adamw(model))
 
     def step(batch: Batch) -> Tensor:
@@ -58,15 +74,15 @@ def zero_redundancy(model: nn.Module) -> Step:
     return _data_parallel(model, optimizer)
 
 
-def fully_sharded(model: nn.Module) -> Step:
-    """Return a step with FSDP2 that keeps whole parameters from forward to backward, as ZeRO-1 does."""
+def fully_sharded(model: nn.Module, reshard: bool = False) -> Step:
+    """Return a step with FSDP2; without `reshard` it keeps whole parameters from forward to backward, as ZeRO-1."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    for layer in model.bert.encoder.layer:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for layer in model.bert.encoder.layer if hasattr(model, "bert") else model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return _loop(model, _adamw(model))
 
 
@@ -102,6 +118,17 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "DDP + ZeroRedundancyOptimizer": zero_redundancy,
     "FSDP2, reshard_after_forward=False": fully_sharded,
     "DeepSpeed ZeRO-1": deepspeed_zero,
+}
+
+
+# Systems by what ranks shard, for `zero_stages`.
+STAGES: dict[str, Callable[[nn.Module], Step]] = {
+    "ours, stage 1": ours,
+    "ours, stage 2": partial(ours, zero_stage=2),
+    "ours, stage 3": partial(ours, zero_stage=3),
+    "DDP + fused AdamW": data_parallel,
+    "FSDP2, reshard_after_forward=False": fully_sharded,
+    "FSDP2": partial(fully_sharded, reshard=True),
 }
 
 

@@ -126,7 +126,7 @@ class GuardedModel(ModelWrapper):
         """Have the parameters of this rank whole in this context, under ZeRO stage 3 too; all ranks must enter it.
 
         Args:
-            writeback: whether values that are changed in place, alike on all replicas, stay so under stage 3.
+            writeback: whether values that are changed in place, in the same way on all replicas, stay so under stage 3.
         """
         self._wait_for_parameters()
         with self.gathers.whole(writeback) if self.gathers is not None else nullcontext():

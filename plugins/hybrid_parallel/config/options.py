@@ -100,6 +100,11 @@ class HybridParallelConfig:
         if self.kernels.enable_sequence_overlap and not parallel.enable_sequence_parallelism:
             problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
         problems += self._check_compilation() if self.kernels.compile_layers else []
+        if self.zero.zero_stage == 3 and self.mixed_precision.precision == "fp8":
+            problems.append(
+                "precision='fp8' rounds all weights once a step, of which zero_stage=3 keeps a part; use zero_stage=2, "
+                "or precision='bf16'"
+            )
         if policy.expert_capacity_factor is not None and parallel.cp_size != 1:
             problems.append(
                 f"expert_capacity_factor={policy.expert_capacity_factor} needs whole sequences, which "
@@ -115,6 +120,11 @@ class HybridParallelConfig:
             problems.append(
                 "compile_layers=True cannot trace tokens that are still being gathered; use "
                 "enable_sequence_overlap=False, or compile_layers=False"
+            )
+        if self.zero.zero_stage == 3:
+            problems.append(
+                "compile_layers=True cannot trace parameters that zero_stage=3 gathers; use zero_stage=2, or "
+                "compile_layers=False"
             )
         if self.debugging.debug:
             problems.append("debug=True looks into every module, which compile_layers=True merges; use one of them")

@@ -99,8 +99,10 @@ class SynchronyCheck:
         """
         if dist.get_world_size() == 1:
             return
-        for optimizer in optimizers:
-            optimizer.wait_for_parameters()
+        with self.model.summon_full_params(writeback=False):
+            self._compare(optimizers)
+
+    def _compare(self, optimizers: Sequence[HybridParallelOptimizer]) -> None:
         step = max((optimizer.num_steps for optimizer in optimizers), default=0)
         scopes = list(self._scopes(optimizers))
         here = [[kind, self.mesh.rank("pp"), *found] for scope in scopes for kind, *found in _differences(scope)]

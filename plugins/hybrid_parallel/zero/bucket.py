@@ -10,7 +10,7 @@ shard as pieces of parameters, so that states and skipped updates remain per par
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -246,17 +246,6 @@ class Bucket(GradientsByHand):
             self._result.mul_(factor.to(self._result.dtype))
         if self.sum_groups or factor is not None:
             self.norm = None
-
-    def reduced_pieces(self, indices: Collection[int]) -> dict[int, Tensor]:
-        """Return this rank's pieces of reduced gradients before `keep`, by parameter index."""
-        return {piece.index: piece.view(self._result) for piece in self.pieces if piece.index in indices}
-
-    def replace_reduced(self, index: int, local: Tensor) -> None:
-        """Replace a reduced gradient by `local`, which has the parameter's shape."""
-        for piece in self.pieces:
-            if piece.index == index:
-                piece.view(self._result).copy_(local.reshape(-1)[piece.start : piece.stop])
-        self.norm = None
 
     def keep(self, used: set[int]) -> None:
         """Add the result of the reduction to the shard.

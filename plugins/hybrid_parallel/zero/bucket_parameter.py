@@ -123,7 +123,7 @@ _READ_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _WITHOUT_VALUES = frozenset(
     ("size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "storage_offset", "is_contiguous")
     + ("is_floating_point", "is_complex", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
-    + ("get_device", "is_same_size", "retain_grad", "__len__", "__hash__", "zero_grad", "_is_view")
+    + ("get_device", "is_same_size", "retain_grad", "untyped_storage", "__len__", "__hash__", "zero_grad", "_is_view")
 )
 
 

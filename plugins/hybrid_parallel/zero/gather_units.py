@@ -77,7 +77,10 @@ class GatherUnits:
         self._of_owner: dict[nn.Module, GatherUnit] = {}
 
     def add(self, model: nn.Module) -> None:
-        """Add the parameters of a model, or of one of its stages: one unit for each element of its lists of layers."""
+        """Add the parameters of a model, or of one of its stages: one unit for each element of its lists of layers.
+
+        The model itself gets no hooks, which could change its loss: its own parameters are gathered when they are read.
+        """
         for module, owner in _owners(model, None):
             for param in module._parameters.values():
                 if param is None or not is_sharded(param):
@@ -85,7 +88,8 @@ class GatherUnits:
                 if param not in self.of_parameter:
                     unit = self._of_owner.setdefault(owner, GatherUnit(len(self._of_owner)))
                     self.of_parameter[param] = unit
-                self.of_module.setdefault(owner, {})[self.of_parameter[param]] = None
+                if owner is not model:
+                    self.of_module.setdefault(owner, {})[self.of_parameter[param]] = None
 
 
 def _owners(module: nn.Module, layer: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module]]:

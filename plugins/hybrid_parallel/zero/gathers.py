@@ -34,7 +34,7 @@ class ParameterGathers:
     def __init__(self) -> None:
         self.units = GatherUnits()
         self.prefetches = True
-        self._gathered: dict[GatherUnit, None] = {}
+        self._pinned: set[GatherUnit] = set()  # read outside of their modules by passes that have yet to go back
         self._depth = 0
         self._latest: tuple[bool, GatherUnit | None] = (False, None)  # in a backward pass?, unit
 
@@ -104,7 +104,7 @@ class ParameterGathers:
         updates = {member.updates: None for member in members} if keeps_changes else {}
         with self.running():
             for unit in self._all():
-                self._gather(unit)
+                unit.gather()
             try:
                 yield
             finally:
@@ -116,11 +116,16 @@ class ParameterGathers:
                     each.end()
 
     def release_all(self) -> None:
-        """Release all units, also those that were gathered ahead."""
-        self._gathered.clear()
+        """Release all units, also those that were gathered ahead, but none whose values autograd has saved."""
         self._latest = (False, None)
         for unit in self._all():
-            unit.release()
+            if unit not in self._pinned:
+                unit.release()
+
+    def end_step(self) -> None:
+        """Release everything: no backward pass of the step is left."""
+        self._pinned.clear()
+        self.release_all()
 
     def _all(self) -> dict[GatherUnit, None]:
         return dict.fromkeys(self.units.of_parameter.values())
@@ -131,10 +136,8 @@ class ParameterGathers:
                 f"{operation} reads a parameter of which zero_stage=3 keeps a part on each rank; read and change "
                 "parameters in `with model.summon_full_params():`, on all ranks"
             )
-        self._gather(unit)
-
-    def _gather(self, unit: GatherUnit) -> None:
-        self._gathered[unit] = None
+        if torch.is_grad_enabled():  # no hook tells when the backward pass reads it
+            self._pinned.add(unit)
         unit.gather()
 
     def _use(self, units: Sequence[GatherUnit], is_backward: bool) -> None:
@@ -144,15 +147,15 @@ class ParameterGathers:
             if before is not None and before is not unit and was_backward == is_backward:
                 setattr(before, "next_back" if is_backward else "next", unit)
             self._latest = (is_backward, unit)
-            self._gather(unit)
+            unit.gather()
         ahead = unit.next_back if is_backward else unit.next
         if self.prefetches and ahead is not None and self._depth:
             ahead.start()
 
     def _release(self, units: Sequence[GatherUnit]) -> None:
         for unit in units:
-            self._gathered.pop(unit, None)
-            unit.release()
+            if unit not in self._pinned:
+                unit.release()
 
     # ----- hooks -----
 
@@ -168,6 +171,8 @@ class ParameterGathers:
             results, given = _differentiable(outputs), _differentiable((args, kwargs))
             if results:
                 register_multi_grad_hook(results, lambda grad: self._use(units, True), mode="any")
+            elif given or any(param.requires_grad for unit in units for each in unit.members for param in each.params):
+                self._pinned.update(units)  # the results are in an object that hides them
             if results and given:
                 register_multi_grad_hook(given, lambda grads: self._release(units))
         if not _in_backward():  # a layer that is recomputed there is about to be used

@@ -249,6 +249,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.reducer.finish()
         self.num_steps += 1
         self.trace.end_step()
+        if self._gathers_of_model is not None:
+            self._gathers_of_model.end_step()
         factor = self._gradient_factor()
         if self.step_was_skipped:
             return

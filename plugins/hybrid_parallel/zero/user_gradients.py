@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +35,7 @@ class GradientsByHand:
     used: set[int]
     written: set[int]
     in_passes: set[int]
+    _result: Tensor | None
     _sum_of_passes: Tensor | None
     norm: Tensor | None
 
@@ -77,6 +78,17 @@ class GradientsByHand:
         self._stale.discard(index)
         self.used.add(index)
         self.reduced_grad(index).copy_(value)
+
+    def reduced_pieces(self, indices: Collection[int]) -> dict[int, Tensor]:
+        """Return this rank's pieces of reduced gradients before `keep`, by parameter index."""
+        return {piece.index: piece.view(self._result) for piece in self.pieces if piece.index in indices}
+
+    def replace_reduced(self, index: int, local: Tensor) -> None:
+        """Replace a reduced gradient by `local`, which has the parameter's shape."""
+        for piece in self.pieces:
+            if piece.index == index:
+                piece.view(self._result).copy_(local.reshape(-1)[piece.start : piece.stop])
+        self.norm = None
 
     def forget_grad(self, index: int) -> None:
         """Drop one gradient; existing views keep their values."""

@@ -48,7 +48,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"pp_style": "interleaved", "num_model_chunks": 0}, r"num_model_chunks=0 is not a positive integer"),
     ({"zero_stage": 4}, r"zero_stage=4 is not available; use 0 or 1 or 2"),
-    ({"zero_stage": 3}, r"zero_stage=3 is not available"),
+    ({"zero_stage": 3, "precision": "fp8"}, r"precision='fp8' rounds all weights once a step, .* use zero_stage=2"),
+    ({"zero_stage": 3, "compile_layers": True}, r"compile_layers=True cannot trace parameters that zero_stage=3 gath"),
     (
         {"zero_stage": 0, "zero_size": 2},
         r"zero_size=2 does not fit zero_stage=0, which shards nothing; use zero_stage=1",

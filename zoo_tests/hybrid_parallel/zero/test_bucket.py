@@ -19,6 +19,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
@@ -168,9 +169,8 @@ def test_local_gradients_stay_for_a_report_without_a_pass_over_them(two_fake_ran
     """As between GPUs, whose ranks do not know at once whether gradients are finite."""
     exchange = ZeroCollectives(dist.group.WORLD)
     pool = GradBufferPool(exchange)
-    options = BucketOptions(
-        dist.group.WORLD, dist.group.WORLD, None, 1, False, False, 2**20, exchange, pool, keeps_local
-    )
+    group, updates = dist.group.WORLD, ShardUpdates(exchange)
+    options = BucketOptions(group, group, None, 1, False, False, 2**20, exchange, pool, updates, keeps_local)
     params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(40))]
     bucket = Bucket(params, options, 0, [], True, {})
     for step in range(2):
