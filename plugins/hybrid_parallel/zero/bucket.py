@@ -36,7 +36,7 @@ class Bucket(GradientsByHand):
         group_index: index of the optimizer's parameter group.
         sum_groups: further groups over which the gradients are partial sums (tensor-parallel, tied stages).
         counted: whether this rank counts these parameters in the global norm.
-        masters: full-precision values of parameters that were cast to a lower precision.
+        masters: full-precision values of parameters that were cast to a lower precision; used ones are removed.
         tied_group: the member of `sum_groups` whose ranks are pipeline stages with the same parameters, or None.
     """
 
@@ -63,7 +63,7 @@ class Bucket(GradientsByHand):
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
 
         self.flat = options.exchange.empty(size, dtype, device).zero_()
-        sources = [masters.get(param, param.data) for param in params]
+        sources = [masters.pop(param, param.data) for param in params]
         for param, offset in zip(params, self.offsets, strict=True):
             view = self.flat[offset : offset + param.numel()].view_as(param)
             view.copy_(param.data)

@@ -16,6 +16,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from shardformer.shard_spec import grad_group_of, spec_of
+from shardformer.utils.freed_memory import return_freed_memory
 
 _logger = get_logger(__name__)
 Sized = TypeVar("Sized", bound="HasElements")
@@ -55,7 +56,7 @@ def build_buckets(
         groups: the local parameters of the optimizer's parameter groups.
         options: axis over which parameters are sharded -> the options of their buckets.
         tied: the parameters that other stages hold too.
-        masters: full-precision values of parameters that were cast to a lower precision.
+        masters: full-precision values of parameters that were cast to a lower precision; used ones are removed.
     """
     buckets = []
     for group_index, params in enumerate(groups):
@@ -74,6 +75,7 @@ def build_buckets(
             counted = is_owner and options[axis].counts and (tie is None or tie.counted)
             for chunk in chunks_of(members, options[axis].bucket_bytes):
                 buckets.append(Bucket(chunk, options[axis], group_index, sum_groups, counted, masters, tied_group))
+                return_freed_memory()  # of the parameters that are now in the bucket
     return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
 
 
