@@ -14,6 +14,7 @@ from shardformer.policies.base import Policy
 from shardformer.policies.user.slots import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
 from shardformer.sharder import ModelSharder, SharedParameters
+from shardformer.utils.freed_memory import return_freed_memory
 
 
 class ShardFormer:
@@ -44,6 +45,11 @@ class ShardFormer:
         Raises:
             ValueError: no policy is known, or the model cannot be sharded as requested. The model is then unchanged.
         """
+        shared_params = self._shard(model, policy)
+        return_freed_memory()  # of whole layers, which nothing refers to any more
+        return model, shared_params
+
+    def _shard(self, model: nn.Module, policy: Policy | None) -> SharedParameters:
         inside = model_inside(model)
         sharder = ModelSharder(inside, self.shard_config, policy)
         with adapters_aside(inside, sharder.config, sharder.policy):
@@ -54,7 +60,7 @@ class ShardFormer:
         if self.shard_config.inference_only:
             model.eval().requires_grad_(False)
         sum_in_backward(model)
-        return model, shared_params
+        return shared_params
 
 
 class ShardModel:

@@ -41,6 +41,7 @@ from plugins.hybrid_parallel.setup.optimizer import build_optimizer, shard_froze
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.backward_checks import check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, accepting_gradients
+from shardformer.utils.freed_memory import return_freed_memory
 from shardformer.utils.json import read_json_object
 from shardformer.utils.parameter_names import names_of_parameters
 
@@ -190,6 +191,7 @@ class HybridParallelPlugin(Plugin):
         # Before the model: building it may draw random numbers, and errors in a loader are reported early.
         dataloaders = [self._loading.shard(dataloader) for dataloader in objects.dataloaders]
         model, optimizers = self._configure_model(objects)
+        return_freed_memory()  # of the whole model, if it had values
         return TrainingObjects(
             model=model,
             optimizers=optimizers,
@@ -371,7 +373,7 @@ class HybridParallelPlugin(Plugin):
         original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
         grid = self.grid
         with checked_collectives(self.config.debugging.debug):
-            built = build_model(model, self.config, grid, self.seed)
+            built = build_model(model, self.config, grid, self.seed, trains=bool(objects.optimizers))
         stands_alone = len(original) == 1
         for optim, groups in zip(objects.optimizers, original, strict=True):
             build_optimizer(optim, groups, names, built, self.config, self.grid, self.seed, stands_alone)

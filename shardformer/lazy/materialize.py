@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardformer.layers.partial_gradients import sum_in_backward
 from shardformer.lazy.replay import RecordedValues
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, parameter_like, spec_of
+from shardformer.utils.freed_memory import FreedMemory
 
 # (parameter name, spec of the piece on this rank) -> the values of that piece.
 WeightReader = Callable[[str, ShardSpec], Tensor]
@@ -56,10 +57,12 @@ def materialize(model: nn.Module, reader: WeightReader | None = None, seed: int 
             "record_module_init()"
         )
     waiting = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_meta]
-    # Largest first: a large whole tensor then coexists with few pieces, and the memory it frees fits all that follow.
+    freed = FreedMemory(sum(parameter.nbytes for _, parameter in waiting))
+    # Largest first: a large whole tensor then coexists with few pieces.
     for name, parameter in sorted(waiting, key=lambda each: -math.prod(spec_of(each[1]).full_shape)):
         # In place: other objects (tied names, the pipeline's list of shared parameters) refer to the same parameter.
         torch.utils.swap_tensors(parameter, _with_values(name, parameter, reader))
+        freed.add(math.prod(spec_of(parameter).full_shape) * parameter.element_size())
     sum_in_backward(model)
 
 

@@ -132,8 +132,14 @@ def _check_embeddings(config: HybridParallelConfig, model: nn.Module) -> None:
             )
 
 
-def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int) -> BuiltModel:
+def build_model(
+    model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh, seed: int, trains: bool
+) -> BuiltModel:
     """Shard, move and cast the model, in place.
+
+    Args:
+        seed: seed of the random numbers.
+        trains: whether the model has an optimizer, which needs master weights.
 
     Raises:
         ConfigurationError: if the model's family cannot be sharded as asked, with all reasons, or if ranks built
@@ -156,6 +162,7 @@ def build_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     origin = WholeModel.of(model)
     shared = shard_model(model, config, mesh)
     if waits_for_values(model):
+        _cast_ahead(model, config, trains)
         with _mistakes():
             materialize(model, reader)
     if isinstance(config.kernels.gradient_checkpointing, float):
@@ -310,6 +317,15 @@ def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> d
                 masters[param] = param.data
             param.data = param.data.to(dtype)
     return masters
+
+
+def _cast_ahead(model: nn.Module, config: HybridParallelConfig, trains: bool) -> None:
+    """Cast parameters without values that need no master weights: each is then rounded as soon as it has values."""
+    dtype = DTYPES.get(config.mixed_precision.precision)
+    keeps_masters = trains and config.mixed_precision.master_weights
+    for param in model.parameters() if dtype is not None else ():
+        if param.is_meta and param.is_floating_point() and not (keeps_masters and param.requires_grad):
+            param.data = param.data.to(dtype)
 
 
 def _stream(mesh: HybridMesh, seed: int) -> SharedStream | None:

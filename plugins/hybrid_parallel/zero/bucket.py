@@ -45,7 +45,7 @@ class Bucket(GradientsByHand):
         sum_groups: further groups over which the gradients are partial sums (copies of the shard, tensor-parallel,
             tied stages).
         counted: whether this rank counts these parameters in the global norm.
-        masters: full-precision values of parameters that were cast to a lower precision.
+        masters: full-precision values of parameters that were cast to a lower precision; used ones are removed.
         tied_group: the member of `sum_groups` whose ranks are pipeline stages with the same parameters, or None.
         shards_parameters: whether ranks keep only their shard of the parameters (ZeRO stage 3).
 
@@ -78,7 +78,7 @@ class Bucket(GradientsByHand):
 
         allocate = torch.empty if shards_parameters else options.exchange.empty
         flat = allocate(size, dtype=dtype, device=device).zero_()
-        sources = [masters.get(param, param.data) for param in params]
+        sources = [masters.pop(param, param.data) for param in params]
         move_into(flat, self.params, self.offsets)
         for index, param in enumerate(self.params):
             show_grad(param, self, index)

@@ -17,6 +17,7 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from shardformer.shard_spec import grad_group_of, spec_of
+from shardformer.utils.freed_memory import return_freed_memory
 
 _logger = get_logger(__name__)
 Sized = TypeVar("Sized", bound="HasElements")
@@ -57,7 +58,7 @@ def build_buckets(
         groups: the local parameters of the optimizer's parameter groups.
         options: axis over which parameters are sharded -> the options of their buckets.
         tied: the parameters that other stages hold too.
-        masters: full-precision values of parameters that were cast to a lower precision.
+        masters: full-precision values of parameters that were cast to a lower precision; used ones are removed.
         gathers: takes over the parameters that ranks shard (ZeRO stage 3); None if they shard none.
     """
     buckets = []
@@ -85,6 +86,7 @@ def build_buckets(
                 buckets.append(bucket)
                 if bucket.sharded is not None:
                     gathers.own(bucket.params, bucket.sharded)
+                return_freed_memory()  # of the parameters that are now in the bucket
     return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardformer.lazy.pretrained import FileTensor
 from shardformer.lazy.weight_files import WeightFileError, check_shape, open_tensors, read_piece, weight_files
 from shardformer.peft import model_inside
 from shardformer.shard_spec import ShardSpec, spec_of
+from shardformer.utils.freed_memory import FreedMemory
 
 # (local tensor, function: spec -> values of its shard, location of the values in a file if stored unconverted)
 Found = list[tuple[Tensor, Callable[[ShardSpec], Tensor], Any]]
@@ -95,11 +97,13 @@ def _match_names(model: HybridParallelModel, directory: Path, _: bool) -> tuple[
 @torch.no_grad()
 def _copy(found: Found) -> None:
     in_files: dict[Path, list[tuple[str, Tensor]]] = {}
+    freed = FreedMemory(sum(tensor.nbytes for tensor, *_ in found))
     for tensor, read, source in found:
         if isinstance(source, FileTensor):
             in_files.setdefault(source.path, []).append((source.name, tensor))
         else:
             tensor.copy_(read(spec_of(tensor)))
+            freed.add(math.prod(spec_of(tensor).full_shape) * tensor.element_size())
     for path, tensors in in_files.items():
         try:
             with TensorFileReader(path) as file:

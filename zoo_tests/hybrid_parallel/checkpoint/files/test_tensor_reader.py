@@ -1,0 +1,56 @@
+"""The reader of rectangles of safetensors files, against safetensors itself.
+
+What fails here first is the position of a rectangle that is not contiguous in the file.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from plugins.hybrid_parallel.checkpoint.files import tensor_reader
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import DTYPE_NAMES
+from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileReader
+
+_RANGES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)), max_size=4)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+@given(
+    ranges=_RANGES,  # of each dim: elements before, in, and after the rectangle
+    dtype=st.sampled_from(list(DTYPE_NAMES)),
+    target=st.sampled_from(["contiguous", "transposed", "fp64"]),
+    mapped=st.sampled_from([1, 40, 4096]),
+    before=st.integers(1, 5000),
+)
+def test_any_rectangle_of_a_tensor(
+    ranges: list[tuple[int, int, int]], dtype: torch.dtype, target: str, mapped: int, before: int, tmp_path: Path
+) -> None:
+    shape, lengths = [sum(each) for each in ranges], [length for _, length, _ in ranges]
+    offsets = [offset for offset, *_ in ranges]
+    bits = torch.randint(0, 2, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
+    # What precedes the tensor moves it to any place of a page.
+    save_file({"before": torch.zeros(before, dtype=torch.uint8), "x": bits.view(dtype).reshape(shape)}, tmp_path / "f")
+    expected = load_file(tmp_path / "f")["x"][tuple(map(slice, offsets, map(sum, zip(offsets, lengths, strict=True))))]
+    if target == "fp64" and not dtype.is_complex:
+        expected = expected.to(torch.float64)
+    found = torch.empty(lengths, dtype=expected.dtype)
+    if target == "transposed":
+        found = torch.empty(lengths[::-1], dtype=dtype).permute(tuple(range(len(lengths)))[::-1])
+    with pytest.MonkeyPatch.context() as patch, TensorFileReader(tmp_path / "f") as file, warnings.catch_warnings():
+        patch.setattr(tensor_reader, "_MAPPED", mapped)
+        warnings.simplefilter("error")  # torch's about memory that cannot be written
+        file.read("x", offsets, lengths, found)
+    assert _bits(found) == _bits(expected)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8))
