@@ -43,6 +43,7 @@ from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLo
 from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.pipeline.schedule import Action
+from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
@@ -85,7 +86,7 @@ class UserLoop:
             model.trace.begin([batch], [])
         rows = num_rows(batch)
         own = split_batch(batch, self._num_microbatches(rows)) if rows else []
-        if mesh.size("cp") > 1:
+        if mesh.size("cp") > 1 or may_be_packed(batch):
             record_facts(own, split_batch(on_host, len(own)))
         microbatches = own or [stand_in(batch)] * max(self._num_microbatches(rows), 1)
         call = PipelineCall(model, self._num_calls, empty=not own)
