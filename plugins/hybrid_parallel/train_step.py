@@ -73,7 +73,8 @@ class PipelineStep:
         if self.trains:
             check_tied(self.model.tied, self.model.unwrap())
         row = self._packed_row(given)
-        count = self._num_microbatches(num_rows(batch) if row is None else row.num_documents)
+        is_row = num_rows(batch) == 1 and may_be_packed(batch)
+        count = self._num_microbatches(num_rows(batch) if row is None else row.num_documents, is_row)
         cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
         own, on_host = (split_batch(each, count, cuts) if num_rows(batch) else [] for each in (batch, given))
         if self.mesh.size("cp") > 1 or may_be_packed(batch):
@@ -112,10 +113,15 @@ class PipelineStep:
             return None
         return packed_row(batch, losses.head_loss)
 
-    def _num_microbatches(self, rows: int) -> int:
-        """Return the number of micro-batches of a batch of that many samples, or documents that are packed into one."""
+    def _num_microbatches(self, rows: int, is_row: bool) -> int:
+        """Return the number of micro-batches.
+
+        Args:
+            rows: number of samples, or of documents that are packed into a row.
+            is_row: whether it is a row that may be packed, and may have few documents in any step.
+        """
         if self.trains and not self.model.checked_full_batch:
-            self._refuse_short_start(rows)
+            self._refuse_short_start(max(rows, self.pipeline.least_batch_size) if is_row else rows)
             self.model.checked_full_batch = True
         if self.mesh.size(EP) > 1:
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.mesh)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -35,6 +37,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 ring_attn": {"cp_size": 2},
     "cp2 all_to_all": {"cp_size": 2, **_ULYSSES},
     "pp2": {"pp_size": 2, "num_microbatches": 2},
+}
+
+
+_SLOW = ("dp1", "tp2 split_gather", "cp2 all_to_all")
+_ON_FOUR: dict[str, dict[str, Any]] = {
+    "tp2pp2": {"tp_size": 2, "pp_size": 2, "enable_sequence_parallelism": True, "num_microbatches": 2},
+    "cp2pp2": {"cp_size": 2, "pp_size": 2, "num_microbatches": 2},
+    "dp2pp2": {"pp_size": 2, "pp_style": "gpipe", "gradient_checkpointing": "full"},
 }
 
 
@@ -76,13 +86,77 @@ def _train(family: str, options: dict[str, Any], seed: int, packing: str, loop: 
 
 
 def _check(family: str, layout: str, seed: int, packing: str, loop: str, ranks: int | None = None) -> None:
-    options = LAYOUTS[layout]
+    options = (LAYOUTS | _ON_FOUR)[layout]
     for found in run_on_ranks(ranks or (1 if layout == "dp1" else 2), _train, family, options, seed, packing, loop):
         wrong = {name: value for name, value in found.items() if not value < TOLERANCE[family]}
         assert not wrong, f"{family}, {layout}, seed {seed}, {packing}, {loop}: {wrong}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=pytest.mark.slow) if each in _SLOW else each for each in LAYOUTS]
+)
 def test_documents_train_as_they_do_one_by_one(layout: str) -> None:
+    """What tells documents apart, and the loop, differ from case to case."""
     for seed, (packing, loop) in enumerate((("positions", "step"), ("borders", "loop"), ("rows", "loop"))):
         _check("GPT2", layout, seed, packing, loop)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(tuple(TOLERANCE)),
+    st.sampled_from(tuple(LAYOUTS)),
+    st.integers(0, 10_000),
+    st.sampled_from(("positions", "borders", "both", "rows")),
+    st.sampled_from(("step", "loop")),
+)
+def test_any_documents_in_any_packing_and_layout(family: str, layout: str, seed: int, packing: str, loop: str) -> None:
+    _check(family, layout, seed, packing, loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2pp2", "cp2pp2", "dp2pp2"])
+def test_documents_train_so_on_four_ranks(layout: str) -> None:
+    for seed, (family, packing, loop) in enumerate((("GPT2", "both", "step"), ("Llama", "borders", "loop"))):
+        _check(family, layout, seed, packing, loop, ranks=4)
+
+
+def _outputs(options: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Logits of all tokens of a row that is cut, and the number of passes that each stage runs."""
+    documents = random_documents(5, least=4)
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model = language_model("GPT2")
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    passes: list[int] = []
+    model.runtime.register_microbatch_hook(lambda *given: passes.append(1))
+    batch = one_row(documents)
+    result = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer, return_outputs=True)
+    return result.outputs.logits, len(passes)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pp_size": 2, "num_microbatches": 3}, {"tp_size": 2, "microbatch_size": 2}], ids=str
+)
+def test_outputs_of_a_row_that_was_cut_are_those_of_the_row(options: dict[str, Any]) -> None:
+    documents = random_documents(5, least=4)
+    model = language_model("GPT2")
+    with torch.no_grad():
+        expected = torch.cat([model(input_ids=torch.tensor([each])).logits for each in documents], 1)
+    for logits, passes in run_on_ranks(2, _outputs, options):
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+        assert passes >= options.get("num_microbatches", -(-len(documents) // 2))
+
+
+def _with_labels_across(options: dict[str, Any]) -> float:
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model = booster.boost(language_model("GPT2"))
+    batch = one_row(random_documents(5, least=4))
+    return booster.execute_pipeline(iter([batch | {"labels": batch["input_ids"]}]), model).loss.item()
+
+
+def test_a_label_that_crosses_a_border_is_counted_as_in_the_plain_model() -> None:
+    """The row is not cut."""
+    batch = one_row(random_documents(5, least=4))
+    expected = language_model("GPT2")(**batch | {"labels": batch["input_ids"], "use_cache": False}).loss.item()
+    for found in run_on_ranks(2, _with_labels_across, {"pp_size": 2}):
+        assert found == pytest.approx(expected, rel=1e-6), "plain losses are computed in fp32"
