@@ -16,12 +16,14 @@ Documents = Sequence[Sequence[int]]
 _SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     **dict.fromkeys(
-        ("Llama", "Qwen2", "Qwen3", "Mistral"),
+        ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral"),
         {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
     ),
 }
+_SIZES["Mistral"] = {**_SIZES["Mistral"], "sliding_window": 3}
+_SIZES["Mixtral"] = {**_SIZES["Mixtral"], "num_local_experts": 4, "experts_implementation": "eager"}
 # The norms of the others compute in fp32, whatever the dtype of the model.
-TOLERANCE = {"GPT2": 1e-9, "Llama": 1e-6, "Qwen2": 1e-6, "Qwen3": 1e-6, "Mistral": 1e-6}
+TOLERANCE = {"GPT2": 1e-9, "Llama": 1e-6, "Qwen2": 1e-6, "Qwen3": 1e-6, "Mistral": 1e-6, "Mixtral": 1e-6}
 
 
 def language_model(family: str, **config: Any) -> nn.Module:

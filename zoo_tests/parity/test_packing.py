@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from booster import Booster
+from booster.data import pack
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.documents import (
     TOLERANCE,
@@ -41,9 +42,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 _SLOW = ("dp1", "tp2 split_gather", "cp2 all_to_all")
-_ON_FOUR: dict[str, dict[str, Any]] = {
+_FURTHER: dict[str, dict[str, Any]] = {
     "tp2pp2": {"tp_size": 2, "pp_size": 2, "enable_sequence_parallelism": True, "num_microbatches": 2},
     "cp2pp2": {"cp_size": 2, "pp_size": 2, "num_microbatches": 2},
+    "ep2": {"ep_size": 2, "num_microbatches": 2},
     "dp2pp2": {"pp_size": 2, "pp_style": "gpipe", "gradient_checkpointing": "full"},
 }
 
@@ -86,7 +88,7 @@ def _train(family: str, options: dict[str, Any], seed: int, packing: str, loop: 
 
 
 def _check(family: str, layout: str, seed: int, packing: str, loop: str, ranks: int | None = None) -> None:
-    options = (LAYOUTS | _ON_FOUR)[layout]
+    options = (LAYOUTS | _FURTHER)[layout]
     for found in run_on_ranks(ranks or (1 if layout == "dp1" else 2), _train, family, options, seed, packing, loop):
         wrong = {name: value for name, value in found.items() if not value < TOLERANCE[family]}
         assert not wrong, f"{family}, {layout}, seed {seed}, {packing}, {loop}: {wrong}"
@@ -102,9 +104,9 @@ def test_documents_train_as_they_do_one_by_one(layout: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate))
 @given(
-    st.sampled_from(tuple(TOLERANCE)),
+    st.sampled_from(("GPT2", "Llama", "Qwen2", "Qwen3", "Mistral")),
     st.sampled_from(tuple(LAYOUTS)),
     st.integers(0, 10_000),
     st.sampled_from(("positions", "borders", "both", "rows")),
@@ -119,6 +121,44 @@ def test_any_documents_in_any_packing_and_layout(family: str, layout: str, seed:
 def test_documents_train_so_on_four_ranks(layout: str) -> None:
     for seed, (family, packing, loop) in enumerate((("GPT2", "both", "step"), ("Llama", "borders", "loop"))):
         _check(family, layout, seed, packing, loop, ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_experts_on_other_replicas(seed: int) -> None:
+    """Ranks agree on the number of parts of their rows, which have different numbers of documents."""
+    _check("Mixtral", "ep2", seed, "borders", "step")
+
+
+def _epoch_of_a_loader(cu_seq_lens: bool) -> list[float]:
+    """The differences of the losses of the steps of an epoch whose last row is the only one of its step."""
+    documents = random_documents(2, least=9)
+    packed = pack(documents, max_tokens=14, rows_per_step=2)
+    while len(packed) % 2 == 0:
+        documents.append([3, 5, 8, 2] * 3)
+        packed = pack(documents, max_tokens=14, rows_per_step=2)
+    rows = [[each["input_ids"].tolist() for each in packed[row]] for row in packed.sampler]
+    packed.sampler.set_epoch(0)
+    booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2))
+    model = language_model("GPT2")
+    model, optimizer, loader = booster.boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), packed.loader(cu_seq_lens=cu_seq_lens)
+    )
+    batches, found = iter(loader), []
+    for step in range(len(loader)):
+        loss = booster.execute_pipeline(batches, model, optimizer=optimizer).loss.item()
+        optimizer.zero_grad()
+        expected, _ = one_by_one(
+            language_model("GPT2"), [each for row in rows[2 * step : 2 * step + 2] for each in row]
+        )
+        found.append(abs(loss - expected) / expected)
+    return found
+
+
+@pytest.mark.parametrize("cu_seq_lens", [False, True])
+def test_an_epoch_of_a_packed_data_set(cu_seq_lens: bool) -> None:
+    for found in run_on_ranks(2, _epoch_of_a_loader, cu_seq_lens):
+        assert len(found) > 1 and max(found) < 1e-9
 
 
 def _outputs(options: dict[str, Any]) -> tuple[torch.Tensor, int]:

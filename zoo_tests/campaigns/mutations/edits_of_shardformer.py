@@ -14,7 +14,6 @@ _ULYSSES = "enable_sequence_parallelism=True-sequence_parallelism_mode=all_to_al
 _DROPOUT = "zoo_tests/parity/test_dropout.py"
 _SHARDFORMER = "zoo_tests/shardformer"
 _ZIGZAG = f"{_SHARDFORMER}/context_parallel/test_zigzag.py"
-_PACKED = "zoo_tests/parity/test_packing.py::test_documents_train_as_they_do_one_by_one"
 _KEPT_APART = f"{_SHARDFORMER}/attention/test_packed_documents.py"
 _CROSS_ENTROPY = f"{_SHARDFORMER}/layers/test_embedding.py::test_cross_entropy"
 _FUSED = f"{_SHARDFORMER}/cross_entropy/test_fused_linear.py::test_head_over_two_ranks"
@@ -133,7 +132,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "shardformer.attention.packed_documents",
         "return positions.diff(dim=-1, prepend=positions[:, :1]) != 1",
         "return positions.diff(dim=-1, prepend=positions[:, :1]) == 0",
-        (f"{_KEPT_APART}::test_flash_attn_is_told_of_documents_in_all_rows",),
+        (f"{_SHARDFORMER}/attention/test_flash_attn.py::test_it_is_told_of_documents_in_several_rows[Llama]",),
     ),
     "scores of uneven heads padded in front": Edit(
         "shardformer.attention.scores",
