@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
+from booster.data import PackingCollator
 from booster.errors import ConfigurationError
 from booster.extensions import load_extension
 from booster.launch import debug_is_asked
@@ -388,6 +389,8 @@ class HybridParallelPlugin(Plugin):
         return Loading(self.grid, self.config.debugging.seed)
 
     def _check_batch_size(self, dataloader: DataLoader) -> None:
+        if isinstance(dataloader.collate_fn, PackingCollator):  # micro-batches are parts of a row
+            return
         least = self.config.pipeline.least_batch_size
         if dataloader.batch_size is not None and dataloader.batch_size < least:
             raise ConfigurationError(

@@ -18,8 +18,9 @@ from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
-from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
+from plugins.hybrid_parallel.data.microbatch_count import MANY, agreed_microbatches
+from plugins.hybrid_parallel.data.packed_rows import PackedRow, packed_row
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
@@ -27,6 +28,7 @@ from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
+from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.loss.terms import LOSS_KEYWORDS
@@ -60,7 +62,7 @@ class PipelineStep:
         """Run one batch; see `Booster.execute_pipeline`."""
         self.model.refuse_unseen_hooks()
         uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts would be rounded in 16 bits
-        given = as_batch(batch)
+        given = self.model.told_of_documents(as_batch(batch))
         batch = to_device(given, self.mesh.device, self.model.input_dtype, uncast)
         if self.trains and self.model.checks_this_batch():
             check_batch(batch, self.mesh)
@@ -69,10 +71,13 @@ class PipelineStep:
             self.model.synchrony.run_at(self.debugging.synchrony_interval, self.model.optimizers)
         if self.trains:
             check_tied(self.model.tied, self.model.unwrap())
-        count = self._num_microbatches(batch)
-        own = split_batch(batch, count) if num_rows(batch) else []
-        if self.mesh.size("cp") > 1:
-            record_facts(own, split_batch(given, len(own)))
+        row = self._packed_row(given)
+        is_row = num_rows(batch) == 1 and may_be_packed(batch)
+        count = self._num_microbatches(num_rows(batch) if row is None else row.num_documents, is_row)
+        cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
+        own, on_host = (split_batch(each, count, cuts) if num_rows(batch) else [] for each in (batch, given))
+        if self.mesh.size("cp") > 1 or may_be_packed(batch):
+            record_facts(own, on_host)
         # Other ranks wait for this one at the experts, even if its own share of the batch is empty.
         microbatches = own or [stand_in(batch)] * count
         loss = self.model.step_loss(own, self.criterion, batch)
@@ -94,14 +99,30 @@ class PipelineStep:
                 optimizer.reducer.finish(factor)
         if value is not None:
             value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
-        return PipelineResult(value, self._share_outputs(outputs, bool(own)) if return_outputs else None)
+        lengths = None if cuts is None else [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
+        return PipelineResult(value, self._share_outputs(outputs, bool(own), lengths) if return_outputs else None)
 
-    def _num_microbatches(self, batch: Mapping[str, Any]) -> int:
-        rows = num_rows(batch)
+    def _packed_row(self, batch: Mapping[str, Any]) -> PackedRow | None:
+        """Return the documents of a batch of one row that may be cut between them; None if there are none."""
+        losses = self.model.losses
+        if self.pipeline.microbatches_of(num_rows(batch) and MANY, self.mesh.size("pp")) < 2:
+            return None
+        is_known = self.criterion is None and losses.head_loss is not None and not losses.lacks_labels(batch)
+        if not is_known or not self.model.options.keeps_documents_apart or losses.own_reason(batch) is not None:
+            return None
+        return packed_row(batch, losses.head_loss)
+
+    def _num_microbatches(self, rows: int, is_row: bool) -> int:
+        """Return the number of micro-batches.
+
+        Args:
+            rows: number of samples, or of documents that are packed into a row.
+            is_row: whether it is a row that may be packed, and may have few documents in any step.
+        """
         if self.trains and not self.model.checked_full_batch:
-            self._refuse_short_start(rows)
+            self._refuse_short_start(max(rows, self.pipeline.least_batch_size) if is_row else rows)
             self.model.checked_full_batch = True
-        if self.mesh.size(EP) > 1 or self.trains and any(each.reduces_each_pass for each in self.model.reducers):
+        if self.model.replicas_wait(self.trains):
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.mesh)
         return self.pipeline.microbatches_of(rows, self.mesh.size("pp")) if rows else 0
 
@@ -167,12 +188,16 @@ class PipelineStep:
     def _passes(self) -> BackwardPasses | None:
         return BackwardPasses(self.model.reducers, self.model.runtime.stage_parameters) if self.trains else None
 
-    def _share_outputs(self, outputs: list[Any], ran: bool) -> Any:
-        """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty."""
+    def _share_outputs(self, outputs: list[Any], ran: bool, lengths: list[int] | None) -> Any:
+        """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty.
+
+        Args:
+            lengths: tokens of each micro-batch, if they are parts of one row.
+        """
         if not ran:
             return None
         runtime = self.model.runtime
-        merged = merge_outputs(outputs) if runtime.has_last_stage else None
+        merged = merge_outputs(outputs, lengths) if runtime.has_last_stage else None
         if self.mesh.size("pp") == 1:
             return merged
         return broadcast_outputs(merged, self.mesh, runtime.rank_of_last_stage)

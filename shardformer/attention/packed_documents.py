@@ -1,46 +1,38 @@
 """Packed documents: several documents in one row, marked by `position_ids` that restart.
 
-transformers keeps them apart only if it gets no mask and fills no cache. With `use_cache=True`, the default of most
-configurations, they see each other. The sharded model does the same as the plain model on every batch.
+transformers keeps them apart only if it gets no mask and fills no cache, and most configurations fill one. A batch of
+such rows says what its documents are, so the sharded model keeps them apart in every loop, in training and in
+evaluation. An attention mask, or `use_cache=True` in the batch, asks for what plain transformers does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardformer.attention import log_once
+# Kinds of layers, as configurations name them, that mix tokens in attention alone.
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+_CAUSAL_MASK = re.compile(r"create_(?!bidirectional)\w*mask")
+_MASK_FUNCTION = re.compile(rf"{_CAUSAL_MASK.pattern}\w*|mask_\w+")  # by its own name, or one of a variable
+_POSITIONS = "position_ids"
 
 
 def may_be_packed(inputs: Mapping[str, Any]) -> bool:
     """Return whether transformers would look for packed documents in the inputs of a model."""
-    return inputs.get("position_ids") is not None and inputs.get("attention_mask") is None
+    return inputs.get(_POSITIONS) is not None and inputs.get("attention_mask") is None
 
 
-def _fills_cache(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the base model fills a cache: the inputs decide, then the configuration."""
-    asked = inputs.get("use_cache")
-    asked = getattr(getattr(model, "config", None), "use_cache", False) if asked is None else asked
-    return bool(asked) and not (getattr(model, "gradient_checkpointing", False) and model.training)
-
-
-def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs for a pass without a cache in which tokens see what they see in a pass that may fill one."""
-    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
-    base = getattr(model, "base_model", model)
-    if tokens is None or not may_be_packed(inputs) or not _fills_cache(base, inputs):
-        return {**inputs, "use_cache": False}
-    # Given a mask, transformers does not look for packed documents either.
-    mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-    return {**inputs, "use_cache": False, "attention_mask": mask}
-
-
-def start_again(positions: Tensor) -> bool:
-    """Return whether positions, [batch or 1, seq], restart within a row."""
-    return bool(restart_flag(positions))
+def asks_for_cache(inputs: Mapping[str, Any]) -> bool:
+    """Return whether the inputs themselves ask for a cache; a default of the configuration does not count."""
+    return bool(inputs.get("use_cache")) or inputs.get("past_key_values") is not None
 
 
 def restart_flag(positions: Tensor) -> Tensor:
@@ -50,15 +42,72 @@ def restart_flag(positions: Tensor) -> Tensor:
     return (positions.diff(dim=-1) != 1).any()
 
 
-def tell_of_packed_documents(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Warn, in the first pass with positions, that a cache lets packed documents see each other."""
-    if not may_be_packed(inputs) or getattr(model, "packed_documents_told", False):
+def document_starts(positions: Tensor) -> Tensor:
+    """Return where documents start in positions, [rows, seq]: bool, [rows, seq], True at the start of each row."""
+    return positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+
+
+def flash_arguments(positions: Tensor, rows: int) -> dict[str, Any]:
+    """Return what flash-attn is told of the documents in `rows` rows of positions, [rows or 1, seq].
+
+    Without it, transformers looks at positions in batches of one row only, and waits for the device in each layer.
+    """
+    starts = document_starts(positions.expand(rows, -1)).flatten()
+    borders = torch.cat([starts.nonzero()[:, 0], torch.tensor([starts.numel()], device=starts.device)])
+    longest = int(borders.diff().max())
+    borders = borders.to(torch.int32)
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+
+
+def runs_flash(model: nn.Module) -> bool:
+    """Return whether an attention of the model runs flash-attn, which is told of documents by its arguments."""
+    names = (getattr(getattr(each, "config", None), "_attn_implementation", None) for each in model.modules())
+    return any("flash" in name for name in names if isinstance(name, str))
+
+
+def reason_not_kept_apart(model: nn.Module) -> str:
+    """Return why a transformers model lets packed documents see each other, as it is; empty if it keeps them apart."""
+    config = getattr(model, "config", None)
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS
+    if kinds or any(isinstance(each, nn.Conv1d | nn.RNNBase) for each in model.modules()):
+        return "mixes tokens outside of attention"
+    if runs_flash(model):
+        return ""
+    calls = [call for kind in {type(each) for each in model.modules()} for call in _mask_calls(kind)]
+    if getattr(config, "is_causal", True) and calls and all(calls):
+        return ""
+    return "makes its masks without position_ids"
+
+
+@cache
+def _mask_calls(kind: type) -> tuple[bool, ...]:
+    """Return, for each call in a class that makes a causal mask, whether it passes position ids on."""
+    methods = (each for base in kind.__mro__ if not _is_of_torch(base) for each in vars(base).values())
+    found = (method for method in methods if inspect.isfunction(method))
+    return tuple(passed for method in found for passed in _calls_in(method))
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("torch", "builtins")
+
+
+def _calls_in(method: Any) -> Iterator[bool]:
+    try:
+        text = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
+    except (OSError, TypeError):  # the source is not available
         return
-    model.packed_documents_told = True
-    base = getattr(model, "base_model", model)
-    if torch.is_grad_enabled() and _fills_cache(base, inputs) and start_again(inputs["position_ids"]):
-        log_once(
-            type(model).__name__,
-            "lets documents that are packed into a row see each other, as transformers does where it fills a cache; "
-            "give use_cache=False in the batch, or set model.config.use_cache = False, to keep them apart",
-        )
+    if not _CAUSAL_MASK.search(text):
+        return
+    tree = ast.parse(text)
+    keys = {key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if _is_text(key)}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if not isinstance(call.func, ast.Name) or not re.fullmatch(
+            rf"{_CAUSAL_MASK.pattern}\w*|mask_\w+", call.func.id
+        ):
+            continue
+        names = {keyword.arg for keyword in call.keywords} | {getattr(each, "id", None) for each in call.args}
+        yield _POSITIONS in names or (None in names and _POSITIONS in keys)
+
+
+def _is_text(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

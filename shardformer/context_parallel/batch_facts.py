@@ -27,8 +27,10 @@ def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[s
         known = [part.get(name) for part in on_host]
         if not known or not all(isinstance(each, Tensor) for each in known):
             continue
-        for part, answer in zip(parts, torch.stack([asks(each) for each in known]).tolist(), strict=True):
-            part[name].known_fact = answer
+        answers = torch.stack([asks(each) for each in known]).tolist()
+        for part, value, answer in zip(parts, known, answers, strict=True):
+            if part[name] is not value:  # the user's own tensor may change
+                part[name].known_fact = answer
     for part, given in zip(parts, on_host, strict=True):
         mask, known = part.get("attention_mask"), given.get("attention_mask")
         if isinstance(known, Tensor) and known.device.type == "cpu" != mask.device.type:

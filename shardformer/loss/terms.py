@@ -137,6 +137,11 @@ class HeadLoss:
         batch = self._seen(batch)
         return torch.stack([term.count(term.labels_of(batch), batch).double() for term in self.terms])
 
+    def token_labels(self, batch: Batch) -> list[Tensor]:
+        """Return the labels of each term as its sum reads them, -100 where ignored."""
+        batch = self._seen(batch)
+        return [term.labels_of(batch) for term in self.terms]
+
     def divisor(self, batch: Batch) -> Any:
         """Return the user's divisor of the sum over the global batch; None if not given or not read by the model."""
         return batch.get(DIVISOR) if self.reads_keywords else None
@@ -154,8 +159,8 @@ class HeadLoss:
         Args:
             part: labels [batch, seq] -> labels of the tokens that `outputs` cover; None if they cover all tokens.
         """
+        labels = self.token_labels(batch)
         batch = self._seen(batch)
-        labels = [term.labels_of(batch) for term in self.terms]
         labels = labels if part is None else [part(each) for each in labels]
         totals = [term.total(outputs, each) for term, each in zip(self.terms, labels, strict=True)]
         factors = [term.factor(batch, count) for term, count in zip(self.terms, global_counts, strict=True)]

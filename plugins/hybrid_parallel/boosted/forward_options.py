@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from shardformer.attention.packed_documents import tell_of_packed_documents, without_cache
+from shardformer.attention import log_once
+from shardformer.attention.packed_documents import (
+    asks_for_cache,
+    flash_arguments,
+    may_be_packed,
+    reason_not_kept_apart,
+    runs_flash,
+)
+from shardformer.context_parallel.batch_facts import restarts
 from shardformer.peft import model_inside
 
 
@@ -23,6 +33,8 @@ class ForwardOptions:
 
     Attributes:
         signature: of the model's forward; if that passes any arguments on, of the model inside; None if none is named.
+        reads_documents: whether documents in a row are those of transformers' attention, which are told by positions,
+            or by borders for flash-attn; a model of one's own may read them in its own way.
     """
 
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
@@ -33,6 +45,11 @@ class ForwardOptions:
         takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         is_known = hasattr(getattr(self.inside, "config", None), "return_dict")
         self._returns_class = is_known and (takes_more or "return_dict" in parameters)
+        self._takes_more = takes_more
+        self.reads_documents = (
+            getattr(getattr(self.inside, "config", None), "_attn_implementation", None) is not None
+            and "cu_seq_lens_q" not in parameters
+        )
         exchanges = any(getattr(each, "sequence_exchange", None) is not None for each in self.inside.modules())
         self._cuts_caches = mesh.size("cp") > 1 or exchanges
 
@@ -79,13 +96,57 @@ class ForwardOptions:
         """
         for problem in self._problems(given, is_microbatch):
             raise ConfigurationError(problem)
-        tell_of_packed_documents(self.inside, given)
-        inputs = dict(given)
+        inputs = dict(given) | self._of_documents(given)
         if self._takes_use_cache and (is_microbatch or self._cuts_caches):
-            inputs = without_cache(self.inside, inputs)
+            inputs["use_cache"] = False
         if self.wants_tuple(given):
             inputs["return_dict"] = True
         return inputs
+
+    def _of_documents(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that keep documents which are packed into a row apart; empty if there are none.
+
+        Raises:
+            ConfigurationError: if the attention of this model would let them see each other.
+        """
+        is_asked = self.reads_documents and may_be_packed(given) and not asks_for_cache(given)
+        if not is_asked or not restarts(given["position_ids"]):
+            return {}
+        name = type(self.inside).__name__
+        if self._reason_not_kept_apart:
+            raise ConfigurationError(
+                f"position_ids restart within a row, and {name} {self._reason_not_kept_apart}, so that the documents "
+                "of the row would see each other; give each document a row of its own, or an attention_mask of ones if "
+                "they may see each other"
+            )
+        found: dict[str, Any] = {"use_cache": False} if self._takes_use_cache else {}
+        if self._takes_use_cache and self._asked(given, "use_cache"):
+            log_once(
+                name,
+                "keeps documents that are packed into a row apart and fills no cache, where transformers would fill "
+                "one and let them see each other; give use_cache=True in the batch for that",
+            )
+        if self._runs_flash and self._takes_more:
+            found |= flash_arguments(given["position_ids"], num_rows(given))
+        return found
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether documents that are packed into a row do not see each other."""
+        return self.reads_documents and not self._reason_not_kept_apart
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the model's layers; None if its configuration does not say."""
+        return getattr(self.inside.config.get_text_config(), "hidden_size", None)
+
+    @cached_property
+    def _reason_not_kept_apart(self) -> str:
+        return reason_not_kept_apart(self.inside)
+
+    @cached_property
+    def _runs_flash(self) -> bool:
+        return runs_flash(self.inside)
 
     def _asked(self, given: Mapping[str, Any], name: str) -> Any:
         """Return an option from the call or, if the call does not set it, from the model's configuration."""

@@ -20,11 +20,12 @@ from plugins.hybrid_parallel.boosted.surface import ModelSurface
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
+from plugins.hybrid_parallel.data.document_borders import with_positions
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
-from plugins.hybrid_parallel.distributed.mesh import DP_CP
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
@@ -34,6 +35,8 @@ from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from shardformer.attention.packed_documents import may_be_packed
+from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
@@ -187,6 +190,11 @@ class HybridParallelModel(ModelSurface):
         """The reducers of the model's optimizers."""
         return [optimizer.reducer for optimizer in self.optimizers]
 
+    def replicas_wait(self, trains: bool) -> bool:
+        """Return whether replicas wait for one another in each micro-batch: at experts, for gradients or parameters."""
+        reduces = trains and any(reducer.reduces_each_pass for reducer in self.reducers)
+        return reduces or self.gathers is not None or self.mesh.size(EP) > 1
+
     def shard_parameters(self) -> None:
         """Have optimizers shard the parameters, which are then gathered while modules use them (ZeRO stage 3)."""
         self.gathers = ParameterGathers()
@@ -225,10 +233,14 @@ class HybridParallelModel(ModelSurface):
         self.refuse_tracer()
         args, kwargs = self.options.by_name(args, kwargs)
         as_tuple = self.options.wants_tuple(kwargs)
+        kwargs = self.told_of_documents(kwargs)
         if self.mesh.size("pp") > 1:
             outputs = self._forward_through_stages(args, kwargs)
             return outputs.to_tuple() if as_tuple else outputs
-        kwargs = self.options.inputs(to_device(kwargs, self.mesh.device, self.input_dtype, LOSS_KEYWORDS))
+        given, kwargs = kwargs, to_device(kwargs, self.mesh.device, self.input_dtype, LOSS_KEYWORDS)
+        if may_be_packed(given):
+            record_facts([kwargs], [given])
+        kwargs = self.options.inputs(kwargs)
         if torch.is_grad_enabled():
             if self.checks_this_batch():
                 check_batch_of_replica(kwargs, self.mesh)
@@ -293,6 +305,14 @@ class HybridParallelModel(ModelSurface):
     ) -> StepLoss:
         """Return the loss of a step over `microbatches`, the parts of `batch`."""
         return self.losses.step_loss(microbatches, criterion, batch)
+
+    def told_of_documents(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch whose packed documents, if it has any, are told by `position_ids` alone.
+
+        Raises:
+            ConfigurationError: if borders of documents do not fit the rows.
+        """
+        return with_positions(batch) if self.options.reads_documents else dict(batch)
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
         """Return the arguments of the model's forward, without labels that the loss reads; caches are not filled."""

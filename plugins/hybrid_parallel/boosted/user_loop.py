@@ -37,12 +37,13 @@ from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, split_batch, stand_in, without_rows
 from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
+from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
@@ -85,7 +86,7 @@ class UserLoop:
             model.trace.begin([batch], [])
         rows = num_rows(batch)
         own = split_batch(batch, self._num_microbatches(rows)) if rows else []
-        if mesh.size("cp") > 1:
+        if mesh.size("cp") > 1 or may_be_packed(batch):
             record_facts(own, split_batch(on_host, len(own)))
         microbatches = own or [stand_in(batch)] * max(self._num_microbatches(rows), 1)
         call = PipelineCall(model, self._num_calls, empty=not own)
@@ -94,9 +95,7 @@ class UserLoop:
         return call.outputs()
 
     def _num_microbatches(self, rows: int) -> int:
-        # Replicas wait for one another at the experts, or after every micro-batch.
-        waits = torch.is_grad_enabled() and any(each.reduces_each_pass for each in self.model.reducers)
-        if self.model.mesh.size(EP) > 1 or waits:
+        if self.model.replicas_wait(torch.is_grad_enabled()):
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.model.mesh)
         return self.pipeline.microbatches_of(rows, self.model.mesh.size("pp"))
 

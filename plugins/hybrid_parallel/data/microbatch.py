@@ -57,16 +57,35 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     return tensors[main].shape[0]
 
 
-def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
-    """Split the samples into parts whose sizes differ by at most one; entries without a sample dim go to every part."""
+def split_batch(
+    batch: Mapping[str, Any], num_microbatches: int, cuts: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Split the samples into parts whose sizes differ by at most one; entries without a sample dim go to every part.
+
+    Args:
+        num_microbatches: number of parts.
+        cuts: [parts + 1] token indices at which a batch of one row is cut instead.
+    """
     if num_microbatches == 0:
         return []
+    if cuts is not None:
+        pairs = zip(cuts, cuts[1:], strict=False)
+        return [{name: _tokens(value, *pair, cuts[-1]) for name, value in batch.items()} for pair in pairs]
     rows = num_rows(batch)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
     for key, value in batch.items():
         for part, piece in zip(parts, _pieces(key, value, rows, num_microbatches), strict=True):
             part[key] = piece
     return parts
+
+
+def has_tokens(value: Any, length: int) -> bool:
+    """Return whether an entry of a batch of one row has a value for each of its `length` tokens, [1, length, ...]."""
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == length
+
+
+def _tokens(value: Any, start: int, end: int, length: int) -> Any:
+    return value[:, start:end] if has_tokens(value, length) else value
 
 
 def _pieces(key: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
@@ -89,13 +108,16 @@ def _sample_dim(key: str, value: Any, rows: int) -> int | None:
 
 
 def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a placeholder sample for an empty share: zeros, and masks that hide nothing."""
+    """Return a placeholder sample for an empty share: zeros, masks that hide nothing, and positions from 0 on."""
     rows = num_rows(batch)
 
     def sample(name: str, value: Any) -> Any:
         dim = _sample_dim(name, value, rows)
         if dim is None:
             return value
+        if name == "position_ids" and value.dim() > 1:  # zeros would be a document for each token
+            length = value.shape[-1]
+            return torch.arange(length, device=value.device).expand(*value.shape[:dim], 1, *value.shape[dim + 1 :])
         return value.new_full((*value.shape[:dim], 1, *value.shape[dim + 1 :]), int("mask" in name))
 
     return {name: sample(name, value) for name, value in batch.items()}

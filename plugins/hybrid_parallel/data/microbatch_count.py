@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 
-_MANY = 2**62  # more samples than any batch has
+MANY = 2**62  # more samples than any batch has
 
 
 def agreed_microbatches(rows: int, count: Callable[[int, int], int], mesh: HybridMesh) -> int:
@@ -23,7 +23,7 @@ def agreed_microbatches(rows: int, count: Callable[[int, int], int], mesh: Hybri
         mesh: mesh of ranks.
     """
     # On the CPU: reading the result must not wait for the device.
-    extremes = torch.tensor([rows or _MANY, -rows])
+    extremes = torch.tensor([rows or MANY, -rows])
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=mesh.group(DP_CP))
     fewest, most = int(extremes[0]), -int(extremes[1])
     return min(count(most, mesh.size("pp")), fewest) if most else 0

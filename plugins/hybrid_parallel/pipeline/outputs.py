@@ -24,33 +24,46 @@ def detached(outputs: Any) -> Any:
     return tuple(map(detached, outputs)) if isinstance(outputs, tuple | list) else None
 
 
-def merge_outputs(outputs: Sequence[Any]) -> Any:
+def merge_outputs(outputs: Sequence[Any], lengths: Sequence[int] | None = None) -> Any:
     """Concatenate the outputs of micro-batches along the samples; scalars and caches in them are left out.
 
+    Args:
+        lengths: tokens of each micro-batch if they are parts of one row, whose outputs [1, part, ...] are concatenated
+            along the tokens.
+
     Raises:
-        ConfigurationError: if values of micro-batches differ in more than the number of samples.
+        ConfigurationError: if values of micro-batches differ in more than the number of samples, or of tokens.
     """
     if isinstance(outputs[0], Tensor) and not outputs[0].dim():
         return torch.stack(list(outputs))
-    return _merge(outputs, "outputs")
+    return _merge(outputs, "outputs", lengths)
 
 
-def _merge(values: Sequence[Any], name: str) -> Any:
+def _merge(values: Sequence[Any], name: str, lengths: Sequence[int] | None) -> Any:
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         shapes = [tuple(value.shape) for value in values]
-        if len({shape[1:] for shape in shapes}) > 1:
+        if lengths is not None and "attention" not in name and _are_parts(shapes, lengths):
+            return torch.cat(list(values), 1)
+        if lengths is not None or len({shape[1:] for shape in shapes}) > 1:
             raise ConfigurationError(
                 f"{name} of micro-batches have shapes {shapes}, which cannot be put together; use num_microbatches=1, "
                 "or return_outputs=False"
             )
         return torch.cat(list(values))
     if isinstance(first, Mapping):
-        merged = {key: _merge([value[key] for value in values], key) for key in first}
+        merged = {key: _merge([value[key] for value in values], key, lengths) for key in first}
         return type(first)(**{key: value for key, value in merged.items() if value is not None})
     if isinstance(first, tuple | list):
-        return tuple(_merge(parts, name) for parts in zip(*values, strict=True))
+        return tuple(_merge(parts, name, lengths) for parts in zip(*values, strict=True))
     return None
+
+
+def _are_parts(shapes: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> bool:
+    """Return whether tensors of these shapes are [1, part, ...], with the rest the same."""
+    return all(shape[:2] == (1, length) for shape, length in zip(shapes, lengths, strict=True)) and (
+        len({shape[2:] for shape in shapes}) == 1
+    )
 
 
 def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:

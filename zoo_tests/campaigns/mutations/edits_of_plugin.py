@@ -20,7 +20,28 @@ _MODEL_FILES = f"{_PLUGIN}/checkpoint/model_files/test_save.py"
 _UNUSED = "zoo_tests/parity/test_unused.py::test_replicas_that_use_other_parameters"
 _CUT_SEQUENCES = "zoo_tests/shardformer/context_parallel/test_zigzag.py"
 
+_PACKED = "zoo_tests/parity/test_packing.py::test_documents_train_as_they_do_one_by_one"
+
 EDITS_OF_PLUGIN: dict[str, Edit] = {
+    # packed documents
+    "packed documents see each other beside a cache": Edit(
+        "plugins.hybrid_parallel.boosted.forward_options",
+        'found: dict[str, Any] = {"use_cache": False} if self._takes_use_cache else {}',
+        "found: dict[str, Any] = {}",
+        (f"{_PACKED}[tp2]",),
+    ),
+    "positions of borders do not restart": Edit(
+        "plugins.hybrid_parallel.data.document_borders",
+        "(torch.arange(rows * length) - firsts.repeat_interleave(lengths))",
+        "torch.arange(rows * length)",
+        (f"{_PACKED}[dp2]",),
+    ),
+    "a row cut inside of documents": Edit(
+        "plugins.hybrid_parallel.data.packed_rows",
+        "return [self.borders[index] for index",
+        "return [max(self.borders[index] - 1, 0) if index < self.num_documents else self.borders[-1] for index",
+        (f"{_PACKED}[pp2]",),
+    ),
     # zero, zero/comm
     "gradients of earlier passes forgotten": Edit(
         "plugins.hybrid_parallel.zero.bucket",

@@ -14,7 +14,7 @@ _ULYSSES = "enable_sequence_parallelism=True-sequence_parallelism_mode=all_to_al
 _DROPOUT = "zoo_tests/parity/test_dropout.py"
 _SHARDFORMER = "zoo_tests/shardformer"
 _ZIGZAG = f"{_SHARDFORMER}/context_parallel/test_zigzag.py"
-_PACKED = f"{_SHARDFORMER}/attention/test_packed_documents.py::test_they_are_those_of_the_plain_model"
+_KEPT_APART = f"{_SHARDFORMER}/attention/test_packed_documents.py"
 _CROSS_ENTROPY = f"{_SHARDFORMER}/layers/test_embedding.py::test_cross_entropy"
 _FUSED = f"{_SHARDFORMER}/cross_entropy/test_fused_linear.py::test_head_over_two_ranks"
 _ROUTERS = f"{_SHARDFORMER}/loss/test_routers.py::test_it_is_that_of_plain_training"
@@ -122,11 +122,17 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "    masks_of(implementation)\n\n\ndef masks_of",
         (f"{PARITY}[bert-masked_lm-tp2-zero1]",),
     ),
-    "packed documents told apart beside a cache": Edit(
+    "packed documents told apart where the batch asks for a cache": Edit(
         "shardformer.attention.packed_documents",
-        'return {**inputs, "use_cache": False, "attention_mask": mask}',
-        'return {**inputs, "use_cache": False}',
-        (f"{_PACKED}[{{'tp_size': 2}}]",),
+        'return bool(inputs.get("use_cache")) or inputs.get("past_key_values") is not None',
+        'return inputs.get("past_key_values") is not None',
+        (f"{_KEPT_APART}::test_documents_are_kept_apart_unless_the_batch_says_otherwise[{{}}]",),
+    ),
+    "flash-attn is told of a document for each row": Edit(
+        "shardformer.attention.packed_documents",
+        "return positions.diff(dim=-1, prepend=positions[:, :1]) != 1",
+        "return positions.diff(dim=-1, prepend=positions[:, :1]) == 0",
+        (f"{_SHARDFORMER}/attention/test_flash_attn.py::test_it_is_told_of_documents_in_several_rows[Llama]",),
     ),
     "scores of uneven heads padded in front": Edit(
         "shardformer.attention.scores",

@@ -6,15 +6,28 @@ What breaks here first: tensors without a sample dim, and parts of unequal size.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+import torch.nn.functional as F
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import as_batch, num_rows, signature, split_batch, to_device
+from plugins.hybrid_parallel.data.packed_rows import packed_row
 from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
+from shardformer.loss.terms import HeadLoss, LossTerm
+from shardformer.loss.text import not_ignored
+from zoo_tests.harness.documents import one_row
+
+_SHIFTED_LABELS = LossTerm(
+    "labels", not_ignored, None, per_token=True, prepare=lambda x, _: F.pad(x, (0, 1), value=-100)[:, 1:]
+)
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
@@ -99,3 +112,47 @@ def test_outputs_of_other_lengths_are_not_merged() -> None:
     outputs = [{"logits": torch.ones(1, length, 4)} for length in (2, 3)]
     with pytest.raises(ConfigurationError, match=r"logits of micro-batches have shapes .*use num_microbatches=1, or"):
         merge_outputs(outputs)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
+def test_a_row_is_cut_between_documents_into_parts_of_equal_cost(lengths: list[int], data: st.DataObject) -> None:
+    parts, documents = data.draw(st.integers(1, len(lengths))), [[1] * length for length in lengths]
+    batch = one_row(documents) | {"num_items_in_batch": 5}
+    row = packed_row(batch, HeadLoss(_SHIFTED_LABELS))
+    assert row.num_documents == len(documents)
+    cuts = row.cuts(parts, hidden_size=1)
+    microbatches = split_batch(batch, parts, cuts)
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(torch.cat([each[name] for each in microbatches], 1), batch[name])
+    assert all(each["position_ids"][0, 0] == 0 and each["num_items_in_batch"] == 5 for each in microbatches)
+    costs = [length * (length + 12) for length in lengths]
+
+    def largest(borders: Sequence[int]) -> int:
+        return max(sum(costs[start:end]) for start, end in itertools.pairwise(borders))
+
+    ways = itertools.combinations(range(1, len(costs)), parts - 1)
+    found = [row.borders.index(cut) for cut in cuts]
+    assert largest(found) == min(largest((0, *way, len(costs))) for way in ways)
+
+
+def test_a_row_stays_whole_where_a_part_would_lose_something() -> None:
+    loss, row = HeadLoss(_SHIFTED_LABELS), one_row([[1, 2], [3, 4, 5]])
+    assert packed_row(row, loss).borders == (0, 2, 5)
+    assert packed_row(row | {"labels": row["input_ids"]}, loss) is None, "a label crosses the border"
+    assert packed_row(row | {"labels": row["input_ids"]}, HeadLoss(replace(_SHIFTED_LABELS, prepare=None))) is not None
+    assert packed_row(row | {"pixel_values": torch.zeros(1, 3)}, loss) is None, "it belongs to no token"
+    assert packed_row(row | {"attention_mask": torch.ones(1, 5)}, loss) is None, "documents see each other"
+    assert packed_row(row | {"use_cache": True}, loss) is None
+    assert packed_row({name: value.expand(2, -1) for name, value in row.items()}, loss) is None
+    assert packed_row(row, HeadLoss(replace(_SHIFTED_LABELS, per_token=False))) is None
+
+
+def test_outputs_of_parts_of_a_row_join_along_its_tokens() -> None:
+    logits = torch.arange(10.0).view(1, 5, 2)
+    parts = [SequenceClassifierOutput(logits=part, hidden_states=(part,)) for part in logits.split([3, 2], 1)]
+    merged = merge_outputs(parts, [3, 2])
+    assert torch.equal(merged.logits, logits) and torch.equal(merged.hidden_states[0], logits)
+    scores = [SequenceClassifierOutput(attentions=(torch.zeros(1, size, size, size),)) for size in (3, 2)]
+    with pytest.raises(ConfigurationError, match="attentions of micro-batches have shapes"):
+        merge_outputs(scores, [3, 2])

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from shardformer import ShardConfig, ShardFormer
 from shardformer.attention import backends, recompute_attention
 from zoo_tests.harness.kernel_packages import Calls, flash_attn
@@ -110,6 +111,31 @@ def test_packed_documents_stay_apart() -> None:
         sharded = _sharded(copy.deepcopy(native), enable_tensor_parallelism=False, enable_flash_attention=True)
         _assert_alike(sharded, native, _packed())
     assert _kernels(calls) == {"flash 2 varlen"}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@distributed(1)
+def test_it_is_told_of_documents_in_several_rows(name: str) -> None:
+    """transformers looks for documents in batches of one row only; encoders keep them apart with flash-attn alone."""
+    lengths = [[5, 3, 4], [2, 10]]
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
+    native = _model(name)
+    with flash_attn(2) as calls:
+        sharded = _sharded(copy.deepcopy(native), enable_tensor_parallelism=False, enable_flash_attention=True)
+        inputs = ForwardOptions(sharded, _OneRank()).inputs({"input_ids": ids, "position_ids": positions})
+        found = sharded(**inputs).logits
+    assert _kernels(calls) == {"flash 2 varlen"}
+    for row, found_row, several in zip(ids, found, lengths, strict=True):
+        alone = [native(input_ids=document[None]).logits[0] for document in row.split(several)]
+        torch.testing.assert_close(found_row, torch.cat(alone), rtol=1e-2, atol=2e-2)
+
+
+class _OneRank:
+    """The mesh of a single rank, of which only sizes are asked."""
+
+    def size(self, axis: str) -> int:
+        return 1
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Gemma2"])

@@ -1,50 +1,171 @@
-"""Documents packed into a row see each other exactly where those of the plain model do, in both loops.
+"""What keeps documents of a row apart, and what is refused: borders, caches, masks, models that cannot.
 
-transformers keeps them apart without a cache only. Look in `shardformer/attention/packed_documents.py`.
+What breaks here first: a release of transformers whose models build their masks in another way. Look in
+`shardformer/attention/packed_documents.py` and `plugins/hybrid_parallel/data/document_borders.py`.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
+from torch import Tensor, nn
 
 from booster import Booster
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.harness.ranks import run_on_ranks
+from plugins.hybrid_parallel.data.document_borders import with_positions
+from shardformer.attention import backends
+from shardformer.attention.packed_documents import flash_arguments, reason_not_kept_apart
+from zoo_tests.harness.documents import language_model, one_by_one, one_row
+from zoo_tests.harness.ranks import distributed, run_on_ranks
 
-_POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1]])
-
-
-def _model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=67)).double()
+_DOCUMENTS = [[5, 6, 7, 8], [9], [10, 11, 12], [13, 14, 15, 16, 17]]
 
 
-def _batch(extra: dict[str, Any]) -> dict[str, Any]:
-    ids = torch.randint(1, 67, _POSITIONS.shape, generator=torch.Generator().manual_seed(5))
-    return {"input_ids": ids, "labels": ids, "position_ids": _POSITIONS, **extra}
-
-
-def _losses(options: dict[str, Any], extra: dict[str, Any]) -> list[float]:
-    booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, **options))
-    model = _model()
+def _outcomes(options: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
+    """Losses of both loops, or messages of their errors, and what was logged."""
+    backends.log_once.cache_clear()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(backends.__name__).addHandler(handler)
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model = language_model("Llama")
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = [booster.execute_pipeline(iter([_batch(extra)]), model, optimizer=optimizer).loss.item()]
-    if booster.plugin.pp_size == 1:
-        losses.append(model(**_batch(extra)).loss.item())
-    return losses
+    batch = one_row(_DOCUMENTS) | extra
+    calls: list[Callable[[], Any]] = [
+        lambda: model(**batch).loss,
+        lambda: booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss,
+    ]
+    found: list[Any] = []
+    for call in calls:
+        try:
+            found.append(call().item())
+        except ConfigurationError as error:
+            found.append(str(error))
+    logging.getLogger(backends.__name__).removeHandler(handler)
+    return [*found, sum("keeps documents that are packed into a row apart" in line for line in lines)]
 
 
-@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}], ids=str)
-def test_they_are_those_of_the_plain_model(options: dict[str, Any]) -> None:
-    expected = {}
-    for use_cache in (None, False):
-        extra = {} if use_cache is None else {"use_cache": use_cache}
-        expected[use_cache] = _model()(**_batch(extra)).loss.item()
-        for losses in run_on_ranks(2, _losses, options, extra):
-            assert losses == pytest.approx([expected[use_cache]] * len(losses), rel=1e-6), f"use_cache={use_cache}"
-    assert abs(expected[None] - expected[False]) > 1e-4, "the documents are not told apart"
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}], ids=str)
+def test_documents_are_kept_apart_unless_the_batch_says_otherwise(options: dict[str, Any]) -> None:
+    ranks = 2 if options else 1
+    model = language_model("Llama")
+    expected, leaks = one_by_one(model, _DOCUMENTS)[0], model(**one_row(_DOCUMENTS)).loss.item()
+    assert abs(leaks - expected) > 1e-3, "the documents are not told apart"
+    for loop, step, lines in run_on_ranks(ranks, _outcomes, options, {}):
+        assert [loop, step] == pytest.approx([expected] * 2, rel=1e-6) and lines == 1
+    for loop, step, lines in run_on_ranks(ranks, _outcomes, options, {"use_cache": False}):
+        assert [loop, step] == pytest.approx([expected] * 2, rel=1e-6) and not lines
+    for loop, step, _ in run_on_ranks(ranks, _outcomes, options, {"attention_mask": torch.ones(1, 13)}):
+        assert [loop, step] == pytest.approx([leaks] * 2, rel=1e-6)
+    for loop, step, _ in run_on_ranks(ranks, _outcomes, options, {"use_cache": True}):
+        assert "neither fills nor reads caches" in step or "asks for a cache of whole sequences" in step
+        if "pp_size" in options or "cp_size" in options:
+            assert "use_cache" in loop
+        else:
+            assert loop == pytest.approx(leaks, rel=1e-6)
+
+
+def _wrong(**changes: Any) -> dict[str, Any]:
+    return one_row(_DOCUMENTS, "both") | changes
+
+
+_ENDS_EARLY = torch.tensor([0, 4, 5, 8, 12])
+_SHIFTED = torch.tensor([[*range(5), *range(3), *range(5)]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seq_lens_k": _ENDS_EARLY}, r"cu_seq_lens_k ends at 12, and the batch has 13 tokens \(1 x 13\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 4, 8, 13])}, "cu_seq_lens_q has 4 behind 5, and borders of documents"),
+        ({"cu_seq_lens_q": torch.tensor([4, 5, 8, 13])}, r"cu_seq_lens_q has shape \(4,\) and starts with 4"),
+        ({"cu_seq_lens_k": torch.tensor([0, 4, 8, 13])}, "cu_seq_lens_k in the batch start a document|token 5"),
+        ({"position_ids": _SHIFTED}, "the borders in the batch start a document at token 4, and position_ids do not"),
+        ({"position_ids": torch.arange(13)[None]}, "start a document at token 4, and position_ids do not"),
+        ({"max_length_q": 4}, "max_length_q=4 is less than the 5 tokens of the longest document"),
+        ({"seq_idx": torch.zeros(1, 13)}, "start a document at token 4, and seq_idx do not"),
+        ({"seq_idx": torch.zeros(13)}, r"seq_idx has shape \(13,\), and the tokens \(1, 13\)"),
+        ({"attention_mask": torch.ones(1, 13)}, "and attention_mask, which lets them see each other"),
+        ({"use_cache": True}, "and use_cache, which lets them see each other"),
+    ],
+)
+def test_borders_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        with_positions(_wrong(**changes))
+
+
+def test_borders_become_positions() -> None:
+    """Those of several rows count the tokens of all rows; a border is missing where a document spans two rows."""
+    expected = one_row(_DOCUMENTS)["position_ids"]
+    for tells in ("borders", "both"):
+        batch = with_positions(one_row(_DOCUMENTS, tells))
+        assert torch.equal(batch["position_ids"], expected)
+        assert not {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"} & set(batch)
+    rows = {"input_ids": torch.ones(2, 4, dtype=torch.long), "cu_seq_lens_q": [0, 3, 4, 8]}
+    assert with_positions(rows)["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    with pytest.raises(ConfigurationError, match="has no border at token 4, where row 1 starts"):
+        with_positions(rows | {"cu_seq_lens_q": [0, 3, 5, 8]})
+    empty = {"input_ids": torch.ones(0, 4, dtype=torch.long), "cu_seq_lens_q": torch.zeros(0)}
+    assert with_positions(empty)["position_ids"].shape == (0, 4)
+
+
+def test_flash_attn_is_told_of_documents_in_all_rows() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    found = flash_arguments(positions, 2)
+    assert found["cu_seq_lens_q"].tolist() == [0, 3, 5, 10] and found["max_length_k"] == 5
+    assert found["cu_seq_lens_q"].dtype == torch.int32
+    assert flash_arguments(positions[:1], 2)["cu_seq_lens_k"].tolist() == [0, 3, 5, 8, 10]
+
+
+_SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+_SMALL |= {"vocab_size": 67, "max_position_embeddings": 32, "pad_token_id": 0}
+_KEPT = ("GPTNeoX", "Mistral", "Mixtral", "Gemma2", "Qwen2Moe", "Phi3")
+_NOT_KEPT = ("Bert", "Roberta", "DistilBert", "OPT", "Falcon", "Bloom", "Qwen3Next", "GptOss")
+
+
+def _base(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**_SMALL))
+
+
+@pytest.mark.parametrize("name", _KEPT)
+def test_models_that_make_masks_of_positions(name: str) -> None:
+    assert not reason_not_kept_apart(_base(name))
+
+
+@pytest.mark.parametrize("name", _NOT_KEPT)
+def test_models_that_do_not(name: str) -> None:
+    assert reason_not_kept_apart(_base(name))
+
+
+@distributed(1)
+def test_an_encoder_is_refused() -> None:
+    """Its plain attention lets all tokens of a row see each other, unless flash-attn runs."""
+    torch.manual_seed(0)
+    plain = transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
+    model = Booster(plugin=HybridParallelPlugin()).boost(plain)
+    for tells in ("positions", "borders"):
+        with pytest.raises(ConfigurationError, match="BertForMaskedLM makes its masks without position_ids, so that"):
+            model(**one_row(_DOCUMENTS, tells))
+    ones = one_row(_DOCUMENTS) | {"attention_mask": torch.ones(1, 13, dtype=torch.long)}
+    assert torch.isfinite(model(**ones).loss)
+
+
+def _tensor_facts(value: Tensor) -> Any:
+    return getattr(value, "known_fact", None)
+
+
+@distributed(1)
+def test_a_batch_of_the_user_stays_as_it_is() -> None:
+    """What the host has found out about positions must not stay on a tensor that the user may change."""
+    batch = one_row(_DOCUMENTS, "both")
+    before = dict(batch)
+    Booster(plugin=HybridParallelPlugin()).boost(language_model("Llama"))(**batch)
+    assert batch.keys() == before.keys() and _tensor_facts(batch["position_ids"]) is None
