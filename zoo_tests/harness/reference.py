@@ -95,7 +95,8 @@ class _SixteenBit(_Plain):
         self.scale = LOSS_SCALE if recipe.precision == "fp16" else 1.0
         self.working = recipe.model()
         for param in self.working.parameters():
-            param.data = param.data.to(self.dtype)  # buffers keep their precision
+            if param.is_floating_point():
+                param.data = param.data.to(self.dtype)  # buffers keep their precision
 
     def _backward(self, batch: Batch) -> float:
         inputs = {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in batch.items()}
