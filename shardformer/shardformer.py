@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.generation import generate_alike
 from shardformer.layers.partial_gradients import sum_in_backward
-from shardformer.peft import adapters_aside, keep_whole, model_inside
+from shardformer.peft import adapters_aside, embeddings_followed, keep_whole, model_inside
 from shardformer.policies.base import Policy
 from shardformer.policies.user.slots import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
@@ -46,7 +46,7 @@ class ShardFormer:
         """
         inside = model_inside(model)
         sharder = ModelSharder(inside, self.shard_config, policy)
-        with adapters_aside(inside, sharder.config, sharder.policy):
+        with embeddings_followed(model), adapters_aside(inside, sharder.config, sharder.policy):
             shared_params = sharder.shard()
         keep_whole(model.parameters(), sharder.config)
         if hasattr(inside, "generate"):

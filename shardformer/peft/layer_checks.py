@@ -74,7 +74,7 @@ _SAID_ELSEWHERE = ("trainable tokens", "lora parameter")
 def _problems_of_cuts(layers: Layers, cut_by: str) -> list[str]:
     rest = "use tp_size=1 (dp, pp work), or"
     unknown = [path for path, layer in layers.items() if not is_exactly(layer, *_CUT, *_SAID_ELSEWHERE)]
-    tokens = [path for path, layer in layers.items() if is_a(layer, "trainable tokens")]
+    tokens = [path for path, layer in layers.items() if is_a(layer, "trainable tokens") and not _looks_up_rows(layer)]
     variants = [path for path, layer in layers.items() if _has_unknown_variant(layer)]
     dropped = [path for path, layer in layers.items() if _drops_out_with_dora(layer)]
     no_linear = [path for path, layer in layers.items() if not _fits(layer)]
@@ -84,8 +84,8 @@ def _problems_of_cuts(layers: Layers, cut_by: str) -> list[str]:
         *_about(
             layers,
             tokens,
-            f"trainable_token_indices changes rows of {{path}}, of which {cut_by} leaves each rank a part; {rest} "
-            "modules_to_save with the name of the embedding",
+            f"trainable_token_indices changes rows of {{path}}, a {{base}} of which {cut_by} leaves each rank a part; "
+            f"{rest} modules_to_save with the name of the embedding",
         ),
         *_about(layers, variants, f"peft's {{variant}} on {{path}} cannot be cut over {cut_by}; {rest} plain LoRA"),
         *_about(
@@ -131,6 +131,13 @@ def _tied_adapters(layers: Layers, cut_by: str) -> list[str]:
 def _has_unknown_variant(layer: nn.Module) -> bool:
     variants = getattr(layer, "lora_variant", {}).values()
     return not all(is_exactly(each, "dora") and is_exactly(layer, *LORA_LINEAR) for each in variants)
+
+
+def _looks_up_rows(layer: nn.Module) -> bool:
+    """Return whether trained rows belong to a plain embedding; heads that are tied to one multiply by them."""
+    inner = inner_module(layer)
+    is_tied = layer.token_adapter.tied_adapter is not None
+    return isinstance(inner, nn.Embedding) and type(inner).forward is nn.Embedding.forward and not is_tied
 
 
 def _drops_out_with_dora(layer: nn.Module) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.loss.terms import IGNORE_INDEX, HeadLoss, LossTerm
-from shardformer.peft.kinds import adapter_configs, is_a, kind_of
+from shardformer.peft.kinds import adapter_configs, is_a, kind_of, model_inside
 
 
 def task_of(config: Any) -> str | None:
     """Return peft's name of the task of an adapter: such as 'CAUSAL_LM' or 'SEQ_CLS'."""
     return None if config.task_type is None else str(getattr(config.task_type, "value", config.task_type))
+
+
+@contextmanager
+def embeddings_followed(model: nn.Module) -> Iterator[None]:
+    """Let peft's prompt tuning look tokens up in the embedding that has replaced its own in this context."""
+    inside, own = model_inside(model), getattr(model, "word_embeddings", None) if is_a(model, "model") else None
+    path = next((path for path, module in inside.named_modules() if module is own), None)
+    yield
+    if path is not None:
+        model.word_embeddings = inside.get_submodule(path)
 
 
 def behind_prompts(model: nn.Module, head_loss: HeadLoss | None) -> HeadLoss | None:

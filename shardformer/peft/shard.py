@@ -26,7 +26,8 @@ from shardformer.layers import (
 )
 from shardformer.layers.linear import is_transposed
 from shardformer.layers.quantised_linear import QuantisedColumnLinear, QuantisedRowLinear
-from shardformer.peft.kinds import IA3_LINEAR, LORA_LINEAR, is_exactly, name_of
+from shardformer.peft.kinds import IA3_LINEAR, LORA_LINEAR, is_a, is_exactly, name_of
+from shardformer.peft.tokens import look_up_trained_rows
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
 
@@ -37,6 +38,10 @@ def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
     Raises:
         ValueError: the adapter cannot follow the sharding of this base layer's outputs or inputs.
     """
+    if is_a(layer, "trainable tokens"):
+        look_up_trained_rows(layer.token_adapter)
+        layer.token_adapter.merge = partial(_refuse_merge, "trainable_token_indices", _CUT_VOCABULARY)
+        return
     if is_exactly(layer, *LORA_LINEAR):
         if layer.lora_magnitude_vector:
             _check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
@@ -156,9 +161,10 @@ def _keep_embedding_adapters(layer: nn.Module, config: ShardConfig) -> None:
     group = grad_group_of(layer.base_layer.weight)
     keep_whole([*layer.lora_embedding_A.parameters(), *layer.lora_embedding_B.parameters()], config, group)
     if isinstance(layer.base_layer, ParallelModule) or spec_of(layer.base_layer.weight).dim is not None:
-        layer.merge = partial(_refuse_merge, name_of(layer), "an embedding whose vocabulary tp_size cuts")
+        layer.merge = partial(_refuse_merge, name_of(layer), _CUT_VOCABULARY)
 
 
+_CUT_VOCABULARY = "an embedding whose vocabulary tp_size cuts"
 _OTHER_BLOCKS = "a weight that tp_size cuts, because the whole weight is quantised in other blocks than its shards"
 
 

@@ -171,6 +171,34 @@ def test_evaluation_between_training_steps() -> None:
 
 @pytest.mark.slow
 @distributed(2)
+def test_a_checkpoint_opens_under_another_layout_and_the_model_generates(tmp_path: Path) -> None:
+    """It holds no quantised weights, which layouts cut in different ways: they come with the base."""
+    batches = [FAMILIES["llama"].batch("causal_lm", step, 4) for step in range(3)]
+    prompt = {"input_ids": batches[0]["input_ids"], "attention_mask": batches[0]["attention_mask"]}
+    losses, tokens = {}, []
+    for layout in ("first", "resumed"):
+        native = _model(_NESTED)
+        booster = Booster(plugin=HybridParallelPlugin(**({"tp_size": 2} if layout == "first" else {"pp_size": 2})))
+        model, optimizer = booster.boost(native, torch.optim.AdamW(native.parameters(), lr=0.01))
+        if layout == "resumed":
+            booster.load_checkpoint(tmp_path / "state", model=model, optimizer=optimizer)
+        for batch in batches[1:] if layout == "resumed" else batches:
+            loss = booster.execute_pipeline(iter([batch]), model.train(), optimizer=optimizer).loss
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(layout, []).append(loss.item())
+            if layout == "first" and batch is batches[0]:
+                booster.save_checkpoint(tmp_path / "state", model=model, optimizer=optimizer)
+        tokens.append(model.eval().generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist())
+    assert losses["resumed"] == pytest.approx(losses["first"][1:], rel=1e-5)
+    assert tokens[0] == tokens[1]
+    saved = sum(file.stat().st_size for file in (tmp_path / "state").rglob("*") if file.is_file())
+    whole = 2 * FAMILIES["llama"].build("causal_lm", torch.float32, **dict(_SIZES)).lm_head.weight.nbytes
+    assert saved < 1.5 * whole  # embedding, head and adapters alone
+
+
+@pytest.mark.slow
+@distributed(2)
 def test_merging_into_shards() -> None:
     for quantisation, targets in ((_NF4, ("q_proj", "o_proj")), (_INT8, ("q_proj", "up_proj"))):
         model, plain = _boost(_model(quantisation, targets), tp_size=2), _model(quantisation, targets)

@@ -17,7 +17,7 @@ def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
     """
     parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
-    check_adapters(model, next((f"{name}={size}" for name, size in sizes.items() if size > 1), None))
+    check_adapters(model, [f"{name}={size}" for name, size in sizes.items() if size > 1])
     packed = quantised_name(model_inside(model))
     if packed is not None or getattr(model_inside(model), "hf_quantizer", None) is not None:
         _check_quantised(model, packed, config)

@@ -96,13 +96,24 @@ def test_a_cut_embedding_is_not_merged() -> None:
         model.merge_adapter()
 
 
+_REPLICAS = {"dp_size": 2}
+_SEQUENCE = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+_HEADS = _SEQUENCE | {"sequence_parallelism_mode": "all_to_all"}
+_PROMPTS = [
+    ("PREFIX_TUNING", _REPLICAS),
+    *((kind, layout) for kind in ("PROMPT_TUNING", "P_TUNING") for layout in (_REPLICAS, {"tp_size": 2})),
+    ("P_TUNING", _SEQUENCE),
+    ("PROMPT_TUNING", _HEADS),
+]
+
+
 @distributed(2)
 def test_prompts(tmp_path: Path) -> None:
     """Labels of rows differ in number, so that a mean of means would not do."""
-    for kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
+    for number, (kind, layout) in enumerate(_PROMPTS):
         given = {"kind": kind, "targets": (), "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
         plain, sharded = _model(**given), _model(**given)
-        plugin = HybridParallelPlugin(dp_size=2, num_microbatches=2)
+        plugin = HybridParallelPlugin(**layout, num_microbatches=2)
         booster = Booster(plugin=plugin)
         model, optimizer = booster.boost(sharded, torch.optim.SGD(sharded.parameters(), lr=0.3))
         plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
@@ -117,9 +128,10 @@ def test_prompts(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             check_losses([result.loss.item()], [loss.item()], 1e-6)  # peft's masks are fp32
-        booster.save_model(model, tmp_path / kind)
-        _check_close(load_adapters(_LLAMA.build("causal_lm", torch.float64), tmp_path / kind), plain)
-        booster.load_model(model, tmp_path / kind)
+        place = tmp_path / str(number)
+        booster.save_model(model, place)
+        _check_close(load_adapters(_LLAMA.build("causal_lm", torch.float64), place), plain)
+        booster.load_model(model, place)
 
 
 def _check_close(found: nn.Module, expected: nn.Module) -> None:
