@@ -265,7 +265,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed() -> None:
         (dropped, {"tp_size": 2}, "use_dora=True with lora_dropout above 0 multiplies by the whole weight"),
         (_with_adapters("llama", "causal_lm", modules_to_save=("model",), target_modules="lm_head"), {"pp_size": 2},
          "modules_to_save reaches model, whose layers pp_size distributes over stages; name modules inside"),
-        (_packed_model(), {"tp_size": 2}, "a quantised LlamaForCausalLM: model.layers.0.mlp.up_proj.weight is of a kind"),
+        (_packed_model(), {"tp_size": 2}, "quantised LlamaForCausalLM: model.layers.0.mlp.up_proj.weight is of a kind"),
     ):  # fmt: skip
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(ConfigurationError, match=message):
