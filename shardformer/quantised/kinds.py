@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardformer.quantised.eight_bit import EightBit, scales_of
 from shardformer.quantised.four_bit import FourBit
+from shardformer.quantised.torchao import TorchaoInt8
 from shardformer.quantised.weight import QuantisedWeight
 
 _BITSANDBYTES = "bitsandbytes.nn.modules"
@@ -16,6 +18,7 @@ _KINDS: tuple[tuple[str, str, QuantisedWeight], ...] = (
     ("Linear4bit", "Params4bit", FourBit()),
     ("Linear8bitLt", "Int8Params", EightBit()),
 )
+_TORCHAO_INT8 = TorchaoInt8()
 
 
 def kind_of_layer(module: nn.Module) -> QuantisedWeight | None:
@@ -24,7 +27,7 @@ def kind_of_layer(module: nn.Module) -> QuantisedWeight | None:
     for layer, _, kind in _KINDS if library is not None else ():
         if isinstance(module, getattr(library, layer)):
             return kind
-    return None
+    return _TORCHAO_INT8 if isinstance(module, nn.Linear) and _is_torchao_int8(module.weight) else None
 
 
 def is_quantised(parameter: Tensor | None) -> bool:
@@ -51,13 +54,26 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Quantis
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of what belongs to quantised weights of a whole model and is no parameter: the scales."""
+    """Yield name and tensor of all values of a whole model: parameters, buffers, scales of quantised weights.
+
+    Parameters of a tensor subclass that has no values of its own (torchao) are given by the tensors inside of them.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_traceable_wrapper_subclass(tensor):
+            yield from ((f"{name}.{part}", getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0])
+        else:
+            yield name, tensor
     for path, module, kind in quantised_layers(model):
         if isinstance(kind, EightBit):
             yield f"{path}.SCB", scales_of(module)
+        if not isinstance(kind, FourBit):
             continue
         state = module.weight.quant_state
         tensors = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
         if state.nested:
             tensors |= {"nested_absmax": state.state2.absmax, "nested_code": state.state2.code}
         yield from ((f"{path}.weight.{name}", tensor) for name, tensor in tensors.items() if tensor is not None)
+
+
+def _is_torchao_int8(weight: Tensor) -> bool:
+    return type(weight).__name__ == "Int8Tensor" and type(weight).__module__.startswith("torchao.")

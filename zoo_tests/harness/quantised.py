@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def quantise(model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -16,9 +18,12 @@ def quantise(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
     Args:
         model: stays as it is where `through_files` is set, and is changed otherwise.
-        options: of `BitsAndBytesConfig`; "through_files" saves the model and loads it by `from_pretrained`, where
-            transformers otherwise replaces the layers of the model by `replace_with_bnb_linear`.
+        options: of `BitsAndBytesConfig`, or "torchao" with the name of a configuration of torchao. "through_files"
+            saves the model and loads it by `from_pretrained`; transformers otherwise replaces the layers of the model
+            by `replace_with_bnb_linear`.
     """
+    if "torchao" in options:
+        return _by_torchao(model, options["torchao"])
     from transformers import BitsAndBytesConfig
 
     given = {**options, "bnb_4bit_compute_dtype": torch.float32} if options.get("load_in_4bit") else dict(options)
@@ -31,6 +36,23 @@ def quantise(model: nn.Module, options: dict[str, Any]) -> nn.Module:
             save_file(model.state_dict(), Path(directory) / "model.safetensors", {"format": "pt"})
             return type(model).from_pretrained(directory, quantization_config=config).train()
     return _replaced(model, config)
+
+
+def values_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state dict; those of a tensor subclass (torchao) dequantised."""
+    return {
+        name: value.dequantize() if is_traceable_wrapper_subclass(value) else value for name, value in state.items()
+    }
+
+
+def _by_torchao(model: nn.Module, kind: str) -> nn.Module:
+    from torchao import quantization
+
+    def is_inside(module: nn.Module, path: str) -> bool:
+        return isinstance(module, nn.Linear) and path != "lm_head"
+
+    quantization.quantize_(model, getattr(quantization, kind)(), filter_fn=is_inside)
+    return model.train()
 
 
 def _replaced(model: nn.Module, config: Any) -> nn.Module:

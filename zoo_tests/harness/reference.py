@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo_tests.harness.case import LOSS_SCALE, Recipe
+from zoo_tests.harness.quantised import values_of
 from zoo_tests.zoo import Batch, Head
 
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,4 +147,4 @@ def _aliases(model: nn.Module) -> list[frozenset[str]]:
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().clone() for name, value in values_of(model.state_dict()).items()}

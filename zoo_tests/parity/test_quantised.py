@@ -133,6 +133,23 @@ def test_sixteen_bit_with_recomputation(tmp_path: Path) -> None:
     check_case(Case(recipe=recipe, layout="tp2", options=options), tmp_path, weights=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_torchao(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    check_case(_case(layout, (("torchao", "Int8WeightOnlyConfig"),)), tmp_path)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_torchao_that_rounds_inputs_is_refused() -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(
+        ConfigurationError, match="int8 weights of torchao that have no scale for each row or that"
+    ):
+        _boost(_model((("torchao", "Int8DynamicActivationInt8WeightConfig"),)), tp_size=2)
+
+
 def _model(quantisation: tuple, targets: tuple[str, ...] = ("q_proj", "o_proj"), **options: Any) -> nn.Module:
     base = FAMILIES["llama"].build("causal_lm", torch.float32, **dict(_SIZES))
     return with_adapters(quantise(base, dict(quantisation)), targets, tuple(options.items()))

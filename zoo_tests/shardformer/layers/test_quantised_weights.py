@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardformer.layers import ColumnParallelLinear, RowParallelLinear, for_quantised
+from shardformer.layers.linear import row_spec
 from shardformer.quantised import kind_of_layer
 from shardformer.shard_spec import Part, ShardSpec
+from zoo_tests.harness.ranks import distributed
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -98,3 +102,27 @@ def test_what_has_no_border_of_blocks() -> None:
     assert not kind_of_layer(layer).cuts_inputs(layer, straddling)
     assert not kind_of_layer(rows_of_other_sizes).cuts_inputs(rows_of_other_sizes, straddling)
     assert "rows of 96 values, which blocks of 64 do not divide" in kind_of_layer(layer).problem(_four_bit((32, 96)))
+
+
+@distributed(2)
+def test_layers_that_round_their_inputs() -> None:
+    """In evaluation 8-bit layers do, by the largest value of a token: the bits show whether a rank has seen it."""
+    native = bitsandbytes.nn.Linear8bitLt(96, 48, bias=False, has_fp16_weights=False, threshold=6.0).eval()
+    native.weight = bitsandbytes.nn.Int8Params(torch.randn(48, 96), requires_grad=False).to("cpu")
+    group, rank = dist.group.WORLD, dist.get_rank()
+    features = row_spec(native.in_features, group)
+    for target in (ColumnParallelLinear, RowParallelLinear):
+        layer = for_quantised(target, native).from_native_module(native, group).train(native.training)
+        whole = torch.randn(2, 5, native.in_features).mul_(8).requires_grad_()  # some are above the threshold of 6
+        expected, local = native(whole), whole
+        weights = torch.randn(expected.shape)
+        (grad,) = torch.autograd.grad((expected * weights).sum(), whole)
+        if target is RowParallelLinear:
+            local = replace(features, full_shape=tuple(whole.shape), dim=2).shard(whole.detach()).requires_grad_()
+            grad = replace(features, full_shape=tuple(whole.shape), dim=2).shard(grad)
+        out = layer(local)
+        if target is ColumnParallelLinear:
+            expected, weights = (each.tensor_split(2, dim=-1)[rank] for each in (expected, weights))
+        assert torch.equal(out, expected)
+        (found,) = torch.autograd.grad((out * weights).sum(), local)
+        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-3)
