@@ -50,7 +50,7 @@ def _problem_of_kind(model: nn.Module, config: Any, cuts: Sequence[str]) -> str 
             return f"whose loss is not the model's own; use {', '.join(sorted(PROMPT_KINDS))} or LORA"
         if task_of(config) not in ("CAUSAL_LM", "SEQ_CLS"):
             return f"whose outputs of task_type={task_of(config)} are not known; use 'CAUSAL_LM', 'SEQ_CLS', or LORA"
-        return _problem_of_prompts(kind, cuts)
+        return _problem_of_prompts(cuts)
     tuner = getattr(model, "base_model", None) if is_a(model, "model") else None
     if tuner is not None and not _only_wraps(tuner):
         return "which changes the model's forward or reads gradients between steps; use LORA or IA3"
@@ -59,16 +59,14 @@ def _problem_of_kind(model: nn.Module, config: Any, cuts: Sequence[str]) -> str 
     return None
 
 
-def _problem_of_prompts(kind: str, cuts: Sequence[str]) -> str | None:
-    """Virtual tokens that are embedded pass sharded layers like others; prefixes are keys and values of all heads."""
-    if kind == "PREFIX_TUNING":
-        return _needs_whole(cuts[0], "tp_size=1, pp_size=1 and cp_size=1 (dp works)") if cuts else None
-    others = [cut for cut in cuts if not cut.startswith("tp_size")]
-    return _needs_whole(others[0], "pp_size=1, cp_size=1 and ep_size=1 (dp and tp work)") if others else None
-
-
-def _needs_whole(cut_by: str, instead: str) -> str:
-    return f"whose virtual tokens need the whole model, which {cut_by} cuts; use {instead}, or LORA"
+def _problem_of_prompts(cuts: Sequence[str]) -> str | None:
+    others = [cut for cut in cuts if not cut.startswith(("tp_size", "pp_size"))]
+    if not others:
+        return None
+    return (
+        f"whose virtual tokens need whole sequences on each rank, which {others[0]} cuts; use cp_size=1 and ep_size=1 "
+        "(dp, tp and pp work), or LORA"
+    )
 
 
 def _only_wraps(tuner: nn.Module) -> bool:

@@ -111,12 +111,11 @@ _ROWS = {
         message="of peft's kind ADALORA, which changes the model's forward or reads gradients",
     ),
     "prompt tuning, p-tuning": _Row(
-        "llama", (), (("kind", "P_TUNING"), *_PROMPT), precision="fp32", refused=("pp2",),
-        message="of peft's kind P_TUNING, whose virtual tokens need the whole model, which pp_size=2 cuts",
+        "llama", (), (("kind", "P_TUNING"), *_PROMPT), precision="fp32",
     ),
     "prefix tuning": _Row(
-        "llama", (), (("kind", "PREFIX_TUNING"), *_PROMPT), precision="fp32", refused=("pp2", *_CUT),
-        message="of peft's kind PREFIX_TUNING, whose virtual tokens need the whole model",
+        "llama", (), (("kind", "PREFIX_TUNING"), *_PROMPT), precision="fp32", refused=("all_to_all",),
+        message="peft's PREFIX_TUNING needs keys and values of whole sequences and of this rank's heads",
     ),
 }  # fmt: skip
 _LAYOUTS = ("dp2", "pp2", "tp2", "split_gather", "all_to_all")
@@ -265,6 +264,8 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed() -> None:
         (dropped, {"tp_size": 2}, "use_dora=True with lora_dropout above 0 multiplies by the whole weight"),
         (_with_adapters("llama", "causal_lm", modules_to_save=("model",), target_modules="lm_head"), {"pp_size": 2},
          "modules_to_save reaches model, whose layers pp_size distributes over stages; name modules inside"),
+        (_with_adapters("llama", "causal_lm", kind="P_TUNING", **dict(_PROMPT)), {"cp_size": 2},
+         "P_TUNING, whose virtual tokens need whole sequences on each rank, which cp_size=2 cuts"),
         (_packed_model(), {"tp_size": 2}, "quantised LlamaForCausalLM: model.layers.0.mlp.up_proj.weight is of a kind"),
     ):  # fmt: skip
         before = {name: type(module) for name, module in model.named_modules()}

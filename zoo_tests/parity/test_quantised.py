@@ -6,6 +6,7 @@ ranks that is missing around the library's product.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,10 @@ def test_torchao(layout: str, tmp_path: Path) -> None:
     check_case(_case(layout, (("torchao", "Int8WeightOnlyConfig"),)), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 @distributed(2)
 def test_torchao_that_rounds_inputs_is_refused() -> None:
-    pytest.importorskip("torchao")
-    with pytest.raises(
-        ConfigurationError, match="int8 weights of torchao that have no scale for each row or that"
-    ):
+    with pytest.raises(ConfigurationError, match="int8 weights of torchao that have no scale for each row or that"):
         _boost(_model((("torchao", "Int8DynamicActivationInt8WeightConfig"),)), tp_size=2)
 
 
