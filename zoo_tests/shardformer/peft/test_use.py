@@ -153,7 +153,19 @@ def _train_prompts(kind: str, layout: dict[str, Any], place: Path) -> None:
         check_losses([result.loss.item()], [loss.item()], 1e-6)  # peft's masks are fp32
     booster.save_model(model, place)
     _check_close(load_adapters(_LLAMA.build("causal_lm", torch.float64), place), plain)
+    if layout != _EXCHANGE:  # which leaves no cache to generate with
+        _generate_with_prompts(kind, model, plain, plugin.pp_size)
     booster.load_model(model, place)
+
+
+def _generate_with_prompts(kind: str, model: nn.Module, plain: nn.Module, pp_size: int) -> None:
+    prompt = {key: value for key, value in _LLAMA.batch("causal_lm", 0, 3).items() if key != "labels"}
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    if pp_size > 1:
+        with pytest.raises(ConfigurationError, match=f"cannot put the virtual tokens of peft's {kind} in front"):
+            model.generate(**prompt, **options)
+        return
+    assert torch.equal(model.eval().generate(**prompt, **options), plain.eval().generate(**prompt, **options))
 
 
 def _check_close(found: nn.Module, expected: nn.Module) -> None:
