@@ -14,7 +14,7 @@ from shardformer.attention import log_once, use_backend, use_sharded_attention, 
 from shardformer.attention.scores import return_whole_scores
 from shardformer.context_parallel.attention import use_context_attention
 from shardformer.expert_parallel.experts import check_experts, shard_experts
-from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
+from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.routers import router_loss_of, routers_are_asked
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
@@ -220,12 +220,12 @@ class ModelSharder:
 
     def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
         native = module.get_submodule(replacement.suffix)
-        target, new = self._target_of(replacement), None
+        target, new, options = self._target_of(replacement), None, replacement.kwargs or {}
         stays_whole = target is None and self.config.uses_ulysses and _cuts_layer(replacement)
         if target is not None and native in self._kept:
-            target.keep_whole(native, self.config.group, **(replacement.kwargs or {}))
+            target.keep_whole(native, self.config.group, **options)
         elif target is not None:
-            new = target.from_native_module(native, self.config.group, **(replacement.kwargs or {}))
+            new = for_quantised(target, native).from_native_module(native, self.config.group, **options)
             carry_over(native, new)
             replace_module(module, replacement.suffix, new)
         if replacement.gathers_sequence:

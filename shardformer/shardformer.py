@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.generation import generate_alike
 from shardformer.layers.partial_gradients import sum_in_backward
-from shardformer.peft import adapters_aside, keep_whole, model_inside
+from shardformer.peft import adapters_aside, keep_whole, model_inside, prompts_followed, prompts_on_stages
 from shardformer.policies.base import Policy
 from shardformer.policies.user.slots import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
@@ -52,11 +52,13 @@ class ShardFormer:
     def _shard(self, model: nn.Module, policy: Policy | None) -> SharedParameters:
         inside = model_inside(model)
         sharder = ModelSharder(inside, self.shard_config, policy)
-        with adapters_aside(inside, sharder.config, sharder.policy):
+        config, policy = sharder.config, sharder.policy
+        with prompts_followed(model, config, policy), adapters_aside(inside, config, policy):
             shared_params = sharder.shard()
-        keep_whole(model.parameters(), sharder.config)
+        keep_whole(model.parameters(), config)
+        shared_params += prompts_on_stages(model, self.shard_config.stage_manager)
         if hasattr(inside, "generate"):
-            generate_alike(inside, sharder.config)
+            generate_alike(inside, config)
         if self.shard_config.inference_only:
             model.eval().requires_grad_(False)
         sum_in_backward(model)

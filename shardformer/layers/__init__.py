@@ -7,6 +7,7 @@ from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
 from shardformer.layers.multi_query_linear import MultiQueryLinear
 from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.layers.quantised_linear import for_quantised
 
 __all__ = [
     "ColumnParallelLinear",
@@ -21,5 +22,6 @@ __all__ = [
     "SharedInput",
     "VocabParallelEmbedding",
     "VocabParallelLMHead",
+    "for_quantised",
     "parallel_logits",
 ]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import (
+    copy_to_region,
     gather_features,
     gather_from_region,
     reduce_from_region,
@@ -51,6 +52,7 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
 
     shards_layer = True
     can_stay_whole = True
+    multiplies_alone = False  # True if the weight is no matrix that several layers could share a node with
 
     def __init__(
         self,
@@ -131,6 +133,10 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
     def project(self, x: Tensor) -> Tensor:
         """Compute [..., in] -> [..., local out]."""
         return _project(x, [self])[0]
+
+    def local(self, x: Tensor) -> Tensor:
+        """Compute [..., in] -> [..., local out] without communication."""
+        return self.linear(x, self.matrix, self.added_bias)
 
     @property
     def added_bias(self) -> Tensor | None:
@@ -358,6 +364,9 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
 @untraced
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
     """Compute [..., in] -> [..., local out] for each layer; all of them read `x`."""
+    if any(layer.multiplies_alone for layer in layers):
+        x = x if layers[0].input_is_gathered else copy_to_region(x, layers[0].group)
+        return [layer.local(x) for layer in layers]
     weights = [layer.matrix for layer in layers]
     biases = [layer.added_bias for layer in layers]
     pending = PendingGather.of(x)

@@ -93,6 +93,7 @@ def _deferring_heads(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     for module in model.modules():
         if isinstance(module, VocabParallelLMHead):
             shares = module._shared_input is not None or module.input_is_gathered or not module.adds_bias
+            shares = shares or module.multiplies_alone
             if type(module).forward is ColumnParallelLinear.forward and "forward" not in vars(module) and not shares:
                 heads[module] = _DeferringParallelHead
         elif callable(getattr(module, "get_output_embeddings", None)):

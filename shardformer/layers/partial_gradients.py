@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from shardformer.quantised import is_quantised
 from shardformer.shard_spec import grad_group_of
 
 
@@ -22,7 +23,9 @@ def sum_in_backward(model: nn.Module) -> None:
     """Let every backward pass sum the partial gradients of `model`; skips parameters on the meta device for now."""
     for parameter in model.parameters():
         group = grad_group_of(parameter)
-        if group is not None and not parameter.is_meta and not hasattr(parameter, "partial_sum"):
+        if group is None or parameter.is_meta or is_quantised(parameter):
+            continue
+        if not hasattr(parameter, "partial_sum"):
             parameter.partial_sum = hook_gradient(parameter, partial(_summed, group))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardformer.matmul.weight_grad import MatmulLayer, WeightGradStore, embedding
+from shardformer.quantised import is_quantised
 from shardformer.utils.derived_modules import derive, replace_modules
 
 
@@ -50,7 +51,7 @@ def replicated_linear(module: nn.Module) -> nn.Module | None:
     Returns:
         None if `module` is no linear layer of torch or transformers, or has a forward of its own.
     """
-    if "forward" in vars(module):
+    if "forward" in vars(module) or is_quantised(getattr(module, "weight", None)):
         return None
     if isinstance(module, Linear | Conv1D):
         return module

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardformer.peft.checks import check_adapters
 from shardformer.peft.detach import adapters_aside
 from shardformer.peft.kinds import adapter_configs, kind_of, model_inside
-from shardformer.peft.prompts import behind_prompts
+from shardformer.peft.prompts import behind_prompts, prompts_followed, prompts_on_stages
 from shardformer.peft.shard import keep_whole
 
 __all__ = [
@@ -18,7 +18,9 @@ __all__ = [
     "adapters_aside",
     "behind_prompts",
     "check_adapters",
+    "prompts_followed",
     "keep_whole",
     "kind_of",
     "model_inside",
+    "prompts_on_stages",
 ]

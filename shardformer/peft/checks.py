@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -20,11 +21,11 @@ LAYER_KINDS = frozenset(
 PROMPT_KINDS = frozenset(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"))
 
 
-def check_adapters(model: nn.Module, cut_by: str | None) -> None:
+def check_adapters(model: nn.Module, cuts: Sequence[str]) -> None:
     """Check that each kind of adapter in `model`, which may be wrapped by peft, trains the same as in peft.
 
     Args:
-        cut_by: the option that shards the model, such as `tp_size=2`; None if every rank holds the whole model.
+        cuts: the options that shard the model, such as `tp_size=2`; none if every rank holds the whole model.
 
     Raises:
         ValueError: an adapter would train differently.
@@ -36,25 +37,36 @@ def check_adapters(model: nn.Module, cut_by: str | None) -> None:
             "peft's get_peft_model"
         )
     for name, config in adapter_configs(model).items():
-        problem = _problem_of_kind(model, config, cut_by)
+        problem = _problem_of_kind(model, config, cuts)
         if problem:
             raise ValueError(f"the adapter '{name}' is of peft's kind {kind_of(config)}, {problem}")
 
 
-def _problem_of_kind(model: nn.Module, config: Any, cut_by: str | None) -> str | None:
+def _problem_of_kind(model: nn.Module, config: Any, cuts: Sequence[str]) -> str | None:
     kind, whole = kind_of(config), "tp_size=1, pp_size=1 and cp_size=1 (dp works)"
+    cut_by = cuts[0] if cuts else None
     if config.is_prompt_learning:
         if kind not in PROMPT_KINDS:
             return f"whose loss is not the model's own; use {', '.join(sorted(PROMPT_KINDS))} or LORA"
         if task_of(config) not in ("CAUSAL_LM", "SEQ_CLS"):
             return f"whose outputs of task_type={task_of(config)} are not known; use 'CAUSAL_LM', 'SEQ_CLS', or LORA"
-        return cut_by and f"whose virtual tokens need the whole model, which {cut_by} cuts; use {whole}, or LORA"
+        return _problem_of_prompts(cuts)
     tuner = getattr(model, "base_model", None) if is_a(model, "model") else None
     if tuner is not None and not _only_wraps(tuner):
         return "which changes the model's forward or reads gradients between steps; use LORA or IA3"
     if cut_by and kind not in LAYER_KINDS:
         return f"of which it is not known that {cut_by} leaves it what it is; use {whole}, or LORA or IA3"
     return None
+
+
+def _problem_of_prompts(cuts: Sequence[str]) -> str | None:
+    others = [cut for cut in cuts if not cut.startswith(("tp_size", "pp_size"))]
+    if not others:
+        return None
+    return (
+        f"whose virtual tokens need whole sequences on each rank, which {others[0]} cuts; use cp_size=1 and ep_size=1 "
+        "(dp, tp and pp work), or LORA"
+    )
 
 
 def _only_wraps(tuner: nn.Module) -> bool:

@@ -23,7 +23,10 @@ def file_names(model: nn.Module) -> dict[str, FileNames]:
     if not is_a(model, "model"):
         return {}
     # One tensor per name, even if parameters are tied: shows which tensors peft wants, and under which names.
-    state = {name: torch.empty_like(each, device="meta") for name, each in model.state_dict(keep_vars=True).items()}
+    state = {
+        name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in model.state_dict(keep_vars=True).items()
+    }
     own = {id(tensor): name for name, tensor in state.items()}
     found = {}
     for adapter, config in adapter_configs(model).items():

@@ -17,12 +17,20 @@ _CLASSES = {
     "lora embedding": ("peft.tuners.lora.layer", "Embedding"),
     "lora parameter": ("peft.tuners.lora.layer", "ParamWrapper"),
     "dora": ("peft.tuners.lora.variants", "DoraLinearVariant"),
+    "lora 4-bit linear": ("peft.tuners.lora.bnb", "Linear4bit"),
+    "lora 8-bit linear": ("peft.tuners.lora.bnb", "Linear8bitLt"),
+    "lora torchao linear": ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
     "ia3 linear": ("peft.tuners.ia3.layer", "Linear"),
+    "ia3 4-bit linear": ("peft.tuners.ia3.bnb", "Linear4bit"),
+    "ia3 8-bit linear": ("peft.tuners.ia3.bnb", "Linear8bitLt"),
     "prompt encoder": ("peft.tuners.tuners_utils", "BasePromptEncoder"),
     "wrapper": ("peft.utils.other", "AuxiliaryTrainingWrapper"),
     "copied module": ("peft.utils.other", "ModulesToSaveWrapper"),
     "trainable tokens": ("peft.utils.other", "TrainableTokensWrapper"),
 }
+
+LORA_LINEAR = ("lora linear", "lora 4-bit linear", "lora 8-bit linear", "lora torchao linear")
+IA3_LINEAR = ("ia3 linear", "ia3 4-bit linear", "ia3 8-bit linear")
 
 
 def peft_class(kind: str) -> type | None:
@@ -37,9 +45,9 @@ def is_a(value: Any, kind: str) -> bool:
     return cls is not None and isinstance(value, cls)
 
 
-def is_exactly(value: Any, kind: str) -> bool:
-    """Return whether the type of `value` is exactly that class of peft; a subclass may compute differently."""
-    return type(value) is peft_class(kind)
+def is_exactly(value: Any, *kinds: str) -> bool:
+    """Return whether the type of `value` is exactly one of these of peft; a subclass may compute differently."""
+    return type(value) in [peft_class(kind) for kind in kinds]
 
 
 def model_inside(model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from shardformer.layers.linear import is_linear
-from shardformer.peft.kinds import inner_module, is_a, is_exactly, name_of
+from shardformer.peft.kinds import IA3_LINEAR, LORA_LINEAR, inner_module, is_a, is_exactly, name_of
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 
@@ -67,14 +67,14 @@ def _problems_of_stages(layers: Layers, policy: Policy) -> list[str]:
     ]
 
 
-_CUT = ("lora linear", "lora embedding", "ia3 linear", "copied module")
+_CUT = (*LORA_LINEAR, *IA3_LINEAR, "lora embedding", "copied module")
 _SAID_ELSEWHERE = ("trainable tokens", "lora parameter")
 
 
 def _problems_of_cuts(layers: Layers, cut_by: str) -> list[str]:
     rest = "use tp_size=1 (dp, pp work), or"
-    unknown = [p for p, layer in layers.items() if not any(is_exactly(layer, kind) for kind in _CUT + _SAID_ELSEWHERE)]
-    tokens = [path for path, layer in layers.items() if is_a(layer, "trainable tokens")]
+    unknown = [path for path, layer in layers.items() if not is_exactly(layer, *_CUT, *_SAID_ELSEWHERE)]
+    tokens = [path for path, layer in layers.items() if is_a(layer, "trainable tokens") and not _looks_up_rows(layer)]
     variants = [path for path, layer in layers.items() if _has_unknown_variant(layer)]
     dropped = [path for path, layer in layers.items() if _drops_out_with_dora(layer)]
     no_linear = [path for path, layer in layers.items() if not _fits(layer)]
@@ -84,8 +84,8 @@ def _problems_of_cuts(layers: Layers, cut_by: str) -> list[str]:
         *_about(
             layers,
             tokens,
-            f"trainable_token_indices changes rows of {{path}}, of which {cut_by} leaves each rank a part; {rest} "
-            "modules_to_save with the name of the embedding",
+            f"trainable_token_indices changes rows of {{path}}, a {{base}} of which {cut_by} leaves each rank a part; "
+            f"{rest} modules_to_save with the name of the embedding",
         ),
         *_about(layers, variants, f"peft's {{variant}} on {{path}} cannot be cut over {cut_by}; {rest} plain LoRA"),
         *_about(
@@ -130,7 +130,14 @@ def _tied_adapters(layers: Layers, cut_by: str) -> list[str]:
 
 def _has_unknown_variant(layer: nn.Module) -> bool:
     variants = getattr(layer, "lora_variant", {}).values()
-    return not all(is_exactly(each, "dora") and is_exactly(layer, "lora linear") for each in variants)
+    return not all(is_exactly(each, "dora") and is_exactly(layer, *LORA_LINEAR) for each in variants)
+
+
+def _looks_up_rows(layer: nn.Module) -> bool:
+    """Return whether trained rows belong to a plain embedding; heads that are tied to one multiply by them."""
+    inner = inner_module(layer)
+    is_tied = layer.token_adapter.tied_adapter is not None
+    return isinstance(inner, nn.Embedding) and type(inner).forward is nn.Embedding.forward and not is_tied
 
 
 def _drops_out_with_dora(layer: nn.Module) -> bool:
@@ -141,4 +148,4 @@ def _fits(layer: nn.Module) -> bool:
     """Return whether the module wrapped by a layer of a known kind can be sharded."""
     if is_exactly(layer, "lora embedding"):
         return isinstance(layer.base_layer, nn.Embedding)
-    return is_linear(inner_module(layer)) or not (is_exactly(layer, "lora linear") or is_exactly(layer, "ia3 linear"))
+    return is_linear(inner_module(layer)) or not is_exactly(layer, *LORA_LINEAR, *IA3_LINEAR)

@@ -25,7 +25,9 @@ from shardformer.layers import (
     RowParallelLinear,
 )
 from shardformer.layers.linear import is_transposed
-from shardformer.peft.kinds import is_exactly, name_of
+from shardformer.layers.quantised_linear import QuantisedColumnLinear, QuantisedRowLinear
+from shardformer.peft.kinds import IA3_LINEAR, LORA_LINEAR, is_a, is_exactly, name_of
+from shardformer.peft.tokens import look_up_trained_rows
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
 
@@ -36,16 +38,22 @@ def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
     Raises:
         ValueError: the adapter cannot follow the sharding of this base layer's outputs or inputs.
     """
-    if is_exactly(layer, "lora linear"):
+    if is_a(layer, "trainable tokens"):
+        look_up_trained_rows(layer.token_adapter)
+        layer.token_adapter.merge = partial(_refuse_merge, "trainable_token_indices", _CUT_VOCABULARY)
+        return
+    if is_exactly(layer, *LORA_LINEAR):
         if layer.lora_magnitude_vector:
             _check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
         _cut_lora(layer, config)
         _cut_magnitudes(layer, config)
-    elif is_exactly(layer, "ia3 linear"):
+    elif is_exactly(layer, *IA3_LINEAR):
         _check_shape_of_cut(layer.base_layer, path, "IA³; leave it out of target_modules")
         _cut_factors(layer, config)
     elif is_exactly(layer, "lora embedding"):
         _keep_embedding_adapters(layer, config)
+    if not getattr(layer.base_layer, "merges_exactly", True):
+        layer.merge = partial(_refuse_merge, name_of(layer), _OTHER_BLOCKS)
 
 
 def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_group: ProcessGroup | None = None) -> None:
@@ -59,6 +67,11 @@ def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_gro
 
 def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
     """Refuse layers that return or take whole tensors on every rank although their weight is sharded."""
+    if isinstance(base, QuantisedRowLinear) and base.outputs is not None:
+        raise ValueError(
+            f"tp_size cuts the {base.quantised.name} weight of {path} between outputs, which is incompatible with "
+            f"peft's {what}, or tp_size=1 (dp, pp work)"
+        )
     gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
     splits = isinstance(base, RowParallelLinear) and base.splits_input
     if gathers or splits or isinstance(base, MultiQueryLinear):
@@ -148,13 +161,17 @@ def _keep_embedding_adapters(layer: nn.Module, config: ShardConfig) -> None:
     group = grad_group_of(layer.base_layer.weight)
     keep_whole([*layer.lora_embedding_A.parameters(), *layer.lora_embedding_B.parameters()], config, group)
     if isinstance(layer.base_layer, ParallelModule) or spec_of(layer.base_layer.weight).dim is not None:
-        layer.merge = partial(_refuse_merge, name_of(layer))
+        layer.merge = partial(_refuse_merge, name_of(layer), _CUT_VOCABULARY)
 
 
-def _refuse_merge(name: str, *args: Any, **kwargs: Any) -> None:
+_CUT_VOCABULARY = "an embedding whose vocabulary tp_size cuts"
+_OTHER_BLOCKS = "a weight that tp_size cuts, because the whole weight is quantised in other blocks than its shards"
+
+
+def _refuse_merge(name: str, what: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
-        f"peft's {name} cannot be merged into an embedding whose vocabulary tp_size cuts; save the adapter with "
-        "booster.save_model and merge it into the whole model, by PeftModel.from_pretrained(...).merge_and_unload()"
+        f"peft's {name} cannot be merged into {what}; save the adapter with booster.save_model and merge it into the "
+        "whole model, by PeftModel.from_pretrained(...).merge_and_unload()"
     )
 
 
@@ -170,7 +187,7 @@ def _group_of_outputs(base: RowParallelLinear) -> ProcessGroup | None:
 
 def _cut_like(base: ParallelModule, native: nn.Linear, dim: int) -> ParallelModule:
     """Return a layer that works like `base`, with the weight of `native`; its `dim` is sharded like that of `base`."""
-    layer = copy.copy(base)
+    layer = base.plain() if isinstance(base, QuantisedColumnLinear | QuantisedRowLinear) else copy.copy(base)
     bias = None if native.bias is None else _piece(base, native.bias, dim)
     vars(layer).pop("bias", None)  # a base layer without a bias has a None here, which would hide the parameter
     layer._parameters = {"weight": _piece(base, native.weight, dim), "bias": bias}
@@ -180,7 +197,8 @@ def _cut_like(base: ParallelModule, native: nn.Linear, dim: int) -> ParallelModu
 
 def _piece(base: ParallelModule, parameter: nn.Parameter, dim: int) -> nn.Parameter:
     """Return this rank's piece of a parameter whose `dim` is sharded like the weight of `base`."""
-    spec, shape = spec_of(base.weight), tuple(parameter.shape)
+    # A packed weight has other sizes than its features.
+    spec, shape = getattr(base, "features", None) or spec_of(base.weight), tuple(parameter.shape)
     if spec.dim is None:
         whole = ShardSpec(shape, rank=spec.rank, world_size=spec.world_size)
         return annotate(parameter, whole, grad_group_of(base.weight))

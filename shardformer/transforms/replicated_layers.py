@@ -17,6 +17,7 @@ from shardformer.expert_parallel.experts import is_experts
 from shardformer.layers import ColumnParallelLinear, HeadParallelEmbedding, MultiQueryLinear, RowParallelLinear
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.layers.quantised_linear import quantised_problem
 from shardformer.shard_config import ShardConfig
 from shardformer.utils.customizations import hook_on, hooked_modules, user_code
 
@@ -79,7 +80,7 @@ class KeptLayers:
 
     def problems(self, model: nn.Module) -> list[str]:
         """Return a sentence for each customization that sharding cannot preserve."""
-        return [*self._cannot_stay(), *self._hooks_on_parts(model)]
+        return [*self._cannot_stay(), *self._cannot_be_cut(), *self._hooks_on_parts(model)]
 
     def tell(self, name: str) -> None:
         """Log which layers of the model `name` are not sharded."""
@@ -114,6 +115,14 @@ class KeptLayers:
                     f"{start} tensor parallelism keeps whole, but it does not say how many features it has; give it "
                     f"the attribute {side}, or use tp_size=1 (dp or pp)"
                 )
+
+    def _cannot_be_cut(self) -> Iterator[str]:
+        """Yield a sentence for the first layer whose quantised weight has no border where ranks could be cut."""
+        found = [each for each in self.replacements if each.native not in self.reasons]
+        told = [(each.path, quantised_problem(each.target, each.native)) for each in found]
+        told = [(path, problem) for path, problem in told if problem is not None]
+        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+        yield from (f"{path}{more} has {problem}" for path, problem in told[:1])
 
     def _hooks_on_parts(self, model: nn.Module) -> Iterator[str]:
         """Yield a sentence for each hook that would see only a rank's share of the activations."""

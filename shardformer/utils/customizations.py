@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from shardformer.quantised import is_quantised
+
 _HOOKS = {
     "_forward_hooks": "a forward hook",
     "_forward_pre_hooks": "a forward pre-hook",
@@ -22,7 +24,7 @@ _HOOK_OPTIONS = (
     "_is_full_backward_hook",
 )
 _OURS = ("shardformer.", "plugins.")
-_LIBRARIES = ("torch.nn.modules.", "transformers.", *_OURS)
+_LIBRARIES = ("torch.nn.modules.", "transformers.", "bitsandbytes.nn.modules", *_OURS)
 
 
 def hook_on(module: nn.Module) -> str | None:
@@ -53,7 +55,8 @@ def user_code(module: nn.Module) -> str | None:
         added = [*(name for name in module._parameters if name not in usual), *module._buffers, *module._modules]
         if added:
             return f"{added[0]}, which was added to it"
-    kinds = {type(parameter) for parameter in module._parameters.values() if parameter is not None}
+    own = [each for each in module._parameters.values() if each is not None and not is_quantised(each)]
+    kinds = {type(parameter) for parameter in own}
     if kinds - {nn.Parameter}:
         return f"weights of the kind {min(kind.__name__ for kind in kinds - {nn.Parameter})}"
     return None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from zoo_tests.harness.adapters import with_adapters
+from zoo_tests.harness.quantised import quantise
 from zoo_tests.zoo import FAMILIES, Batch, Family, Head
 from zoo_tests.zoo.base import num_rows
 
@@ -42,6 +43,7 @@ class Recipe:
         frozen: prefixes of names of parameters that are not trained.
         adapters: ends of the paths of modules that get an adapter of peft; then only adapters are trained.
         adapter_options: (name, value) pairs of their configuration; "kind" for another kind than LoRA.
+        quantisation: (name, value) pairs of the `BitsAndBytesConfig` by which the model is quantised, if any.
     """
 
     family: str
@@ -55,6 +57,7 @@ class Recipe:
     frozen: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     adapter_options: tuple[tuple[str, Any], ...] = ()
+    quantisation: tuple[tuple[str, Any], ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,7 +87,7 @@ class Recipe:
         for name, param in model.named_parameters():
             if name.startswith(self.frozen):
                 param.requires_grad_(False)
-        return model
+        return quantise(model, dict(self.quantisation)) if self.quantisation else model
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step."""
@@ -162,7 +165,7 @@ class Case:
         parts += [] if self.recipe.precision == "fp64" else [self.recipe.precision]
         parts += [] if self.recipe.max_norm is None else ["clip"]
         parts += [f"{name}={value}" for name, value in (*self.recipe.config, *self.options)]
-        parts += [f"{name}={value}" for name, value in self.recipe.adapter_options]
+        parts += [f"{name}={value}" for name, value in self.recipe.adapter_options + self.recipe.quantisation]
         return "-".join([*parts, *self.recipe.frozen, *self.recipe.adapters])
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zoo_tests.harness.adapters import load_adapters
 from zoo_tests.harness.case import Case
+from zoo_tests.harness.quantised import values_of
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.reference import Trace, train_reference
 from zoo_tests.harness.train_sharded import RankReport, train_sharded
@@ -152,7 +153,7 @@ def _load_gradients(case: Case, directory: Path) -> dict[str, Tensor]:
 def _load_weights(case: Case, directory: Path) -> dict[str, Tensor]:
     """What plain `from_pretrained` finds; of a model with adapters, the model with the adapters that were saved."""
     if case.recipe.has_adapters:
-        return load_adapters(case.recipe.base_model(), directory).state_dict()
+        return values_of(load_adapters(case.recipe.base_model(), directory).state_dict())
     model_class = getattr(importlib.import_module(case.recipe.zoo_family.module), case.recipe.zoo_head.model_class)
     model, info = model_class.from_pretrained(directory, dtype=_saved_dtype(case), output_loading_info=True)
     assert not any(info.values()), f"from_pretrained is not content: {info}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo_tests.harness.case import LOSS_SCALE, Recipe
+from zoo_tests.harness.quantised import values_of
 from zoo_tests.zoo import Batch, Head
 
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,7 +96,8 @@ class _SixteenBit(_Plain):
         self.scale = LOSS_SCALE if recipe.precision == "fp16" else 1.0
         self.working = recipe.model()
         for param in self.working.parameters():
-            param.data = param.data.to(self.dtype)  # buffers keep their precision
+            if param.is_floating_point():
+                param.data = param.data.to(self.dtype)  # buffers keep their precision
 
     def _backward(self, batch: Batch) -> float:
         inputs = {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in batch.items()}
@@ -145,4 +147,4 @@ def _aliases(model: nn.Module) -> list[frozenset[str]]:
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().clone() for name, value in values_of(model.state_dict()).items()}

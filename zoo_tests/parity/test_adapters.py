@@ -78,6 +78,7 @@ def _whole(kind: str, targets: tuple[str, ...] = ("q_proj", "v_proj"), **options
 
 _PARTS = (("modules_to_save", ("lm_head", "embed_tokens", "norm", "mlp", "input_layernorm")),)
 _PATTERNS = (("rank_pattern", frozenset({("q_proj", 5)})), ("alpha_pattern", frozenset({("o_proj", 9)})))
+_PROMPT = (("num_virtual_tokens", 3), ("task_type", "CAUSAL_LM"))
 _ROWS = {
     "LoRA": _Row("llama", _TARGETS["llama"]),
     "`target_modules=\"all-linear\"`, `rank_pattern`, `alpha_pattern`, `use_rslora`, `lora_bias`": _Row(
@@ -96,10 +97,8 @@ _ROWS = {
         "llama", ("k_proj", "o_proj", "up_proj", "down_proj"),
         (("kind", "IA3"), ("feedforward_modules", ("up_proj", "down_proj"))),
     ),
-    "`trainable_token_indices`": _Row(
-        "llama", ("q_proj",), (("trainable_token_indices", (3, 5, 20)),), refused=_CUT,
-        message="trainable_token_indices changes rows of model.embed_tokens, of which tp_size=2",
-    ),
+    # Padding, whose row gets no gradient, and tokens of the first batch, of which each rank holds some.
+    "`trainable_token_indices`": _Row("llama", ("q_proj",), (("trainable_token_indices", (0, 429, 748, 913)),)),
     "LoHa": _whole("LOHA", r=3),
     "LoKr": _whole("LOKR", r=3),
     "OFT": _whole("OFT", oft_block_size=4),
@@ -111,20 +110,22 @@ _ROWS = {
         "llama", ("q_proj",), (("kind", "ADALORA"), ("total_step", 9)), refused=("dp2", "pp2", *_CUT),
         message="of peft's kind ADALORA, which changes the model's forward or reads gradients",
     ),
-    "prompt tuning, p-tuning, prefix tuning": _Row(
-        "llama", (), (("kind", "P_TUNING"), ("num_virtual_tokens", 3), ("task_type", "CAUSAL_LM")),
-        precision="fp32", refused=("pp2", *_CUT),
-        message="of peft's kind P_TUNING, whose virtual tokens need the whole model",
+    "prompt tuning, p-tuning": _Row(
+        "llama", (), (("kind", "P_TUNING"), *_PROMPT), precision="fp32",
+    ),
+    "prefix tuning": _Row(
+        "llama", (), (("kind", "PREFIX_TUNING"), *_PROMPT), precision="fp32", refused=("all_to_all",),
+        message="peft's PREFIX_TUNING needs keys and values of whole sequences and of this rank's heads",
     ),
 }  # fmt: skip
 _LAYOUTS = ("dp2", "pp2", "tp2", "split_gather", "all_to_all")
 _QUICK = {
     ("LoRA on embeddings", "split_gather"), ("`bias=\"lora_only\"`", "dp2"), ("`modules_to_save`", "split_gather"),
-    ("DoRA", "split_gather"), ("IA³", "tp2"), ("`trainable_token_indices`", "pp2"),
+    ("DoRA", "split_gather"), ("IA³", "tp2"), ("`trainable_token_indices`", "tp2"),
 }  # fmt: skip
 _EXACT = [(name, layout) for name, row in _ROWS.items() for layout in _LAYOUTS if layout not in row.refused]
-# Their oracle looks at outputs of labelled tokens alone: tests of their own.
-_EXACT = [(name, layout) for name, layout in _EXACT if not name.startswith("prompt tuning")]
+# Their oracle looks at outputs of labelled tokens alone: tests of their own, in shardformer/peft/test_use.py.
+_EXACT = [(name, layout) for name, layout in _EXACT if dict(_ROWS[name].options).get("num_virtual_tokens") is None]
 
 
 def _case_of(name: str, layout: str) -> Case:
@@ -250,7 +251,7 @@ def _packed_model() -> nn.Module:
     model = FAMILIES["llama"].build("causal_lm", torch.float32)
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = nn.Parameter(torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
-    return model
+    return with_adapters(model, ("q_proj",))
 
 
 @distributed(2)
@@ -263,7 +264,9 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed() -> None:
         (dropped, {"tp_size": 2}, "use_dora=True with lora_dropout above 0 multiplies by the whole weight"),
         (_with_adapters("llama", "causal_lm", modules_to_save=("model",), target_modules="lm_head"), {"pp_size": 2},
          "modules_to_save reaches model, whose layers pp_size distributes over stages; name modules inside"),
-        (_packed_model(), {"tp_size": 2}, "cannot shard a quantised LlamaForCausalLM: model.layers.0.mlp.up_proj"),
+        (_with_adapters("llama", "causal_lm", kind="P_TUNING", **dict(_PROMPT)), {"cp_size": 2},
+         "P_TUNING, whose virtual tokens need whole sequences on each rank, which cp_size=2 cuts"),
+        (_packed_model(), {"tp_size": 2}, "quantised LlamaForCausalLM: model.layers.0.mlp.up_proj.weight is of a kind"),
     ):  # fmt: skip
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(ConfigurationError, match=message):

@@ -25,7 +25,7 @@ from plugins.hybrid_parallel.pipeline.p2p import Channel
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from shardformer.distributed.random import adopt_first_generator
 from shardformer.generation import decided_first, generating_as
-from shardformer.peft import model_inside
+from shardformer.peft import adapter_configs, kind_of, model_inside
 from shardformer.stages.placeholders import CachedTower, StageMessage
 from shardformer.stages.stage import run_stage
 from shardformer.utils.derived_modules import derive
@@ -63,6 +63,12 @@ def generate_through_stages(model: Any, args: tuple, kwargs: dict[str, Any]) -> 
     inside = model_inside(model.module)
     agree(model.mesh, f"calls model.generate({_description(args, kwargs)})")
     _check_options(inside, kwargs)
+    prompts = [kind_of(config) for config in adapter_configs(model.module).values() if config.is_prompt_learning]
+    if prompts:
+        raise ConfigurationError(
+            f"generate() of a pipeline cannot put the virtual tokens of peft's {prompts[0]} in front of a prompt; load "
+            "the model with pp_size=1 (its adapter opens under any layout)"
+        )
     adopt_first_generator(model.mesh.group("pp"), model.mesh.device)
     runner = derive(inside, _ThroughStages)
     vars(inside)[_CALLS] = calls = StageCalls(inside, model.runtime)

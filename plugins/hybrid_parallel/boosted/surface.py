@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import GuardedModel
+from shardformer.quantised import is_quantised
 
 _OURS = ("booster.", "plugins.", "shardformer.")
 _FINISHED = "_is_surface"  # attribute of a model whose own attributes are set
@@ -35,6 +36,7 @@ class ModelSurface(GuardedModel):
             (f"{path}.{name}" if path else name, inside._parameters, name, param)
             for path, inside in module.named_modules()
             for name, param in inside._parameters.items()
+            if not is_quantised(param)  # frozen; peft's DoRA and `merge` put new ones in their places
         ]
 
     # ----- attributes and modules -----

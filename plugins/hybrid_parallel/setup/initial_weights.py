@@ -15,6 +15,7 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum
 from plugins.hybrid_parallel.zero.gradient_hooks import hooked_names
 from shardformer.distributed.process_groups import world_group
+from shardformer.quantised import stored_tensors
 
 _logger = get_logger(__name__)
 
@@ -30,7 +31,7 @@ def share_initial_weights(model: nn.Module) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = list(stored_tensors(model))
     structure = zlib.crc32(repr([(name, tuple(tensor.shape), tensor.is_meta) for name, tensor in named]).encode())
     tensors = {name: tensor for name, tensor in named if not tensor.is_meta}
     values = zlib.crc32(repr([checksum(tensor) for tensor in tensors.values()]).encode())

@@ -52,6 +52,7 @@ from shardformer.lazy import (
 )
 from shardformer.policies.registry import needs_policy_in_16_bit
 from shardformer.policies.user.tp_info import TPInfoPolicy
+from shardformer.quantised import is_quantised, keep_format
 from shardformer.shardformer import as_policy
 
 _logger = get_logger(__name__)
@@ -93,7 +94,7 @@ def check_options_against_model(
     _check_embeddings(config, model)
     check_gradients(model)
     with _mistakes():
-        check_contents(model, parallel)
+        check_contents(model, config)
     for optim in optimizers:
         check_optimizer(optim, names)
         check_granularity(optim, parallel.tp_size, parallel.ep_size, parallel.pp_size, num_shards)
@@ -167,6 +168,7 @@ def build_model(
             materialize(model, reader)
     if isinstance(config.kernels.gradient_checkpointing, float):
         recompute_share(model, config.kernels.gradient_checkpointing)
+    keep_format(model)
     model.to(mesh.device)
     return wrap_model(model, config, mesh, seed, origin, shared)
 
@@ -312,7 +314,7 @@ def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> d
     if dtype is None:
         return masters
     for param in model.parameters():
-        if param.is_floating_point() and param.dtype != dtype:
+        if param.is_floating_point() and param.dtype != dtype and not is_quantised(param):
             if keeps_masters and param.requires_grad:
                 masters[param] = param.data
             param.data = param.data.to(dtype)

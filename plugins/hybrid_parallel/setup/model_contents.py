@@ -4,29 +4,58 @@ from __future__ import annotations
 
 from torch import nn
 
-from plugins.hybrid_parallel.config.parallel import ParallelOptions
-from shardformer.peft import check_adapters, model_inside
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from shardformer.peft import adapter_configs, check_adapters, model_inside
+from shardformer.quantised import is_quantised, kind_of_layer, quantised_layers, quantised_name
 
 
-def check_contents(model: nn.Module, parallel: ParallelOptions) -> None:
+def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
     """Check that the layout supports what the model contains, before anything is changed.
 
     Raises:
         ValueError: if it does not.
     """
+    parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
-    check_adapters(model, next((f"{name}={size}" for name, size in sizes.items() if size > 1), None))
-    if parallel.tp_size > 1:
-        _check_quantised(model_inside(model), parallel.tp_size)
+    check_adapters(model, [f"{name}={size}" for name, size in sizes.items() if size > 1])
+    packed = quantised_name(model_inside(model))
+    if packed is not None or getattr(model_inside(model), "hf_quantizer", None) is not None:
+        _check_quantised(model, packed, config)
 
 
-def _check_quantised(model: nn.Module, tp_size: int) -> None:
-    """Refuse quantised weights: several of them share a byte or a scale, so they cannot be sharded like others."""
-    packed = next((name for name, each in model.named_parameters() if not each.is_floating_point()), None)
-    if packed is None and getattr(model, "hf_quantizer", None) is None:
-        return
-    what = f"{packed} is" if packed is not None else "its weights are"
-    raise ValueError(
-        f"tp_size={tp_size} cannot shard a quantised {type(model).__name__}: {what} packed; use tp_size=1 (dp and pp "
-        "work), or load it without quantization_config"
-    )
+def _check_quantised(model: nn.Module, packed: str | None, config: HybridParallelConfig) -> None:
+    """Refuse quantised weights without adapters, and those of which it is not known how they are cut."""
+    inside, tp_size = model_inside(model), config.parallel.tp_size
+    name, what = type(inside).__name__, f"{packed} is packed" if packed is not None else "its weights are packed"
+    if not adapter_configs(model):
+        raise ValueError(
+            f"a quantised {name} ({what}) has no weights that can be trained; wrap it by peft's get_peft_model, or "
+            "load it without quantization_config"
+        )
+    if config.mixed_precision.precision == "fp8":
+        raise ValueError(
+            f"precision='fp8' cannot multiply the quantised weights of this {name} ({what}); use precision='bf16'"
+        )
+    for path, module, kind in quantised_layers(inside):
+        if (problem := kind.unusable(module)) is not None:
+            raise ValueError(f"{path} has {problem}")
+    unknown = _first_unknown(inside)
+    if tp_size > 1 and (unknown is not None or packed is None):
+        raise ValueError(
+            f"tp_size={tp_size} cannot shard a quantised {name}: {unknown or 'its weights'} of a kind that is not "
+            "known; use the linear layers of bitsandbytes, tp_size=1 (dp and pp work), or load it without "
+            "quantization_config"
+        )
+
+
+def _first_unknown(model: nn.Module) -> str | None:
+    """Return which quantised parameter belongs to no layer that can be cut: "NAME is"; None if all do."""
+    for path, module in model.named_modules():
+        own = _quantised_of(module) if kind_of_layer(module) is None else None
+        if own is not None:
+            return f"{path}.{own} is"
+    return None
+
+
+def _quantised_of(module: nn.Module) -> str | None:
+    return next((name for name, parameter in module.named_parameters(recurse=False) if is_quantised(parameter)), None)

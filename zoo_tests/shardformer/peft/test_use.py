@@ -96,30 +96,76 @@ def test_a_cut_embedding_is_not_merged() -> None:
         model.merge_adapter()
 
 
+_REPLICAS = {"dp_size": 2}
+_SEQUENCE = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+_HEADS = _SEQUENCE | {"sequence_parallelism_mode": "all_to_all"}
+_REPLICAS, _HEADS, _STAGES = {"dp_size": 2}, {"tp_size": 2}, {"pp_size": 2}
+_SEQUENCE = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+_EXCHANGE = _SEQUENCE | {"sequence_parallelism_mode": "all_to_all"}
+_QUICK = (("P_TUNING", _HEADS), ("PREFIX_TUNING", _STAGES))
+_KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+_FURTHER = [
+    *((kind, layout) for kind in _KINDS for layout in (_REPLICAS, _HEADS, _STAGES, _SEQUENCE)),
+    ("PROMPT_TUNING", _EXCHANGE),
+    ("P_TUNING", _EXCHANGE),
+]
+
+
 @distributed(2)
 def test_prompts(tmp_path: Path) -> None:
+    """What the table of docs/adapters.md says of them."""
+    for kind, layout in _QUICK:
+        _train_prompts(kind, layout, tmp_path / kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(_FURTHER)))
+@distributed(2)
+def test_prompts_on_each_layout(number: int, tmp_path: Path) -> None:
+    _train_prompts(*_FURTHER[number], tmp_path)
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_prompts_on_four_ranks(tmp_path: Path) -> None:
+    for kind in _KINDS:
+        _train_prompts(kind, _HEADS | _STAGES, tmp_path / kind)
+
+
+def _train_prompts(kind: str, layout: dict[str, Any], place: Path) -> None:
     """Labels of rows differ in number, so that a mean of means would not do."""
-    for kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
-        given = {"kind": kind, "targets": (), "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
-        plain, sharded = _model(**given), _model(**given)
-        plugin = HybridParallelPlugin(dp_size=2, num_microbatches=2)
-        booster = Booster(plugin=plugin)
-        model, optimizer = booster.boost(sharded, torch.optim.SGD(sharded.parameters(), lr=0.3))
-        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
-        for step in range(2):
-            batch = _LLAMA.batch("causal_lm", step, 5)
-            loss = plain(**batch).loss
-            loss.backward()
-            plain_optimizer.step()
-            plain_optimizer.zero_grad()
-            share = share_of(batch, plugin.dp_rank, plugin.dp_size)
-            result = booster.execute_pipeline(iter([share]), model, optimizer=optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            check_losses([result.loss.item()], [loss.item()], 1e-6)  # peft's masks are fp32
-        booster.save_model(model, tmp_path / kind)
-        _check_close(load_adapters(_LLAMA.build("causal_lm", torch.float64), tmp_path / kind), plain)
-        booster.load_model(model, tmp_path / kind)
+    given = {"kind": kind, "targets": (), "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    plain, sharded = _model(**given), _model(**given)
+    plugin = HybridParallelPlugin(**layout, num_microbatches=2)
+    booster = Booster(plugin=plugin)
+    model, optimizer = booster.boost(sharded, torch.optim.SGD(sharded.parameters(), lr=0.3))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+    for step in range(2):
+        batch = _LLAMA.batch("causal_lm", step, 5)
+        loss = plain(**batch).loss
+        loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        share = share_of(batch, plugin.dp_rank, plugin.dp_size)
+        result = booster.execute_pipeline(iter([share]), model, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        check_losses([result.loss.item()], [loss.item()], 1e-6)  # peft's masks are fp32
+    booster.save_model(model, place)
+    _check_close(load_adapters(_LLAMA.build("causal_lm", torch.float64), place), plain)
+    if layout != _EXCHANGE:  # which leaves no cache to generate with
+        _generate_with_prompts(kind, model, plain, plugin.pp_size)
+    booster.load_model(model, place)
+
+
+def _generate_with_prompts(kind: str, model: nn.Module, plain: nn.Module, pp_size: int) -> None:
+    prompt = {key: value for key, value in _LLAMA.batch("causal_lm", 0, 3).items() if key != "labels"}
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    if pp_size > 1:
+        with pytest.raises(ConfigurationError, match=f"cannot put the virtual tokens of peft's {kind} in front"):
+            model.generate(**prompt, **options)
+        return
+    assert torch.equal(model.eval().generate(**prompt, **options), plain.eval().generate(**prompt, **options))
 
 
 def _check_close(found: nn.Module, expected: nn.Module) -> None:

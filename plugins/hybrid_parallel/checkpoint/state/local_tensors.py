@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from shardformer.quantised import is_quantised
 
 
 def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[list[str], Tensor]]:
@@ -21,7 +22,8 @@ def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[li
     groups: dict[int, tuple[list[str], Tensor]] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
-        if name in persistent:
+        # Quantised weights never change, and what a layout cuts of them is no rectangle of the whole.
+        if name in persistent and not is_quantised(tensor):
             groups.setdefault(id(tensor), ([], tensor))[0].append(name)
     for names, tensor in groups.values():
         if not unique or tensor not in model.saved_elsewhere:
