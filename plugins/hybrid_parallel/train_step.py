@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.frozen import check_tied
-from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
+from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.loss.terms import LOSS_KEYWORDS

@@ -31,7 +31,7 @@ from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
-from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
+from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits

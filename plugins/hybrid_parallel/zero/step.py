@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
+from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 
 
 class StepRecord(Protocol):
@@ -50,9 +51,11 @@ class LocalParameters:
         aliases: name -> the other names of the same (tied) parameter.
         order: the local parameters as the optimizer held them before, by group; None for those on other stages.
         frozen: the parameters that have no bucket yet.
+        wholes: the parameters that the optimizer reads whole, although ranks hold parts of them.
     """
 
     names: Mapping[nn.Parameter, str]
     aliases: Mapping[str, tuple[str, ...]]
     order: Sequence[Sequence[nn.Parameter | None]]
     frozen: FrozenParameters
+    wholes: WholeParameters

@@ -21,6 +21,7 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.grouping import on_state_device
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.shard_spec import ShardSpec, spec_of
 
 PREFIX = "optimizer/"
@@ -116,9 +117,9 @@ class OptimizerLoad:
         self._keys = _keys_of(manifest)
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         optimizer.take_unfrozen(self._names_with_states())  # frozen parameters may be trained again
-        for bucket in optimizer.buckets:
-            for piece in bucket.pieces:
-                self._ask_for(bucket, piece)
+        for holder in optimizer.updated:
+            for piece in holder.pieces:
+                self._ask_for(holder, piece)
 
     def apply(self) -> None:
         """Set the loaded states, parameter group options and loss scale in the optimizer."""
@@ -138,12 +139,16 @@ class OptimizerLoad:
         aliases = self.optimizer.aliases
         return {name for name in self.optimizer.names.values() if saved & {name, *aliases.get(name, ())}}
 
-    def _ask_for(self, bucket: Bucket, piece: BucketSlice) -> None:
+    def _ask_for(self, bucket: Bucket | OwnedParameter, piece: BucketSlice) -> None:
         param, target = bucket.params[piece.index], piece.parameter
         first = self.optimizer.names[param]
         names = [first, *self.optimizer.aliases.get(first, ())]
         spec = spec_of(param)
         name = self._find(names, spec.full_shape)
+        if bucket.has_masters:
+            self._ask_for_master(names, piece, spec)
+        if param in self.optimizer.wholes:
+            return  # the owner of the whole parameter has the state
         state: dict[str, Any] = {}
         for key in self._keys.get(name, ()):
             saved = self._manifest.tensors[f"{PREFIX}{name}/{key}"]
@@ -162,8 +167,6 @@ class OptimizerLoad:
             if kind != "number":
                 value = on_state_device(key, torch.tensor(value, dtype=getattr(torch, kind)), group, target)
             state[key] = value
-        if bucket.has_masters:
-            self._ask_for_master(names, piece, spec)
         self._states.append((target, state))
 
     def _room_for(self, target: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype, padded: bool) -> Tensor:
@@ -196,13 +199,15 @@ class OptimizerLoad:
 
 def _pieces(optimizer: HybridParallelOptimizer) -> Any:
     """Yield (bucket, piece, parameter) for the pieces that this rank saves: those it counts in the gradient norm."""
-    for bucket in optimizer.buckets:
+    for bucket in optimizer.updated:
         if bucket.counted:
             for piece in bucket.pieces:
                 yield bucket, piece, bucket.params[piece.index]
 
 
-def _states_of(optimizer: HybridParallelOptimizer, bucket: Bucket, piece: BucketSlice) -> dict[str, Any]:
+def _states_of(
+    optimizer: HybridParallelOptimizer, bucket: Bucket | OwnedParameter, piece: BucketSlice
+) -> dict[str, Any]:
     states = dict(optimizer.state.get(piece.parameter, {}))
     if bucket.has_masters:
         states[MASTER] = piece.parameter.detach()
