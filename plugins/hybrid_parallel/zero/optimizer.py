@@ -227,7 +227,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
                 `optimizer.zero_grad()` and `booster.backward` or `booster.execute_pipeline`, on all ranks.
 
         Returns:
-            What the user's optimizer returns: the loss of the closure, if it evaluates one.
+            What the user's optimizer returns: the loss of the closure, if it evaluates one, as a mean over replicas.
 
         Raises:
             ConfigurationError: if `execute_pipeline` was not given the optimizer, so that there are no gradients; if a

@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.loss_scale import LossScale
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 
@@ -16,6 +20,7 @@ from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 class ChangesWeights(Protocol):
     """A boosted optimizer, as the functions here use it."""
 
+    mesh: HybridMesh
     wholes: WholeParameters
 
     def begin_update(self) -> None:
@@ -50,7 +55,7 @@ def evaluation(optimizer: ChangesWeights, closure: Callable[[], Any]) -> Callabl
     """Return a closure for the user's optimizer, which runs `closure` with the weights as it has changed them by then.
 
     It may evaluate the closure as often as it likes: each time all ranks first get the present weights, and then the
-    optimizer gets the gradients that the closure has left.
+    optimizer gets the gradients that the closure has left, and the loss that they belong to: the mean over replicas.
     """
 
     def evaluate() -> Any:
@@ -63,9 +68,20 @@ def evaluation(optimizer: ChangesWeights, closure: Callable[[], Any]) -> Callabl
             optimizer.refuse_missed_pass()
             optimizer.take_gradients()
             optimizer.wholes.gather_gradients()
-        return loss
+            return _mean(loss, optimizer.mesh.group(DP_CP))
 
     return evaluate
+
+
+def _mean(loss: Any, group: ProcessGroup) -> Any:
+    """Return the mean over ranks of a number or a 0-d tensor, the same on all of them."""
+    size = dist.get_world_size(group)
+    if size == 1 or not isinstance(loss, Tensor | float):
+        return loss
+    mean = torch.as_tensor(loss).detach().clone()
+    dist.all_reduce(mean, group=group)
+    mean /= size
+    return mean if isinstance(loss, Tensor) else mean.item()
 
 
 def check_closure(loss_scale: LossScale, nonfinite: str) -> None:
