@@ -69,10 +69,14 @@ class Training:
     model: Any
     optimizers: list[Any]
 
+    def share(self, recipe: Recipe, step: int) -> dict[str, Tensor]:
+        """This rank's share of the global batch of a step."""
+        return share_of(recipe.batch(step), self.plugin.dp_rank, self.plugin.dp_size)
+
     def step(self, recipe: Recipe, step: int) -> float:
         """One step of all optimizers; returns the loss."""
-        share = share_of(recipe.batch(step), self.plugin.dp_rank, self.plugin.dp_size)
-        loss = self.booster.execute_pipeline(iter([share]), self.model, optimizer=self.optimizers[0]).loss.item()
+        batches = iter([self.share(recipe, step)])
+        loss = self.booster.execute_pipeline(batches, self.model, optimizer=self.optimizers[0]).loss.item()
         if recipe.max_norm is not None:
             self.model.clip_grad_norm_(recipe.max_norm)
         for optimizer in self.optimizers:

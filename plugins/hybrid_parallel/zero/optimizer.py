@@ -26,9 +26,9 @@ from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
-from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions, StepRecord
+from plugins.hybrid_parallel.zero.step import Average, LocalParameters, StepOptions, StepRecord
 from plugins.hybrid_parallel.zero.user_groups import UserGroups
-from plugins.hybrid_parallel.zero.weight_update import check_closure, evaluation, updating
+from plugins.hybrid_parallel.zero.weight_update import check_closure, evaluation, refuse_average, updating
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.distributed.process_groups import world_group
 
@@ -79,6 +79,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         num_steps: number of `step` calls so far, including those before a checkpoint.
         step_was_skipped: whether the last step was skipped, on all ranks, because gradients were not finite.
         has_missed_pass: whether a pass in training mode has left no gradients, because it was given no optimizer.
+        averages: averages of its parameters by name, see `ShardedEMA`.
+        applied_average: name of the average whose values the parameters have now; None for their own.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._awaits_step = False  # whether a pass has left gradients since the last step
         self._held_scale = 1.0  # factor that the present gradients are multiplied by
         self._gathers: list[AllGatherHandle] = []
+        self.averages: dict[str, Average] = {}
+        self.applied_average: str | None = None
         self._order, self._groups = parameters.order, UserGroups(optim.param_groups, parameters.order, self.wholes)
         self._add_to_groups(self.buckets, self.wholes.owned)
 
@@ -133,6 +137,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.reducer.add(buckets)
             self.buckets = self.reducer.buckets
             self._add_to_groups(buckets, owned)
+            for average in self.averages.values():
+                average.add(buckets)
 
     def _add_to_groups(self, buckets: Sequence[Bucket], owned: Sequence[OwnedParameter]) -> None:
         self.names |= {each.params[0]: self.names[each.local] for each in owned}
@@ -234,6 +240,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
                 closure was given where steps may be skipped.
             NonFiniteError: if gradients are nan or inf; raised on all ranks, before the optimizer reads them.
         """
+        refuse_average(self.applied_average)
         if closure is not None:
             check_closure(self.loss_scale, self.nonfinite)
             self.has_missed_pass = False  # the closure is to leave gradients
@@ -308,11 +315,13 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     def take_changed_weights(self) -> None:
         """Take over parameters that other code has changed since the last step."""
+        refuse_average(self.applied_average)
         for bucket in self.buckets:
             bucket.take_changed_weights()
 
     def refresh_masters(self) -> None:
         """Copy the parameters' current values to the master weights (after weights were loaded)."""
+        refuse_average(self.applied_average)
         for bucket in self.buckets:
             bucket.refresh_masters()
 

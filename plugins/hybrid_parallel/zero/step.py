@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 
@@ -25,6 +27,21 @@ class StepRecord(Protocol):
 
     def accept(self) -> None:
         """Record that the gradients of the step are finite."""
+
+
+class Average(Protocol):
+    """An average of the parameters of an optimizer."""
+
+    num_updates: int
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Average the weights of further buckets."""
+
+    def piece_of(self, bucket: Bucket, piece: BucketSlice) -> Tensor:
+        """Return the average of a piece of a parameter, as a view that may be written."""
+
+    def restart(self) -> None:
+        """Forget the average: the next update copies the weights."""
 
 
 @dataclass(frozen=True)

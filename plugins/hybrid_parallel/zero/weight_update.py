@@ -96,3 +96,16 @@ def check_closure(loss_scale: LossScale, nonfinite: str) -> None:
             f"optimizer.step(closure) cannot skip a step in the middle, as {reason} asks for; use precision='bf16' or "
             "'fp32' with nonfinite='raise', or run the model before optimizer.step()"
         )
+
+
+def refuse_average(name: str | None) -> None:
+    """Refuse to train on, save or load training states while the parameters have the values of an average.
+
+    Raises:
+        ConfigurationError: if an average is applied.
+    """
+    if name is not None:
+        raise ConfigurationError(
+            f"the parameters have the values of the average {name!r} now; leave `with ema.applied():` before "
+            "optimizer.step(), ema.update(), or saving or loading a checkpoint; save_model in it writes the average"
+        )
