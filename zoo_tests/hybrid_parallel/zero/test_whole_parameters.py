@@ -6,13 +6,21 @@ a checkpoint of such a state under another layout. Look in `plugins/hybrid_paral
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.optimizer_runs import check_run, numbers_of_states
+from zoo_tests.harness.optimizers import Lamb
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.reference import loss_of
 
 HEADS = {"llama": "causal_lm", "gpt2": "lm_head", "bert": "masked_lm", "mixtral": "causal_lm"}
 STEPS = 20
@@ -69,3 +77,41 @@ def test_each_rank_has_its_share_of_the_states() -> None:
     whole = numbers_of_states(_case("llama", "single", _SMALL), "muon")
     assert sum(numbers) == sum(whole), "each momentum is on one rank"
     assert max(numbers) < 0.6 * sum(whole)
+
+
+@distributed(2)
+def test_states_from_before_boost_of_plain_torch_and_of_parameters_unfrozen_later() -> None:
+    """Whole states go to the owners; what is loaded is that of the plain optimizer, twice."""
+    recipe = Recipe(family="llama", head="causal_lm", config=(("num_hidden_layers", 2),))
+    models = [recipe.model(), recipe.model()]
+    optimizers = [Lamb(model.parameters()) for model in models]
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            _plain_step(recipe, model, optimizer, step)
+    plain, plain_optimizer = models[1], optimizers[1]
+    for model in models:
+        model.model.embed_tokens.weight.requires_grad_(False)
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, num_microbatches=2))
+    boosted, optimizer = booster.boost(models[0], optimizers[0])
+    for step in range(2, 8):
+        if step == 4:
+            for model in (boosted.unwrap(), plain):
+                model.model.embed_tokens.weight.requires_grad_()
+        if step == 6:
+            own, theirs = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(plain_optimizer.state_dict())
+            for state in optimizer.state.values():
+                state["second"].zero_()
+            for saved in (theirs, own, theirs):
+                optimizer.load_state_dict(copy.deepcopy(saved))
+        loss = booster.execute_pipeline(iter([recipe.batch(step)]), boosted, optimizer=optimizer).loss
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, _plain_step(recipe, plain, plain_optimizer, step), rtol=1e-10, atol=0.0)
+
+
+def _plain_step(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = loss_of(model, recipe.zoo_head, recipe.batch(step))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
