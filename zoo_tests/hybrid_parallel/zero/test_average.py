@@ -144,6 +144,34 @@ def test_parameters_that_are_unfrozen_later() -> None:
 
 
 @distributed(2)
+def test_a_checkpoint_without_an_average(tmp_path: Path) -> None:
+    """And one with an average for an optimizer that has none: its states are those of the optimizer alone."""
+    pair = Pair.make(lambda model: torch.optim.Adam(model.parameters(), lr=0.3))
+    booster, optimizer = pair.booster, pair.optimizer
+    pair.backward(0)
+    pair.step()
+    booster.save_checkpoint(tmp_path / "without", model=pair.model, optimizer=optimizer)
+    ema = ShardedEMA(optimizer)
+    ema.update()
+    booster.save_checkpoint(tmp_path / "with", model=pair.model, optimizer=optimizer)
+    pair.backward(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    booster.load_checkpoint(tmp_path / "without", model=pair.model, optimizer=optimizer)
+    assert ema.num_updates == 0
+    with ema.applied():
+        own = [param.detach().clone() for param in pair.model.parameters()]
+    assert all(torch.equal(new, old) for new, old in zip(pair.model.parameters(), own, strict=True))
+
+    other = Pair.make(lambda model: torch.optim.Adam(model.parameters(), lr=0.3))
+    other.booster.load_checkpoint(tmp_path / "with", model=other.model, optimizer=other.optimizer)
+    keys = {key for state in other.optimizer.state.values() for key in state}
+    assert keys == {"step", "exp_avg", "exp_avg_sq"}
+    for new, old in zip(other.model.parameters(), own, strict=True):
+        assert torch.equal(new, old)
+
+
+@distributed(2)
 def test_what_is_refused(tmp_path: Path) -> None:
     pair = Pair.make(lambda model: torch.optim.SGD(model.parameters(), lr=0.3))
     ema = ShardedEMA(pair.optimizer)

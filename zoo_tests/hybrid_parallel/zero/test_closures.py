@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_a_closure_may_add_to_gradients_from_before() -> None:
 
 
 @distributed(2)
-def test_what_is_refused() -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
     for options, reason in (({"precision": "fp16"}, "precision='fp16'"), ({"nonfinite": "skip"}, "nonfinite='skip'")):
         pair = Pair.make(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **options)
         with pytest.raises(ConfigurationError, match=f"cannot skip a step in the middle, as {reason} asks for; use"):
@@ -135,5 +136,9 @@ def test_what_is_refused() -> None:
         pair.optimizer.step(evaluates_only)
     with pytest.raises(RuntimeError, match=r"call booster.backward\(loss, optimizer\) instead of loss.backward"):
         pair.optimizer.step(lambda: pair.model(x=global_batch(0)["x"]).sum().backward())
+    pair = Pair.make(lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1), zero_stage=0)
+    _train(pair, steps=2)
+    with pytest.raises(ConfigurationError, match="a checkpoint cannot hold the state 'al' of LBFGS, a list; save the"):
+        pair.booster.save_optimizer(pair.optimizer, tmp_path)
     with pytest.raises(ConfigurationError, match="LBFGS updates each parameter from the values of others, which zero"):
         Pair.make(lambda model: torch.optim.LBFGS(model.parameters()))

@@ -160,9 +160,9 @@ class OptimizerLoad:
             return  # the owner of the whole parameter has the state
         state: dict[str, Any] = {}
         for key in self._keys.get(name, ()):
-            saved = self._manifest.tensors[f"{PREFIX}{name}/{key}"]
             if not _is_state(key):
                 continue
+            saved = self._manifest.tensors[f"{PREFIX}{name}/{key}"]
             is_like = saved.shape == spec.full_shape
             shape = target.shape if is_like else torch.Size(saved.shape)
             state[key] = self._room_for(target, key, shape, saved.torch_dtype, is_like and spec.is_padded)
@@ -172,7 +172,8 @@ class OptimizerLoad:
                 wanted = GlobalTensor.whole(state[key])
             self.tensors[f"{PREFIX}{name}/{key}"] = wanted
         group = {**self.optimizer.param_groups[bucket.group_index], **self.saved["param_groups"][bucket.group_index]}
-        for key, (kind, value) in self.saved["numbers"].get(name, {}).items():
+        numbers = self.saved["numbers"].get(name, {})
+        for key, (kind, value) in ((key, number) for key, number in numbers.items() if _is_state(key)):
             if kind != "number":
                 value = on_state_device(key, torch.tensor(value, dtype=getattr(torch, kind)), group, target)
             state[key] = value
