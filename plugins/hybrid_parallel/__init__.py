@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from plugins.hybrid_parallel.zero.average import ShardedEMA
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.compat.atorch.auto_accelerate import AccelerateResult, auto_accelerate
@@ -21,6 +22,7 @@ __all__ = [
     "DeepSpeed3DParallelConfig",
     "HybridParallelConfig",
     "HybridParallelPlugin",
+    "ShardedEMA",
     "auto_accelerate",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logit_helper",

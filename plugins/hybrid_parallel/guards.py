@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from booster.errors import ConfigurationError
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
+from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from shardformer.shard_spec import spec_of
 
 # Attribute that an engine reads first -> the engine.
@@ -62,7 +63,7 @@ class GuardedModel(ModelWrapper):
         super().__init__(module)
         self.mesh = mesh
         self.optimizers: list[Any] = []  # a live list, which the optimizers share
-        self.gathers: Any = None  # gathers the parameters that ranks shard (ZeRO stage 3)
+        self.gathers = ParameterGathers()
         if not self.is_whole:
             # Set on the wrapped model: scripts for DistributedDataParallel call model.module.save_pretrained.
             for method in _SAVED_BY:
@@ -129,7 +130,7 @@ class GuardedModel(ModelWrapper):
             writeback: whether values that are changed in place, in the same way on all replicas, stay so under stage 3.
         """
         self._wait_for_parameters()
-        with self.gathers.whole(writeback) if self.gathers is not None else nullcontext():
+        with self.gathers.whole(writeback):
             yield
 
     def unwrap(self) -> nn.Module:
@@ -150,7 +151,7 @@ class GuardedModel(ModelWrapper):
         """Return the wrapped model's state dict; if this rank holds only a part, as one that cannot be saved."""
         with self.summon_full_params(writeback=False):
             state = self.module.state_dict(*args, **kwargs)
-            if self.gathers is not None and not kwargs.get("keep_vars"):
+            if self.gathers and not kwargs.get("keep_vars"):
                 for name, value in state.items():
                     state[name] = value.clone() if isinstance(value, Tensor) else value
         if self.is_whole:
@@ -217,7 +218,7 @@ class GuardedModel(ModelWrapper):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GuardedModel:
         """Refuse `to`, `half`, `cuda` if they replace weights, since optimizers keep the weights that they know."""
         weights = self.module.parameters() if self.optimizers else ()
-        if self.gathers is not None:  # a tensor for each kind of weight, which this rank may not have
+        if self.gathers:  # a tensor for each kind of weight, which this rank may not have
             kinds = {(weight.dtype, weight.device) for weight in weights}
             weights = [torch.empty(1, dtype=dtype, device=device) for dtype, device in kinds]
         if any(fn(weight.data).data_ptr() != weight.data_ptr() for weight in weights):
@@ -225,7 +226,7 @@ class GuardedModel(ModelWrapper):
                 "boost() has put the model in its place and precision, and its optimizer works on these weights; "
                 "convert the model before boost(), or use HybridParallelPlugin(precision=…)"
             )
-        return super()._apply(fn, recurse) if self.gathers is None else self
+        return self if self.gathers else super()._apply(fn, recurse)
 
     def _wait_for_parameters(self) -> None:
         for optimizer in self.optimizers:

@@ -41,7 +41,8 @@ from plugins.hybrid_parallel.setup.model import build_model, check_options_again
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer, shard_frozen_parameters
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.backward_checks import check_weights_in_loss, refuse_backward
-from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, accepting_gradients
+from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.utils.freed_memory import return_freed_memory
 from shardformer.utils.json import read_json_object
 from shardformer.utils.parameter_names import names_of_parameters

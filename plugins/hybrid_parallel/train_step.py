@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.frozen import check_tied
-from plugins.hybrid_parallel.zero.optimizer import accepting_gradients
+from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts

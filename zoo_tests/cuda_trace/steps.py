@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from transformers.utils import import_utils
 
 from plugins.hybrid_parallel import train_step
-from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed import mesh as meshes
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank

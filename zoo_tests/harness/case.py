@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from zoo_tests.harness.adapters import with_adapters
+from zoo_tests.harness.optimizers import Lamb
 from zoo_tests.harness.quantised import quantise
 from zoo_tests.zoo import FAMILIES, Batch, Family, Head
 from zoo_tests.zoo.base import num_rows
@@ -25,6 +26,7 @@ _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] 
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=2e-3),
+    "lamb": Lamb,  # reads whole parameters
 }
 
 
@@ -34,7 +36,7 @@ class Recipe:
 
     Attributes:
         family, head: of the zoo.
-        optimizer: "sgd", "momentum" or "adamw".
+        optimizer: "sgd", "momentum", "adamw" or "lamb".
         precision: "fp64" (the model is converted, nothing is cast), "fp32", "bf16" or "fp16".
         max_norm: of gradient clipping.
         steps: optimizer steps.

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank

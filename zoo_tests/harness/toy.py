@@ -90,11 +90,23 @@ class Pair:
 
     def backward(self, step: int) -> None:
         """Gradients of one global batch on both sides; losses are compared."""
-        batch = global_batch(step)
-        found = self.booster.execute_pipeline(iter([share_of(batch)]), self.model, optimizer=self.optimizer).loss
-        expected = mean_square(self.plain(batch["x"]), batch)
-        expected.backward()
-        torch.testing.assert_close(found, expected.detach(), **EXACT)
+        torch.testing.assert_close(self.sharded_backward(step), self.plain_backward(step), **EXACT)
+
+    def sharded_backward(self, step: int, rows: int = ROWS, ordinary: bool = False) -> Tensor:
+        """Gradients of one global batch, by `execute_pipeline` or an ordinary loop (of equal shares); the loss."""
+        share = share_of(global_batch(step, rows))
+        if not ordinary:
+            return self.booster.execute_pipeline(iter([share]), self.model, optimizer=self.optimizer).loss
+        loss = mean_square(self.model(x=share["x"]), share)
+        self.booster.backward(loss, self.optimizer)
+        return loss.detach()
+
+    def plain_backward(self, step: int, rows: int = ROWS) -> Tensor:
+        """The same of the plain model."""
+        batch = global_batch(step, rows)
+        loss = mean_square(self.plain(batch["x"]), batch)
+        loss.backward()
+        return loss.detach()
 
     def step(self) -> None:
         for optimizer in (self.optimizer, self.plain_optimizer):

@@ -19,7 +19,6 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("own_head", "pool_layers", "two_tasks"), ("tp2", "pp2")),  # no policy, and none is guessed
     "log_gradients": _ALL,  # no rank has a gradient as plain torch has it
     "regularise": ("tp2", "pp2"),  # a sum over the parameters is one over a rank's share of them
-    "summarise_t5": ("tp2",),  # Adafactor reads whole parameters
 }
 # Script -> layout -> the sentence that is logged where numbers cannot be the plain ones.
 WARNINGS: dict[str, dict[str, str]] = {

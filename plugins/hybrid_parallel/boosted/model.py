@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
-from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared, size_asked_of
+from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.boosted.surface import ModelSurface
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
+from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.data.document_borders import with_positions
@@ -31,9 +31,8 @@ from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
-from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
-from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
+from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
@@ -42,40 +41,7 @@ from shardformer.distributed.random import SharedStream
 from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
 from shardformer.loss.routers import ASKED
 from shardformer.loss.terms import LOSS_KEYWORDS
-from shardformer.peft.file_names import FileNames, file_names
 from shardformer.stages.placeholders import StagePlaceholder
-from shardformer.utils.parameter_names import tied_names
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """Description of a model before it was sharded.
-
-    Attributes:
-        config: its configuration; None if it is not a transformers model.
-        names: names of its parameters and persistent buffers.
-        aliases: name -> the other names of the same (tied) parameter.
-        listed_as: name of a tied parameter -> the name under which `named_parameters` lists it.
-        adapter_names: peft adapter -> names of its tensors here -> names in its file.
-        sizes: (only trainable, without embeddings) -> number of parameters.
-    """
-
-    config: Any
-    names: frozenset[str]
-    aliases: Mapping[str, tuple[str, ...]]
-    listed_as: Mapping[str, str]
-    adapter_names: Mapping[str, FileNames] = field(default_factory=dict)
-    sizes: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
-
-    @staticmethod
-    def of(model: nn.Module) -> WholeModel:
-        """Describe a model that is not sharded yet."""
-        tied = tied_names(model)
-        aliases = {name: tuple(other for other in names if other != name) for names in tied for name in names}
-        listed_as = {name: names[0] for names in tied for name in names}
-        config = copy.deepcopy(getattr(model, "config", None))
-        names = frozenset(model.state_dict(keep_vars=True))
-        return WholeModel(config, names, aliases, listed_as, file_names(model), size_asked_of(model))
 
 
 @dataclass(frozen=True)
@@ -193,11 +159,10 @@ class HybridParallelModel(ModelSurface):
     def replicas_wait(self, trains: bool) -> bool:
         """Return whether replicas wait for one another in each micro-batch: at experts, for gradients or parameters."""
         reduces = trains and any(reducer.reduces_each_pass for reducer in self.reducers)
-        return reduces or self.gathers is not None or self.mesh.size(EP) > 1
+        return reduces or bool(self.gathers) or self.mesh.size(EP) > 1
 
     def shard_parameters(self) -> None:
         """Have optimizers shard the parameters, which are then gathered while modules use them (ZeRO stage 3)."""
-        self.gathers = ParameterGathers()
         for stage in self.runtime.stages:
             with self.runtime.viewing(stage):
                 self.gathers.units.add(self.module)
@@ -214,8 +179,7 @@ class HybridParallelModel(ModelSurface):
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         with ExitStack() as stack:
-            if self.gathers is not None:
-                stack.enter_context(self.gathers.running())
+            stack.enter_context(self.gathers.running())
             if self.stream is not None and self.training:
                 stack.enter_context(self.stream.active())
             yield
@@ -295,7 +259,7 @@ class HybridParallelModel(ModelSurface):
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
-        with self.gathers.running() if self.gathers is not None else nullcontext():
+        with self.gathers.running():
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)
             return self.module.generate(*args, **kwargs)

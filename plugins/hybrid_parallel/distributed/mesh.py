@@ -197,6 +197,19 @@ def shard_groups(mesh: HybridMesh, axis: str, num_shards: int) -> tuple[ProcessG
     return mesh.later_groups.get_or_create(("shards", axis, num_shards), build)
 
 
+def stage_group(mesh: HybridMesh) -> ProcessGroup:
+    """Return the group of the ranks of this pipeline stage: the tensor-parallel ranks of all replicas.
+
+    All ranks of the world must call this.
+    """
+    if mesh.size(DP_CP) == 1:
+        return mesh.group("tp")
+    if mesh.size("tp") == 1:
+        return mesh.group(DP_CP)
+    stages = mesh.device_mesh.mesh.flatten(1).tolist()
+    return mesh.later_groups.get_or_create(("stage",), lambda: _own_group(stages))
+
+
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:
     """Return the group of this pipeline's ranks at `stages`, which hold the same tied parameter; None elsewhere.
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.boosted.model import HybridParallelModel, WholeModel
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.planner.op_recorder import Part

@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext, WholeModel
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext
+from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks

@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
-from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis, shard_groups
+from plugins.hybrid_parallel.distributed.mesh import (
+    DP_CP,
+    HybridMesh,
+    replicate_axis,
+    shard_groups,
+    stage_group,
+)
 from plugins.hybrid_parallel.setup.model import BuiltModel
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
@@ -23,7 +27,7 @@ from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
-from plugins.hybrid_parallel.zero.grouping import build_buckets, place_states, take_states
+from plugins.hybrid_parallel.zero.grouping import TiedParameter, build_buckets, place_states, take_states
 from plugins.hybrid_parallel.zero.optimizer import (
     HybridParallelOptimizer,
     ModelContext,
@@ -31,6 +35,7 @@ from plugins.hybrid_parallel.zero.optimizer import (
 )
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions
+from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.replicated_linear import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
@@ -59,20 +64,21 @@ def build_optimizer(
     pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
-    if granularity is not Granularity.ELEMENT:
-        raise_on_all_ranks(lambda: _check_padding(type(optim).__name__, old, names))
     options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
-    if config.zero.zero_stage == 3 and model.gathers is None:
+    if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
     buckets = build_buckets(_which(order, trains=True), options, model.tied, built.masters, model.gathers)
-    place_states(optim, states, buckets)
+    first_names = {param: name for name, param in reversed(list(parameters.items()))}
+    wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
+    owned = wholes.add(buckets)
+    wholes.take_states(states)
+    place_states(optim, states, [*buckets, *owned])
     build_more = partial(build_buckets, options=options, tied=model.tied, masters={}, gathers=model.gathers)
     frozen = FrozenParameters(_which(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
     # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
     overlaps = config.zero.overlap_communication and stands_alone
-    first_names = {param: name for name, param in reversed(list(parameters.items()))}
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
     reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits, gradient_hooks)
     if reducer.attaches_grad_buffers:
@@ -82,7 +88,7 @@ def build_optimizer(
         optim,
         buckets,
         reducer,
-        LocalParameters(first_names, model.origin.aliases, order, frozen),
+        LocalParameters(first_names, model.origin.aliases, order, frozen, wholes),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
         StepOptions(config.zero.max_norm, debugging.nonfinite, config.zero.overlap_allgather),
         StepHooks(
@@ -96,10 +102,9 @@ def build_optimizer(
 
 def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:
     """Shard the parameters that no optimizer trains, and have all sharded ones gathered before use (ZeRO stage 3)."""
-    gathers = built.model.gathers
-    if gathers is not None:
-        gathers.shard_frozen(_bucket_options(Granularity.ELEMENT, config, mesh))
-        gathers.attach()
+    if config.zero.zero_stage == 3 and built.model.optimizers:
+        built.model.gathers.shard_frozen(_bucket_options(Granularity.ELEMENT, config, mesh))
+        built.model.gathers.attach()
 
 
 def _which(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:
@@ -107,16 +112,24 @@ def _which(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> lis
     return [[param for param in group if param is not None and param.requires_grad == trains] for group in groups]
 
 
-def _check_padding(
-    optimizer: str, held: Mapping[nn.Parameter, nn.Parameter], names: Mapping[int, Sequence[str]]
-) -> None:
-    """Refuse padding rows of a vocabulary for an optimizer that would include them in its updates."""
-    for param, whole in held.items():
-        if spec_of(param).is_padded:
-            raise ConfigurationError(
-                f"{optimizer} reads whole parameters, and make_vocab_size_divisible_by has padded "
-                f"{names[id(whole)][0]}; use make_vocab_size_divisible_by=1, or AdamW"
-            )
+def _whole_parameters(
+    granularity: Granularity,
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+    options: Mapping[str, BucketOptions],
+    tied: Mapping[nn.Parameter, TiedParameter],
+    names: Mapping[nn.Parameter, str],
+) -> WholeParameters:
+    """Return the parameters that an optimizer of this granularity must read whole; all ranks must call this."""
+    groups = {}
+    if granularity is not Granularity.ELEMENT:
+        # Under stage 0 replicas hold the same parts, so each has owners of its own.
+        groups = {axis: stage_group(mesh) if config.zero.zero_stage else mesh.group(axis) for axis in (TENSOR, EXPERTS)}
+
+    def counted(param: nn.Parameter) -> bool:
+        return options[spec_of(param).axis].counts and (param not in tied or tied[param].counted)
+
+    return WholeParameters(groups, names, counted)
 
 
 def _bucket_options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -89,6 +90,20 @@ class BucketSlice:
     def view(self, shard: Tensor) -> Tensor:
         """Return the piece's range of a flat tensor over the shard."""
         return shard[self.offset : self.offset + self.stop - self.start]
+
+
+class HoldsPieces(Protocol):
+    """A bucket, or another holder of what an optimizer updates, as code that handles states sees it."""
+
+    group_index: int
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """The parameters."""
+
+    @property
+    def pieces(self) -> Sequence[BucketSlice]:
+        """The parts of them on this rank."""
 
 
 def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bool) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 
@@ -19,7 +19,8 @@ _LEAST = 512
 
 def is_sharded(param: nn.Parameter) -> bool:
     """Return whether ranks keep only a shard of a parameter under stage 3."""
-    return param.dim() >= 2 and param.numel() >= _LEAST and param.is_floating_point()
+    is_plain = type(param.data) is Tensor and param.is_floating_point()  # and no packed weight of a quantised model
+    return is_plain and param.dim() >= 2 and param.numel() >= _LEAST
 
 
 @dataclass(eq=False)

@@ -9,10 +9,10 @@ parameters changes nothing, ranks may hold different parameters.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ _ELEMENTWISE = frozenset(
 # By number of dims. One matrix is large, because some optimizers treat smaller ones differently.
 _SHAPES = {1: [(7,), (12,)], 2: [(130, 129), (4, 6)], 3: [(5, 3, 4), (2, 3, 2)], 4: [(3, 2, 2, 2), (2, 2, 3, 1)]}
 _STEPS = 26  # some preconditioners start only after several steps
+_STEPS_WITH_CLOSURE = 4
 _SCALES = (1.0, 30.0, 0.03)  # of gradients, in turn: clipping only shows in large ones
 _LR = 1e-2  # used if a schedule begins with 0
 _CLOSE = {"rtol": 1e-5, "atol": 1e-13}
@@ -47,75 +48,99 @@ def granularity_of(optim: torch.optim.Optimizer) -> Granularity:
         return Granularity.PARAMETER  # an instance's own `step` is bound to this object, so a copy cannot use it
     if cls.__module__.startswith("torch.optim") and cls.__name__ in _ELEMENTWISE:
         return Granularity.ELEMENT
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return _try_out(optim)
-    except Exception:  # a user's step may raise anything
-        return Granularity.PARAMETER
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return _try_out(optim)
 
 
 def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, pp_size: int, num_shards: int) -> None:
-    """Refuse an optimizer that reads values which the layout distributes over ranks.
+    """Refuse an optimizer that updates parameters from the values of others, if the layout has these on other ranks.
 
     Args:
         num_shards: number of ranks over which ZeRO shards the states.
 
     Raises:
-        ConfigurationError: if it reads more of its parameters than a rank holds, or needs a closure.
+        ConfigurationError: if the optimizer does not fit the layout.
     """
-    name, granularity = type(optim).__name__, granularity_of(optim)
-    closure = inspect.signature(type(optim).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(f"{name} needs a closure that runs the model again; use an optimizer such as AdamW")
-    cuts = {"tp_size": tp_size, "ep_size": ep_size} if granularity >= Granularity.PARAMETER else {}
-    for option, size in cuts.items():
-        if size > 1:
-            raise ConfigurationError(
-                f"{name} reads whole parameters, which {option}={size} cuts; use {option}=1 or AdamW"
-            )
-    if granularity is Granularity.MODEL and max(pp_size, num_shards) > 1:
-        reason = f"pp_size={pp_size}" if pp_size > 1 else f"zero_stage=1 with {num_shards} replicas"
+    if granularity_of(optim) is not Granularity.MODEL:
+        return
+    sizes = {"tp_size": tp_size, "ep_size": ep_size, "pp_size": pp_size}
+    reasons = [f"{option}={size}" for option, size in sizes.items() if size > 1]
+    if num_shards > 1:
+        reasons.append(f"zero_stage=1 with {num_shards} replicas")
+    if reasons:
         raise ConfigurationError(
-            f"{name} updates each parameter from the values of others, which {reason} has on other ranks; use "
-            "zero_stage=0 with pp_size=1 and tp_size=1, or AdamW"
+            f"{type(optim).__name__} updates each parameter from the values of others, which {reasons[0]} has on other "
+            "ranks; use zero_stage=0 with pp_size=1, tp_size=1 and ep_size=1, or AdamW"
         )
 
 
 def _try_out(optim: torch.optim.Optimizer) -> Granularity:
+    """Try the optimizer without a closure and with one, as far as it takes steps without and with one."""
+    found = []
+    for has_closure in (False, True):
+        try:
+            found.append(_try_with(optim, has_closure))
+        except Exception:  # a user's step may raise anything
+            continue
+    return max(found, default=Granularity.PARAMETER)
+
+
+def _try_with(optim: torch.optim.Optimizer, has_closure: bool) -> Granularity:
+    moves = partial(_moves, has_closure=has_closure)
     values = [
         [torch.randn(shape, dtype=torch.float64, generator=_generator(index)) for shape in _shapes(group["params"])]
         for index, group in enumerate(optim.param_groups)
     ]
-    whole = _moves(optim, values, lambda tensor: [tensor])
+    whole = moves(optim, values, lambda tensor: [tensor])
     if not any(move.any() for group in whole for move in group):
         return Granularity.PARAMETER
     first = next(index for index, group in enumerate(values) if group)
     alone = [group[: int(index == first)] for index, group in enumerate(values)]
-    if not _same(_moves(optim, alone, lambda tensor: [tensor])[first], whole[first][:1]):
+    if not _same(moves(optim, alone, lambda tensor: [tensor])[first], whole[first][:1]):
         return Granularity.MODEL
     try:
-        cut = _moves(optim, values, _in_two)
+        cut = moves(optim, values, _in_two)
     except Exception:  # the step accepts only matrices
         return Granularity.PARAMETER
     return Granularity.ELEMENT if all(map(_same, cut, whole)) else Granularity.PARAMETER
 
 
 def _moves(
-    optim: torch.optim.Optimizer, values: Sequence[Sequence[Tensor]], pieces_of: Callable[[Tensor], list[Tensor]]
+    optim: torch.optim.Optimizer,
+    values: Sequence[Sequence[Tensor]],
+    pieces_of: Callable[[Tensor], list[Tensor]],
+    has_closure: bool,
 ) -> list[list[Tensor]]:
     """Run a copy of the optimizer on pieces of `values`; return the change of each parameter, flat, by group."""
     torch.manual_seed(0)
     parameters = [[[nn.Parameter(part.clone()) for part in pieces_of(each)] for each in group] for group in values]
     twin = _twin(optim, [[part for parts in group for part in parts] for group in parameters])
-    for step in range(_STEPS):
+    if callable(getattr(twin, "train", None)):  # a schedule-free optimizer steps only in training mode
+        twin.train()
+
+    def noise(step: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for number, (group, tensors) in enumerate(zip(parameters, values, strict=True)):
             for index, (parts, tensor) in enumerate(zip(group, tensors, strict=True)):
                 generator = _generator(step, number, index)
                 gradient = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
-                for part, its in zip(parts, pieces_of(gradient * _SCALES[step % len(_SCALES)]), strict=True):
-                    part.grad = its.clone()
+                yield from zip(parts, pieces_of(gradient * _SCALES[step % len(_SCALES)]), strict=True)
+
+    def closure(step: int) -> Tensor:
+        """Of each element p with noise n the loss n p + sin p: its gradient depends on p, and on no other element.
+
+        Most elements have no minimum, where two optimizers that go different ways would meet.
+        """
+        loss = torch.zeros((), dtype=torch.float64)
+        for part, its in noise(step):
+            part.grad = its + part.detach().cos()
+            loss += (its * part.detach() + part.detach().sin()).sum()
+        return loss
+
+    for step in range(_STEPS_WITH_CLOSURE if has_closure else _STEPS):
+        for part, its in noise(step):
+            part.grad = its.clone()
         with torch.enable_grad():
-            type(twin).step(twin)
+            type(twin).step(twin, *([partial(closure, step)] if has_closure else []))
     return [
         [
             torch.cat([part.detach().flatten() for part in parts]) - tensor.flatten()
@@ -131,6 +156,7 @@ def _twin(optim: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Paramet
     state: dict[Any, Any] = defaultdict(dict)
     memo: dict[int, Any] = {id(optim.param_groups): groups, id(optim.state): state}
     for theirs, ours in zip(optim.param_groups, groups, strict=True):
+        memo[id(theirs["params"])] = ours["params"]  # an optimizer may keep the list (LBFGS)
         memo |= {id(param): (ours["params"] or [nn.Parameter(torch.zeros(1))])[0] for param in theirs["params"]}
         ours |= {key: copy.deepcopy(value, memo) for key, value in theirs.items() if key != "params"}
         if "lr" in ours and ours["lr"] is not None and float(ours["lr"]) == 0.0:

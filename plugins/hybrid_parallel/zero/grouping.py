@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, HoldsPieces
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from shardformer.shard_spec import grad_group_of, spec_of
 from shardformer.utils.freed_memory import return_freed_memory
@@ -121,13 +121,13 @@ def take_states(
 
 
 def place_states(
-    optim: torch.optim.Optimizer, states: dict[nn.Parameter, dict[str, Any]], buckets: Sequence[Bucket]
+    optim: torch.optim.Optimizer, states: dict[nn.Parameter, dict[str, Any]], buckets: Sequence[HoldsPieces]
 ) -> None:
     """Give each piece its part of the parameter's state.
 
     Args:
         states: whole states by local parameter; placed ones are removed.
-        buckets: the buckets that hold the pieces.
+        buckets: the buckets, or what is like them, that hold the pieces.
     """
     for bucket in buckets:
         group = optim.param_groups[bucket.group_index]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +16,23 @@ from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.guards import GuardedOptimizer
-from plugins.hybrid_parallel.loss.arithmetic import clip_factor, gradient_factor, unscaled
+from plugins.hybrid_parallel.loss.arithmetic import gradient_factor, unscaled
 from plugins.hybrid_parallel.loss.loss_scale import LossScale
-from plugins.hybrid_parallel.zero.assemble import assemble
+from plugins.hybrid_parallel.zero.assemble import full_gradients
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
+from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
 from plugins.hybrid_parallel.zero.grouping import place_states
+from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
-from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions, StepRecord
+from plugins.hybrid_parallel.zero.step import Average, LocalParameters, StepOptions, StepRecord
+from plugins.hybrid_parallel.zero.user_groups import UserGroups
+from plugins.hybrid_parallel.zero.weight_update import check_closure, evaluation, refuse_average, updating
+from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.distributed.process_groups import world_group
-from shardformer.shard_spec import spec_of
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,14 @@ class ModelContext:
         loss_scale: the model's fp16 loss scale, or a constant 1.
         record: record of the passes of a step.
         optimizers: all optimizers of the model, including each one as soon as it is created.
-        gathers: gathers the parameters that ranks shard (ZeRO stage 3); None if they shard none.
+        gathers: gathers the parameters that ranks shard (ZeRO stage 3).
     """
 
     mesh: HybridMesh
     loss_scale: LossScale
     record: StepRecord
     optimizers: list[HybridParallelOptimizer]
-    gathers: ParameterGathers | None = None
+    gathers: ParameterGathers
 
 
 class HybridParallelOptimizer(GuardedOptimizer):
@@ -78,6 +83,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         num_steps: number of `step` calls so far, including those before a checkpoint.
         step_was_skipped: whether the last step was skipped, on all ranks, because gradients were not finite.
         has_missed_pass: whether a pass in training mode has left no gradients, because it was given no optimizer.
+        averages: averages of its parameters by name, see `ShardedEMA`.
+        applied_average: name of the average whose values the parameters have now; None for their own.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         super().__init__(optim)
         self.buckets, self.reducer = list(buckets), reducer
         self.names, self.aliases, self.frozen = dict(parameters.names), parameters.aliases, parameters.frozen
+        self.wholes = parameters.wholes
         self.mesh, self.loss_scale, self._gathers_of_model = context.mesh, context.loss_scale, context.gathers
         self.trace, self.peers = context.record, context.optimizers
         self.max_norm, self.nonfinite = options.max_norm, options.nonfinite
@@ -103,10 +111,10 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._awaits_step = False  # whether a pass has left gradients since the last step
         self._held_scale = 1.0  # factor that the present gradients are multiplied by
         self._gathers: list[AllGatherHandle] = []
-        for group in optim.param_groups:
-            group["params"] = []
-        self._order, self._pieces = parameters.order, set[nn.Parameter]()
-        self._add_to_groups(self.buckets)
+        self.averages: dict[str, Average] = {}
+        self.applied_average: str | None = None
+        self._order, self._groups = parameters.order, UserGroups(optim.param_groups, parameters.order, self.wholes)
+        self._add_to_groups(self.buckets, self.wholes.owned)
 
     @property
     def grad_norm(self) -> float | None:
@@ -127,30 +135,29 @@ class HybridParallelOptimizer(GuardedOptimizer):
         """
         buckets = self.frozen.unfreeze({param for param, name in self.names.items() if name in also} if also else ())
         if buckets:
-            place_states(self.optim, self.frozen.states, buckets)
+            owned = self.wholes.add(buckets)
+            self.wholes.take_states(self.frozen.states)
+            place_states(self.optim, self.frozen.states, [*buckets, *owned])
             self.reducer.add(buckets)
             self.buckets = self.reducer.buckets
-            self._add_to_groups(buckets)
+            self._add_to_groups(buckets, owned)
+            for average in self.averages.values():
+                average.add(buckets)
 
-    def _add_to_groups(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            pieces = [piece.parameter for piece in bucket.pieces]
-            self.param_groups[bucket.group_index]["params"] += pieces
-            self._pieces.update(pieces)
+    def _add_to_groups(self, buckets: Sequence[Bucket], owned: Sequence[OwnedParameter]) -> None:
+        self.names |= {each.params[0]: self.names[each.local] for each in owned}
+        self._groups.add(buckets, owned)
 
-    def _refuse_strangers(self) -> None:
-        """Refuse parameters that were added to a group after `boost`: they would have no gradients here."""
-        if not self._pieces.issuperset(param for group in self.param_groups for param in group["params"]):
-            raise ConfigurationError(
-                "optimizer.param_groups holds a parameter that was added after boost(); add it to the optimizer "
-                "before, frozen by requires_grad=False until it is to be trained"
-            )
+    @property
+    def updated(self) -> list[Bucket | OwnedParameter]:
+        """What the user's optimizer holds: buckets, whose pieces it may not all hold, and whole parameters."""
+        return [*self.buckets, *self.wholes.owned]
 
     # ----- state dicts -----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of this rank's pieces; `booster.save_optimizer` saves states for any layout."""
-        return state_dict_of_pieces(self.optim, self.buckets)
+        return state_dict_of_pieces(self.optim, self.updated)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -160,7 +167,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
             ConfigurationError: if it belongs to another rank or layout, or to other parameter groups.
         """
         self.take_unfrozen()
-        self.frozen.states.update(load_state_dict(self.optim, state_dict, self.buckets, self._order))
+        states = load_state_dict(self.optim, state_dict, self.updated, self._order, self.wholes)
+        self.frozen.states.update(states)
 
     # ----- gradients -----
 
@@ -177,7 +185,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._awaits_step = True
         self.reducer.accepting = True
         try:
-            with self._gathers_of_model.running() if self._gathers_of_model is not None else nullcontext():
+            with self._gathers_of_model.running():
                 yield
         finally:
             self.reducer.accepting = False
@@ -216,68 +224,89 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
         Must be called on all ranks, after the backward pass and before `step`.
         """
-        cut: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        for bucket in self.buckets:
-            values = {piece.index: piece.view(bucket.shard_grads) for piece in bucket.pieces if bucket.used}
-            for index, local in bucket.gather_pieces(values, bucket.grad_dtype).items():
-                if index in bucket.used:
-                    param = bucket.params[index]
-                    cut[self.names[param]] = (param, unscaled(local, self._held_scale))
-        # By name: tensor-parallel ranks sort their parameters into different buckets.
-        return {
-            name: assemble(param, local, self.mesh.group(spec_of(param).axis))
-            for name, (param, local) in sorted(cut.items())
-        }
+        return full_gradients(self.buckets, self.names, self.mesh, self._held_scale)
 
     # ----- the step -----
 
     @failure.guard("optimizer.step")
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale and clip gradients, update this rank's shard and all-gather the parameters.
 
+        Args:
+            closure: runs the model and returns the loss, for optimizers that evaluate it in their step. It calls
+                `optimizer.zero_grad()` and `booster.backward` or `booster.execute_pipeline`, on all ranks.
+
+        Returns:
+            What the user's optimizer returns: the closure's loss, if it evaluates one, as a mean over replicas.
+
         Raises:
-            RuntimeError: if a closure was given, which would have to run the model.
-            ConfigurationError: if `execute_pipeline` was not given the optimizer, so that there are no gradients.
-            NonFiniteError: if gradients are nan or inf; raised on all ranks, before anything is changed.
+            ConfigurationError: there are no gradients, or a closure was given where steps may be skipped.
+            NonFiniteError: gradients are nan or inf; raised on all ranks, before the optimizer reads them.
         """
+        refuse_average(self.applied_average)
         if closure is not None:
-            raise RuntimeError("step(closure) is not supported; run the model before step()")
-        self._refuse_missed_pass()
-        self._refuse_strangers()
+            check_closure(self.loss_scale, self.nonfinite)
+            self.has_missed_pass = False  # the closure is to leave gradients
+        self.refuse_missed_pass()
+        self._groups.refuse_strangers()
+        self.num_steps += 1
+        self.take_gradients()
+        if self.step_was_skipped:
+            return None
+        with updating(self, self.overlap_allgather):
+            self.wholes.gather_gradients()
+            result = self.optim.step() if closure is None else self.optim.step(evaluation(self, closure))
+        if self.step_hooks.after_step is not None:
+            self.step_hooks.after_step(self)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return partial(self._switch, found) if name in ("train", "eval") else found
+
+    @torch.no_grad()
+    def _switch(self, method: Callable[[], Any]) -> Any:
+        """Run a method of the user's optimizer that changes weights (schedule-free optimizers)."""
+        with updating(self):
+            return method()
+
+    def take_gradients(self) -> None:
+        """Complete, unscale and clip the gradients since the last call, and assign them to the pieces."""
         if self.reducer.pending:
             self.reducer.finish()
-        self.num_steps += 1
         self.trace.end_step()
-        if self._gathers_of_model is not None:
-            self._gathers_of_model.end_step()
+        self._gathers_of_model.end_step()
         factor = self._gradient_factor()
         if self.step_was_skipped:
             return
         for bucket in self.buckets:
             bucket.assign_grads(factor)
         self._held_scale = 1.0
+
+    def begin_update(self) -> None:
+        """Wait until this rank may change the parameters, and take over changes by other code."""
         self._close_gathers()
-        with self._updating_shards():
-            self.take_changed_weights()
-            self.optim.step()
-            self._gathers = [
-                gather
-                for bucket in self.buckets
-                if (gather := bucket.all_gather_params(self.overlap_allgather)) is not None
-            ]
-        if not self.overlap_allgather:
+        for each in self._updates_of_shards:
+            each.begin()
+        self.take_changed_weights()
+
+    def publish(self, overlaps: bool = False) -> None:
+        """Write updated values to the parameters of all ranks.
+
+        Args:
+            overlaps: whether to return before they are gathered.
+        """
+        gathers = [bucket.all_gather_params(overlaps) for bucket in self.buckets]
+        self._gathers = [gather for gather in gathers if gather is not None]
+        for each in self._updates_of_shards:
+            each.end()
+        if not overlaps:
             self.wait_for_parameters()
             self._close_gathers()
-        if self.step_hooks.after_step is not None:
-            self.step_hooks.after_step(self)
 
     def wait_for_parameters(self) -> None:
-        """Wait until the parameters of the last step are gathered.
-
-        Raises:
-            ConfigurationError: if a parameter was changed in place before it was gathered.
-        """
+        """Wait until the parameters of the last step are gathered; refuse those that were changed in place before."""
         for bucket in self.buckets:
             bucket.arrive()
         for gather in self._gathers:
@@ -291,31 +320,30 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     def take_changed_weights(self) -> None:
         """Take over parameters that other code has changed since the last step."""
+        refuse_average(self.applied_average)
         for bucket in self.buckets:
             bucket.take_changed_weights()
 
     def refresh_masters(self) -> None:
         """Copy the parameters' current values to the master weights (after weights were loaded)."""
+        refuse_average(self.applied_average)
         for bucket in self.buckets:
             bucket.refresh_masters()
 
     def publish_masters(self) -> None:
         """Copy the master weights to the parameters of all ranks (after master weights were loaded)."""
-        with self._updating_shards():
-            for bucket in self.buckets:
-                gather = bucket.all_gather_params() if bucket.has_masters else None
-                if gather is not None:
-                    gather.close()
-
-    @contextmanager
-    def _updating_shards(self) -> Iterator[None]:
-        """Change shards of parameters in this context: other ranks read neither half of the old nor of the new ones."""
-        updates = {bucket.options.updates: None for bucket in self.buckets if bucket.sharded is not None}
-        for each in updates:
+        for each in self._updates_of_shards:
             each.begin()
-        yield
-        for each in updates:
+        for bucket in self.buckets:
+            if bucket.has_masters and (gather := bucket.all_gather_params()) is not None:
+                gather.close()
+        for each in self._updates_of_shards:
             each.end()
+
+    @property
+    def _updates_of_shards(self) -> list[ShardUpdates]:
+        """What keeps changes of parameters apart from gathers of them under ZeRO stage 3."""
+        return list(dict.fromkeys(bucket.options.updates for bucket in self.buckets if bucket.sharded is not None))
 
     def _gradient_factor(self) -> Tensor | float | None:
         """Return the factor that unscales and clips gradients before the update; decide whether to skip the step."""
@@ -346,7 +374,12 @@ class HybridParallelOptimizer(GuardedOptimizer):
                 bucket.scale_grads(scale / self._held_scale)
         self._held_scale = scale
 
-    def _refuse_missed_pass(self) -> None:
+    def refuse_missed_pass(self) -> None:
+        """Refuse a step, or the evaluation of a closure, whose pass has left no gradients.
+
+        Raises:
+            ConfigurationError: if `execute_pipeline` was not given the optimizer.
+        """
         missed, self.has_missed_pass = self.has_missed_pass, False
         awaited, self._awaits_step = self._awaits_step, False
         if missed and not awaited:
@@ -364,28 +397,3 @@ class HybridParallelOptimizer(GuardedOptimizer):
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=world_group())
         return total.sqrt()
-
-
-@contextmanager
-def accepting_gradients(optimizers: Sequence[HybridParallelOptimizer], scale: float | None = None) -> Iterator[None]:
-    """Accept the gradients of backward passes in this context with several optimizers."""
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(optimizer.accepting_gradients(scale))
-        yield
-
-
-@torch.no_grad()
-def clip_grad_norm_(optimizers: Sequence[HybridParallelOptimizer], max_norm: float) -> Tensor:
-    """Scale the gradients of several optimizers so that their joint norm is at most `max_norm`.
-
-    Returns:
-        The norm before scaling, 0-d, the same on every rank.
-    """
-    for optimizer in optimizers:
-        optimizer.finish_gradients()
-    norm = torch.linalg.vector_norm(torch.stack([optimizer.global_norm() for optimizer in optimizers]))
-    factor = clip_factor(norm, max_norm)
-    for bucket in (bucket for optimizer in optimizers for bucket in optimizer.buckets):
-        bucket.scale_grads(factor)
-    return norm

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.bucket_layout import HoldsPieces
 from plugins.hybrid_parallel.zero.grouping import place_states
+from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 
 _PIECES = "pieces"  # marks a state dict of pieces, and describes them
 
 
-def state_dict_of_pieces(optim: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> dict[str, Any]:
+def state_dict_of_pieces(optim: torch.optim.Optimizer, buckets: Sequence[HoldsPieces]) -> dict[str, Any]:
     """Return the state dict of an optimizer over pieces, with a description of the pieces."""
     return {**optim.state_dict(), _PIECES: _describe(buckets)}
 
@@ -23,13 +24,15 @@ def state_dict_of_pieces(optim: torch.optim.Optimizer, buckets: Sequence[Bucket]
 def load_state_dict(
     optim: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
-    buckets: Sequence[Bucket],
+    buckets: Sequence[HoldsPieces],
     order: Sequence[Sequence[nn.Parameter | None]],
+    wholes: WholeParameters,
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Load a state dict of the same pieces, or of the optimizer before `boost`.
 
     Args:
         order: the local parameters as the optimizer held them before, by group; None for parameters of other stages.
+        wholes: those that the optimizer reads whole.
 
     Returns:
         The states of parameters that have no bucket.
@@ -60,11 +63,12 @@ def load_state_dict(
     for group, theirs in zip(optim.param_groups, saved, strict=True):
         group.update({key: value for key, value in theirs.items() if key != "params"})
     optim.state.clear()
+    wholes.take_states(states)
     place_states(optim, states, buckets)
     return states
 
 
-def _describe(buckets: Sequence[Bucket]) -> list[list[int]]:
+def _describe(buckets: Sequence[HoldsPieces]) -> list[list[int]]:
     return [
         [bucket.group_index, piece.index, piece.start, piece.stop, *bucket.params[piece.index].shape]
         for bucket in buckets

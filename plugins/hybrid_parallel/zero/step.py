@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
+from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 
 
 class StepRecord(Protocol):
@@ -24,6 +27,21 @@ class StepRecord(Protocol):
 
     def accept(self) -> None:
         """Record that the gradients of the step are finite."""
+
+
+class Average(Protocol):
+    """An average of the parameters of an optimizer."""
+
+    num_updates: int
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Average the weights of further buckets."""
+
+    def piece_of(self, bucket: Bucket, piece: BucketSlice) -> Tensor:
+        """Return the average of a piece of a parameter, as a view that may be written."""
+
+    def restart(self) -> None:
+        """Forget the average: the next update copies the weights."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +68,11 @@ class LocalParameters:
         aliases: name -> the other names of the same (tied) parameter.
         order: the local parameters as the optimizer held them before, by group; None for those on other stages.
         frozen: the parameters that have no bucket yet.
+        wholes: the parameters that the optimizer reads whole, although ranks hold parts of them.
     """
 
     names: Mapping[nn.Parameter, str]
     aliases: Mapping[str, tuple[str, ...]]
     order: Sequence[Sequence[nn.Parameter | None]]
     frozen: FrozenParameters
+    wholes: WholeParameters

@@ -84,7 +84,7 @@ def draw(seed: int, index: int) -> Case:
     def other_options() -> dict[str, Any]:
         """Of a layout that the same model goes on under."""
         others = numbers.sizes(name, head, world_size)
-        if not _fits(name, config, others) or optimizer["name"] == "Adafactor":
+        if not _fits(name, config, others):
             others = sizes
         options = _options(numbers, name, others, config) | _kept(plugin)
         if precision == "fp64":
@@ -326,8 +326,6 @@ def _scheduler(numbers: Draw, optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _optimizer(numbers: Draw, precision: str, adapted: bool, sizes: Mapping[str, int]) -> dict[str, Any]:
     weights = {name: weight for name, (weight, _) in _OPTIMIZERS.items()}
-    if sizes["tp_size"] > 1:
-        del weights["Adafactor"]  # it reads whole parameters
     if precision != "fp64":
         weights = {"SGD": 1, "momentum": 1, **({"AdamW": 0.5} if precision == "fp32" else {})}
     chosen = numbers.weighted(weights)

@@ -347,7 +347,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PLUGIN}/zero/test_two_optimizers.py::test_gradients_that_wait_are_brought_to_a_new_scale",),
     ),
     "clipping adds the norms of optimizers": Edit(
-        "plugins.hybrid_parallel.zero.optimizer",
+        "plugins.hybrid_parallel.zero.joint_gradients",
         "torch.linalg.vector_norm(torch.stack([optimizer.global_norm() for optimizer in optimizers]))",
         "torch.stack([optimizer.global_norm() for optimizer in optimizers]).sum()",
         (f"{_PLUGIN}/zero/test_two_optimizers.py::test_gradients_of_all_optimizers_are_clipped_by_one_norm",),
@@ -357,5 +357,29 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "torch.where(rounded == present, master, present.to(master.dtype), out=master)",
         "master.copy_(present)",
         (f"{_PLUGIN}/zero/test_user_gradients.py::test_a_changed_row_leaves_the_masters_of_other_rows",),
+    ),
+    "whole parameters put together backwards": Edit(
+        "plugins.hybrid_parallel.zero.parameter_exchange",
+        "spec = self.specs[index].on_rank(place * self.specs[index].copies)",
+        "spec = self.specs[index].on_rank(self.specs[index].world_size - 1 - place * self.specs[index].copies)",
+        (f"{_PLUGIN}/zero/test_whole_parameters.py::test_equals_plain_training[lamb-gpt2-tp2]",),
+    ),
+    "closures see the weights of before the step": Edit(
+        "plugins.hybrid_parallel.zero.weight_update",
+        "            optimizer.publish()\n",
+        "",
+        (f"{_PLUGIN}/zero/test_closures.py::test_equals_plain_torch[1-False]",),
+    ),
+    "each rank's search goes by its own loss": Edit(
+        "plugins.hybrid_parallel.zero.weight_update",
+        "return _mean(loss, optimizer.mesh.group(DP_CP))",
+        "return loss",
+        (f"{_PLUGIN}/zero/test_closures.py::test_lbfgs_with_replicas_alone[None-True]",),
+    ),
+    "an average that keeps what it should drop": Edit(
+        "plugins.hybrid_parallel.zero.average",
+        "average.lerp_(values, 1.0 - self.decay)",
+        "average.lerp_(values, self.decay)",
+        (f"{_PLUGIN}/zero/test_average.py::test_parameters_that_are_unfrozen_later",),
     ),
 }

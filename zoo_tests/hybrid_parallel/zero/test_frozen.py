@@ -14,7 +14,7 @@ from torch import nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.optimizer import assemble
+from plugins.hybrid_parallel.zero.assemble import assemble
 from shardformer.shard_spec import spec_of
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.ranks import RankError, distributed, run_on_ranks

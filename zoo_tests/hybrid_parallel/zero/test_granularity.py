@@ -16,7 +16,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.granularity import Granularity, check_granularity, granularity_of
-from zoo_tests.harness.optimizers import ClippedSGD, DerivedAdam, Lamb, Lion, TrustAdamW
+from zoo_tests.harness.optimizers import (
+    SAM,
+    BlockwiseAdam,
+    ClippedSGD,
+    DerivedAdam,
+    Lamb,
+    Lion,
+    PointwiseSAM,
+    ScheduleFreeSGD,
+    TrustAdamW,
+)
 
 ELEMENT, PARAMETER, MODEL = Granularity
 
@@ -40,7 +50,13 @@ FOUND: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Gr
     "transformers' Adafactor": (_adafactor_of_transformers, PARAMETER),
     "a norm of each tensor": (TrustAdamW, PARAMETER),
     "Lamb": (Lamb, PARAMETER),
+    "blocks of a tensor": (BlockwiseAdam, PARAMETER),
     "a norm of all tensors": (ClippedSGD, MODEL),
+    "a norm of all tensors, in its closure": (SAM, MODEL),
+    "no norm in its closure": (PointwiseSAM, ELEMENT),
+    "all tensors as one vector": (torch.optim.LBFGS, MODEL),
+    "the same with a search": (partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), MODEL),
+    "steps in training mode alone": (ScheduleFreeSGD, ELEMENT),
     "what cannot be tried": (torch.optim.SparseAdam, PARAMETER),
 }
 
@@ -95,22 +111,19 @@ def _sizes(**sizes: int) -> dict[str, int]:
 
 def test_what_is_refused() -> None:
     check_granularity(torch.optim.AdamW(_params()), **_sizes(tp_size=2, ep_size=2, pp_size=2, num_shards=2))
-    check_granularity(Lamb(_params()), **_sizes(pp_size=2, num_shards=2))
-    check_granularity(ClippedSGD(_params()), **_sizes())
+    check_granularity(Lamb(_params()), **_sizes(tp_size=2, ep_size=2, pp_size=2, num_shards=2))
+    for make in (ClippedSGD, SAM, torch.optim.LBFGS):
+        check_granularity(make(_params()), **_sizes())
     refused = [
-        (Lamb, {"tp_size": 2}, "Lamb reads whole parameters, which tp_size=2 cuts; use tp_size=1 or AdamW"),
-        (
-            torch.optim.Adafactor,
-            {"ep_size": 2},
-            "Adafactor reads whole parameters, which ep_size=2 cuts; use ep_size=1",
-        ),
         (ClippedSGD, {"num_shards": 2}, "from the values of others, which zero_stage=1 with 2 replicas has on other"),
         (
             ClippedSGD,
             {"pp_size": 2},
             "from the values of others, which pp_size=2 has on other ranks; use zero_stage=0",
         ),
-        (torch.optim.LBFGS, {}, "LBFGS needs a closure that runs the model again"),
+        (ClippedSGD, {"tp_size": 2}, "which tp_size=2 has on other ranks; use zero_stage=0 with pp_size=1, tp_size=1"),
+        (SAM, {"ep_size": 2}, "SAM updates each parameter from the values of others, which ep_size=2 has on other"),
+        (torch.optim.LBFGS, {"tp_size": 2}, "LBFGS updates each parameter from the values of others, which tp_size=2"),
     ]
     for make, sizes, message in refused:
         with pytest.raises(ConfigurationError, match=message):

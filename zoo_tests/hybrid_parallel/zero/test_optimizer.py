@@ -305,8 +305,6 @@ def test_what_is_refused() -> None:
     batch = share_of(global_batch(0))
     with pytest.raises(RuntimeError, match=r"call booster.backward\(loss, optimizer\) instead of loss.backward"):
         mean_square(pair.model(x=batch["x"]), batch).backward()
-    with pytest.raises(RuntimeError, match=r"step\(closure\) is not supported"):
-        pair.optimizer.step(lambda: 0.0)
     pair.optimizer.param_groups[0]["params"].append(pair.model.unwrap().first.weight)
     with pytest.raises(ConfigurationError, match=r"holds a parameter that was added after boost\(\)"):
         pair.optimizer.step()

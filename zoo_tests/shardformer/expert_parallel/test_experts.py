@@ -61,15 +61,6 @@ def test_capacity_of_experts_that_are_not_there() -> None:
 
 
 @distributed(2)
-def test_optimizers_that_read_whole_parameters() -> None:
-    model = _case("dp2").recipe.model()
-    with pytest.raises(
-        ConfigurationError, match="Adafactor reads whole parameters, which ep_size=2 cuts; use ep_size=1"
-    ):
-        Booster(plugin=HybridParallelPlugin(ep_size=2)).boost(model, torch.optim.Adafactor(model.parameters()))
-
-
-@distributed(2)
 def test_generation_is_refused() -> None:
     boosted = boost(_case("dp2"))
     with pytest.raises(RuntimeError, match="generate.. on ep_size=2 ranks would wait .* with ep_size=1"):

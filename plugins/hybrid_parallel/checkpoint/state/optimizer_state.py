@@ -21,9 +21,11 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.grouping import on_state_device
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.shard_spec import ShardSpec, spec_of
 
 PREFIX = "optimizer/"
+_AVERAGE = "average:"  # begins the keys of averages of a parameter among its states
 
 
 def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, GlobalTensor]:
@@ -34,7 +36,7 @@ def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, GlobalTen
     for bucket, piece, param in _pieces(optimizer):
         spec = spec_of(param)
         for key, value in _states_of(optimizer, bucket, piece).items():
-            if not isinstance(value, Tensor) or value.dim() == 0:
+            if not isinstance(value, Tensor) or (value.dim() == 0 and _is_state(key)):
                 continue
             name = f"{PREFIX}{optimizer.names[param]}/{key}"
             if value.shape == piece.parameter.shape:
@@ -56,7 +58,10 @@ def optimizer_numbers(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
         name = optimizer.names[param]
         shapes[name] = list(spec_of(param).full_shape)
         for key, value in _states_of(optimizer, bucket, piece).items():
+            if not _is_state(key):
+                continue
             if not isinstance(value, Tensor):
+                _check_plain(optimizer, key, value)
                 numbers.setdefault(name, {})[key] = ["number", value]
             elif value.dim() == 0:
                 numbers.setdefault(name, {})[key] = [str(value.dtype).removeprefix("torch."), value.item()]
@@ -72,6 +77,7 @@ def optimizer_header(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
         "class": type(optimizer.unwrap()).__name__,
         "param_groups": groups,
         "loss_scale": optimizer.loss_scale.state_dict(),
+        "averages": {name: average.num_updates for name, average in optimizer.averages.items()},
     }
 
 
@@ -116,9 +122,9 @@ class OptimizerLoad:
         self._keys = _keys_of(manifest)
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         optimizer.take_unfrozen(self._names_with_states())  # frozen parameters may be trained again
-        for bucket in optimizer.buckets:
-            for piece in bucket.pieces:
-                self._ask_for(bucket, piece)
+        for holder in optimizer.updated:
+            for piece in holder.pieces:
+                self._ask_for(holder, piece)
 
     def apply(self) -> None:
         """Set the loaded states, parameter group options and loss scale in the optimizer."""
@@ -126,6 +132,10 @@ class OptimizerLoad:
             for key, value in saved.items():
                 group[key] = _like(value, group.get(key))
         self.optimizer.loss_scale.load_state_dict(self.saved["loss_scale"])
+        for name, average in self.optimizer.averages.items():
+            average.num_updates = self.saved.get("averages", {}).get(name, 0)
+            if not average.num_updates:
+                average.restart()
         for target, state in self._states:
             if state:
                 self.optimizer.state[target] = state
@@ -134,21 +144,25 @@ class OptimizerLoad:
 
     def _names_with_states(self) -> set[str]:
         """Return the names of local parameters that have a state in the checkpoint."""
-        saved = {name for name, keys in self._keys.items() if set(keys) != {MASTER}} | set(self.saved["numbers"])
+        saved = {name for name, keys in self._keys.items() if any(map(_is_state, keys))} | set(self.saved["numbers"])
         aliases = self.optimizer.aliases
         return {name for name in self.optimizer.names.values() if saved & {name, *aliases.get(name, ())}}
 
-    def _ask_for(self, bucket: Bucket, piece: BucketSlice) -> None:
+    def _ask_for(self, bucket: Bucket | OwnedParameter, piece: BucketSlice) -> None:
         param, target = bucket.params[piece.index], piece.parameter
         first = self.optimizer.names[param]
         names = [first, *self.optimizer.aliases.get(first, ())]
         spec = spec_of(param)
         name = self._find(names, spec.full_shape)
+        if isinstance(bucket, Bucket):
+            self._ask_for_weights(names, bucket, piece, spec)
+        if param in self.optimizer.wholes:
+            return  # the owner of the whole parameter has the state
         state: dict[str, Any] = {}
         for key in self._keys.get(name, ()):
-            saved = self._manifest.tensors[f"{PREFIX}{name}/{key}"]
-            if key == MASTER:
+            if not _is_state(key):
                 continue
+            saved = self._manifest.tensors[f"{PREFIX}{name}/{key}"]
             is_like = saved.shape == spec.full_shape
             shape = target.shape if is_like else torch.Size(saved.shape)
             state[key] = self._room_for(target, key, shape, saved.torch_dtype, is_like and spec.is_padded)
@@ -158,12 +172,11 @@ class OptimizerLoad:
                 wanted = GlobalTensor.whole(state[key])
             self.tensors[f"{PREFIX}{name}/{key}"] = wanted
         group = {**self.optimizer.param_groups[bucket.group_index], **self.saved["param_groups"][bucket.group_index]}
-        for key, (kind, value) in self.saved["numbers"].get(name, {}).items():
+        numbers = self.saved["numbers"].get(name, {})
+        for key, (kind, value) in ((key, number) for key, number in numbers.items() if _is_state(key)):
             if kind != "number":
                 value = on_state_device(key, torch.tensor(value, dtype=getattr(torch, kind)), group, target)
             state[key] = value
-        if bucket.has_masters:
-            self._ask_for_master(names, piece, spec)
         self._states.append((target, state))
 
     def _room_for(self, target: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype, padded: bool) -> Tensor:
@@ -175,8 +188,16 @@ class OptimizerLoad:
             return present
         return torch.empty(shape, dtype=dtype, device=target.device)
 
-    def _ask_for_master(self, names: Sequence[str], piece: BucketSlice, spec: ShardSpec) -> None:
-        """Request the fp32 value; if the checkpoint has no masters, the saved parameter is equally precise."""
+    def _ask_for_weights(self, names: Sequence[str], bucket: Bucket, piece: BucketSlice, spec: ShardSpec) -> None:
+        """Request averages, and the fp32 value; if the checkpoint has no masters, the parameter is equally precise."""
+        for key, average in self.optimizer.averages.items():
+            entries = (f"{PREFIX}{name}/{_AVERAGE}{key}" for name in names)
+            entry = next((entry for entry in entries if entry in self._manifest.tensors), None)
+            if entry is not None:
+                values = average.piece_of(bucket, piece)
+                self.tensors[entry] = GlobalTensor.piece(spec, values, piece.start, piece.stop)
+        if not bucket.has_masters:
+            return
         candidates = [f"{PREFIX}{name}/{MASTER}" for name in names] + [f"{MODEL}{name}" for name in names]
         found = next((name for name in candidates if name in self._manifest.tensors), None)
         if found is not None:
@@ -196,17 +217,26 @@ class OptimizerLoad:
 
 def _pieces(optimizer: HybridParallelOptimizer) -> Any:
     """Yield (bucket, piece, parameter) for the pieces that this rank saves: those it counts in the gradient norm."""
-    for bucket in optimizer.buckets:
+    for bucket in optimizer.updated:
         if bucket.counted:
             for piece in bucket.pieces:
                 yield bucket, piece, bucket.params[piece.index]
 
 
-def _states_of(optimizer: HybridParallelOptimizer, bucket: Bucket, piece: BucketSlice) -> dict[str, Any]:
+def _states_of(
+    optimizer: HybridParallelOptimizer, bucket: Bucket | OwnedParameter, piece: BucketSlice
+) -> dict[str, Any]:
     states = dict(optimizer.state.get(piece.parameter, {}))
     if bucket.has_masters:
         states[MASTER] = piece.parameter.detach()
+    for name, average in optimizer.averages.items() if isinstance(bucket, Bucket) else ():
+        states[f"{_AVERAGE}{name}"] = average.piece_of(bucket, piece)
     return {key: value for key, value in states.items() if value is not None}
+
+
+def _is_state(key: str) -> bool:
+    """Return whether a key is one of the user's optimizer: not a master weight, nor an average."""
+    return key != MASTER and not key.startswith(_AVERAGE)
 
 
 def _keys_of(manifest: Manifest) -> dict[str, list[str]]:
@@ -216,6 +246,15 @@ def _keys_of(manifest: Manifest) -> dict[str, list[str]]:
             name, _, key = entry.removeprefix(PREFIX).rpartition("/")
             keys.setdefault(name, []).append(key)
     return keys
+
+
+def _check_plain(optimizer: HybridParallelOptimizer, key: str, value: Any) -> None:
+    """Refuse a state that is neither a tensor nor a number, such as the history of LBFGS."""
+    if not isinstance(value, int | float | str):
+        raise ConfigurationError(
+            f"a checkpoint cannot hold the state {key!r} of {type(optimizer.unwrap()).__name__}, a "
+            f"{type(value).__name__}; save the model without the optimizer, or optimizer.state_dict() by torch.save"
+        )
 
 
 def _plain(value: Any) -> Any:
