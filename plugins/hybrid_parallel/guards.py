@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from booster.errors import ConfigurationError
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
-from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from shardformer.shard_spec import spec_of
 
 # Attribute that an engine reads first -> the engine.
@@ -63,7 +62,7 @@ class GuardedModel(ModelWrapper):
         super().__init__(module)
         self.mesh = mesh
         self.optimizers: list[Any] = []  # a live list, which the optimizers share
-        self.gathers = ParameterGathers()
+        self.gathers: Any = None  # gathers the parameters that ranks shard (ZeRO stage 3)
         if not self.is_whole:
             # Set on the wrapped model: scripts for DistributedDataParallel call model.module.save_pretrained.
             for method in _SAVED_BY:
@@ -130,7 +129,7 @@ class GuardedModel(ModelWrapper):
             writeback: whether values that are changed in place, in the same way on all replicas, stay so under stage 3.
         """
         self._wait_for_parameters()
-        with self.gathers.whole(writeback):
+        with self.gathers.whole(writeback) if self.gathers else nullcontext():
             yield
 
     def unwrap(self) -> nn.Module:

@@ -31,6 +31,7 @@ from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
+from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
@@ -88,7 +89,7 @@ class HybridParallelModel(ModelSurface):
         self.trace, self.synchrony = StepTrace(watch), SynchronyCheck(self)
         if watch is not None:
             runtime.register_microbatch_hook(watch.begin_microbatch)
-        self.batches_seen = 0
+        self.gathers, self.batches_seen = ParameterGathers(), 0
         self.checked_full_batch = False
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
