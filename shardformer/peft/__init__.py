@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardformer.peft.checks import check_adapters
 from shardformer.peft.detach import adapters_aside
 from shardformer.peft.kinds import adapter_configs, kind_of, model_inside
-from shardformer.peft.prompts import behind_prompts
+from shardformer.peft.prompts import behind_prompts, prompt_config
 from shardformer.peft.shard import keep_whole
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "keep_whole",
     "kind_of",
     "model_inside",
+    "prompt_config",
 ]
