@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -99,7 +100,7 @@ class PipelineStep:
                 optimizer.reducer.finish(factor)
         if value is not None:
             value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
-        lengths = None if cuts is None else [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
+        lengths = None if cuts is None else [end - start for start, end in itertools.pairwise(cuts)]
         return PipelineResult(value, self._share_outputs(outputs, bool(own), lengths) if return_outputs else None)
 
     def _packed_row(self, batch: Mapping[str, Any]) -> PackedRow | None:

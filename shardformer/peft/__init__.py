@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardformer.peft.checks import check_adapters
 from shardformer.peft.detach import adapters_aside
 from shardformer.peft.kinds import adapter_configs, kind_of, model_inside
-from shardformer.peft.prompts import behind_prompts, prompts_followed, prompts_on_stages
+from shardformer.peft.prompts import behind_prompts, prompt_config, prompts_followed, prompts_on_stages
 from shardformer.peft.shard import keep_whole
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "keep_whole",
     "kind_of",
     "model_inside",
+    "prompt_config",
     "prompts_on_stages",
 ]

@@ -112,14 +112,20 @@ def prompts_on_stages(model: nn.Module, stages: PipelineStageManager) -> list[di
     ]
 
 
+def prompt_config(model: nn.Module) -> Any:
+    """Return the configuration of the active adapter if it puts virtual tokens, or a prefix, in front of sequences."""
+    active = getattr(model, "active_adapter", None) if is_a(model, "model") else None
+    config = adapter_configs(model).get(active) if isinstance(active, str) else None
+    return config if config is not None and config.is_prompt_learning else None
+
+
 def behind_prompts(model: nn.Module, head_loss: HeadLoss | None) -> HeadLoss | None:
     """Adapt a head's loss to outputs that start with those of virtual tokens, which have no labels.
 
     Prefixes are keys and values of attention and have no outputs; a classifier's outputs are per sequence.
     """
-    active = getattr(model, "active_adapter", None) if is_a(model, "model") else None
-    config = adapter_configs(model).get(active) if isinstance(active, str) else None
-    has_outputs = config is not None and config.is_prompt_learning and kind_of(config) != "PREFIX_TUNING"
+    config = prompt_config(model)
+    has_outputs = config is not None and kind_of(config) != "PREFIX_TUNING"
     if head_loss is None or not has_outputs or task_of(config) != "CAUSAL_LM":
         return head_loss
     behind = copy.copy(head_loss)

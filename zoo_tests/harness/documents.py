@@ -102,6 +102,6 @@ def several_rows(documents: Documents, length: int) -> dict[str, Any]:
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference of gradients, relative to the largest value of each."""
     return max(
-        ((gradient - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-3)).item()
+        ((gradient.cpu() - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-3)).item()
         for name, gradient in found.items()
     )

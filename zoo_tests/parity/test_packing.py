@@ -171,7 +171,7 @@ def _outputs(options: dict[str, Any]) -> tuple[torch.Tensor, int]:
     model.runtime.register_microbatch_hook(lambda *given: passes.append(1))
     batch = one_row(documents)
     result = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer, return_outputs=True)
-    return result.outputs.logits, len(passes)
+    return result.outputs.logits.cpu(), len(passes)
 
 
 @pytest.mark.parametrize(

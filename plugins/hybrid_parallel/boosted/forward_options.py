@@ -21,7 +21,7 @@ from shardformer.attention.packed_documents import (
     runs_flash,
 )
 from shardformer.context_parallel.batch_facts import restarts
-from shardformer.peft import model_inside
+from shardformer.peft import model_inside, prompt_config
 
 
 class ForwardOptions:
@@ -113,11 +113,11 @@ class ForwardOptions:
         if not is_asked or not restarts(given["position_ids"]):
             return {}
         name = type(self.inside).__name__
-        if self._reason_not_kept_apart:
+        if reason := self._reason_not_kept_apart():
             raise ConfigurationError(
-                f"position_ids restart within a row, and {name} {self._reason_not_kept_apart}, so that the documents "
-                "of the row would see each other; give each document a row of its own, or an attention_mask of ones if "
-                "they may see each other"
+                f"position_ids restart within a row, and {name} {reason}, so that the documents of the row would see "
+                "each other; give each document a row of its own, or an attention_mask of ones if they may see each "
+                "other"
             )
         found: dict[str, Any] = {"use_cache": False} if self._takes_use_cache else {}
         if self._takes_use_cache and self._asked(given, "use_cache"):
@@ -133,15 +133,20 @@ class ForwardOptions:
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether documents that are packed into a row do not see each other."""
-        return self.reads_documents and not self._reason_not_kept_apart
+        return self.reads_documents and not self._reason_not_kept_apart()
 
     @property
     def hidden_size(self) -> int | None:
         """Width of the model's layers; None if its configuration does not say."""
         return getattr(self.inside.config.get_text_config(), "hidden_size", None)
 
-    @cached_property
     def _reason_not_kept_apart(self) -> str:
+        if prompt_config(self.module) is not None:  # of the adapter that is active now
+            return "stands behind virtual tokens of peft, which the first document of a row alone would follow"
+        return self._reason_of_model
+
+    @cached_property
+    def _reason_of_model(self) -> str:
         return reason_not_kept_apart(self.inside)
 
     @cached_property

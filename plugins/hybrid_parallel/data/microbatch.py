@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,8 +70,10 @@ def split_batch(
     if num_microbatches == 0:
         return []
     if cuts is not None:
-        pairs = zip(cuts, cuts[1:], strict=False)
-        return [{name: _tokens(value, *pair, cuts[-1]) for name, value in batch.items()} for pair in pairs]
+        return [
+            {name: _tokens(value, *pair, cuts[-1]) for name, value in batch.items()}
+            for pair in itertools.pairwise(cuts)
+        ]
     rows = num_rows(batch)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
     for key, value in batch.items():

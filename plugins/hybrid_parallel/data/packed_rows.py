@@ -6,6 +6,7 @@ the same outputs, and the sums of the losses of the parts are the sum of the row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class PackedRow:
             hidden_size: of the model, for the cost of attention; None if it is unknown.
         """
         per_token = ATTENTION_LENGTH if hidden_size is None else attention_length_of(hidden_size)
-        lengths = [end - start for start, end in zip(self.borders, self.borders[1:], strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(self.borders)]
         return [self.borders[index] for index in cuts_of([cost_of(each, per_token) for each in lengths], parts)]
 
 

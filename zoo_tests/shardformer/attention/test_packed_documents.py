@@ -158,6 +158,17 @@ def test_an_encoder_is_refused() -> None:
     assert torch.isfinite(model(**ones).loss)
 
 
+@distributed(1)
+def test_virtual_tokens_are_refused() -> None:
+    """peft's prompt tuning puts them in front of the row, where the first document alone follows them."""
+    import peft
+
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = Booster(plugin=HybridParallelPlugin()).boost(peft.get_peft_model(language_model("Llama"), config))
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM stands behind virtual tokens of peft"):
+        model(**one_row(_DOCUMENTS, "borders"))
+
+
 def _tensor_facts(value: Tensor) -> Any:
     return getattr(value, "known_fact", None)
 
