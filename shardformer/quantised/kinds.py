@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -37,7 +38,7 @@ def is_quantised(parameter: Tensor | None) -> bool:
     library = sys.modules.get(_BITSANDBYTES)
     if library is not None and isinstance(parameter, tuple(getattr(library, each) for _, each, _ in _KINDS)):
         return True
-    return not parameter.is_floating_point() or type(parameter).__module__.startswith("torchao.")
+    return parameter.dtype in (torch.uint8, torch.int8) or type(parameter).__module__.startswith("torchao.")
 
 
 def quantised_name(model: nn.Module) -> str | None:

@@ -27,7 +27,7 @@ def _check_quantised(model: nn.Module, packed: str | None, config: HybridParalle
     """Refuse quantised weights without adapters, and those of which it is not known how they are cut."""
     inside, tp_size = model_inside(model), config.parallel.tp_size
     name, what = type(inside).__name__, f"{packed} is packed" if packed is not None else "its weights are packed"
-    if not adapter_configs(model):
+    if packed is not None and not adapter_configs(model):
         raise ValueError(
             f"a quantised {name} ({what}) has no weights that can be trained; wrap it by peft's get_peft_model, or "
             "load it without quantization_config"
