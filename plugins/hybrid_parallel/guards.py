@@ -271,13 +271,22 @@ class GuardedOptimizer(OptimizerWrapper):
             )
         if name == "_is_accelerate_prepared":
             _refuse_engine("Accelerator.prepare")
-        return super().__getattr__(name)
+        found = super().__getattr__(name)
+        return partial(_refuse_half_step, name) if name in ("first_step", "second_step") else found
 
 
 def _refuse_engine(engine: str) -> NoReturn:
     raise ConfigurationError(
         f"{engine} cannot take what boost() returned, which shares out batches and averages gradients by itself; leave "
         f"{engine} out and train with booster.execute_pipeline, or with model(**batch) and booster.backward"
+    )
+
+
+def _refuse_half_step(method: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse the two halves of a step of SAM: the user's optimizer has gradients only in `step`."""
+    raise ConfigurationError(
+        f"optimizer.{method}() would find no gradients, which boost() has shared out; give the pass to "
+        "optimizer.step(closure)"
     )
 
 

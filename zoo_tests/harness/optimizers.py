@@ -170,6 +170,9 @@ class SAM(torch.optim.Optimizer):
         self.base = torch.optim.SGD(self.param_groups, lr=lr)
         self.param_groups = self.base.param_groups
 
+    def first_step(self, zero_grad: bool = False) -> None:
+        """The first half, as published code has it; not used here."""
+
     def climb(self, trained: list[nn.Parameter]) -> list[torch.Tensor]:
         """The ways up of the parameters."""
         norm = torch.stack([param.grad.norm() for param in trained]).norm()

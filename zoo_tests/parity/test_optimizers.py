@@ -33,7 +33,7 @@ CASES = [
     _case("tp2", sequence_parallel=True, overlap_allgather=True),
     _case("pp2", make_vocab_size_divisible_by=64),
     _case("tp2", "bf16"),
-    _case("tp2dp2", "fp16"),
+    _case("tp2dp2", "fp16", debug=True),
 ]
 
 

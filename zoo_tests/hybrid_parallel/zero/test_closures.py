@@ -136,6 +136,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         pair.optimizer.step(evaluates_only)
     with pytest.raises(RuntimeError, match=r"call booster.backward\(loss, optimizer\) instead of loss.backward"):
         pair.optimizer.step(lambda: pair.model(x=global_batch(0)["x"]).sum().backward())
+    pair = Pair.make(lambda model: SAM(model.parameters()), zero_stage=0)
+    with pytest.raises(ConfigurationError, match=r"optimizer.first_step\(\) would find no gradients, which boost"):
+        pair.optimizer.first_step(zero_grad=True)
     pair = Pair.make(lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1), zero_stage=0)
     _train(pair, steps=2)
     with pytest.raises(ConfigurationError, match="a checkpoint cannot hold the state 'al' of LBFGS, a list; save the"):

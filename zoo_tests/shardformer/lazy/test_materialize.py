@@ -21,7 +21,7 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
-from plugins.hybrid_parallel.zero.optimizer import assemble
+from plugins.hybrid_parallel.zero.assemble import assemble
 from shardformer import ShardConfig, ShardFormer, record_module_init
 from shardformer.lazy import materialize, pretrained, set_weight_reader, waits_for_values
 from shardformer.lazy.weight_files import read_piece
