@@ -66,12 +66,29 @@ def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, 
     sizes = {"tp_size": tp_size, "ep_size": ep_size, "pp_size": pp_size}
     reasons = [f"{option}={size}" for option, size in sizes.items() if size > 1]
     if num_shards > 1:
-        reasons.append(f"zero_stage=1 with {num_shards} replicas")
+        reasons.append(f"zero_stage=1 or more with {num_shards} replicas")
     if reasons:
         raise ConfigurationError(
             f"{type(optim).__name__} updates each parameter from the values of others, which {reasons[0]} has on other "
             "ranks; use zero_stage=0 with pp_size=1, tp_size=1 and ep_size=1, or AdamW"
         )
+
+
+def check_zero_size(optim: torch.optim.Optimizer, zero_size: int | None, num_replicas: int, num_parts: int) -> None:
+    """Refuse to repeat states over replicas where an optimizer reads whole parameters, each of which has one owner.
+
+    Args:
+        num_parts: number of ranks over which tensor and expert parallelism cut parameters.
+
+    Raises:
+        ConfigurationError: if they do not fit.
+    """
+    if zero_size in (None, num_replicas) or num_parts == 1 or granularity_of(optim) is not Granularity.PARAMETER:
+        return
+    raise ConfigurationError(
+        f"{type(optim).__name__} reads whole parameters, which tp_size or ep_size cuts and one replica in "
+        f"{num_replicas} owns, so that zero_size={zero_size} cannot repeat their states; leave zero_size out"
+    )
 
 
 def _try_out(optim: torch.optim.Optimizer) -> Granularity:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.granularity import Granularity, check_granularity, granularity_of
+from plugins.hybrid_parallel.zero.granularity import Granularity, check_granularity, check_zero_size, granularity_of
 from zoo_tests.harness.optimizers import (
     SAM,
     BlockwiseAdam,
@@ -115,7 +115,7 @@ def test_what_is_refused() -> None:
     for make in (ClippedSGD, SAM, torch.optim.LBFGS):
         check_granularity(make(_params()), **_sizes())
     refused = [
-        (ClippedSGD, {"num_shards": 2}, "from the values of others, which zero_stage=1 with 2 replicas has on other"),
+        (ClippedSGD, {"num_shards": 2}, "from the values of others, which zero_stage=1 or more with 2 replicas has"),
         (
             ClippedSGD,
             {"pp_size": 2},
@@ -128,3 +128,12 @@ def test_what_is_refused() -> None:
     for make, sizes, message in refused:
         with pytest.raises(ConfigurationError, match=message):
             check_granularity(make(_params()), **_sizes(**sizes))
+
+
+def test_states_of_whole_parameters_are_not_repeated() -> None:
+    optim = torch.optim.Adafactor([nn.Parameter(torch.ones(4, 4))])
+    for zero_size, num_parts in ((None, 2), (4, 2), (2, 1)):
+        check_zero_size(optim, zero_size, num_replicas=4, num_parts=num_parts)
+    check_zero_size(torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))]), 2, num_replicas=4, num_parts=2)
+    with pytest.raises(ConfigurationError, match="Adafactor reads whole parameters, .* zero_size=2 cannot repeat"):
+        check_zero_size(optim, 2, num_replicas=4, num_parts=2)
