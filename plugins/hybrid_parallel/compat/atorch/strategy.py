@@ -17,9 +17,6 @@ _AXES = {"tensor": "tp_size", "data": "dp_size", "pipeline": "pp_size", "pipe": 
 _PRECISIONS = {"float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
 _OF_THE_WHOLE = ("parallel_mode", "deepspeed_3d_parallel")  # handled by `plugin_of` itself
 _NOT_HERE = {
-    "zero2": "zero1",
-    "fsdp": "zero1",
-    "fsdp2": "zero1",
     "fp8": "amp_native",
     "native_dynamo": "module_replace",
     "auto_ddp": "parallel_mode",
@@ -94,9 +91,12 @@ def _half(name: str, settings: Any) -> dict[str, Any]:
     return {"precision": _PRECISIONS[dtype], "master_weights": False}
 
 
-def _zero1(name: str, settings: Any) -> dict[str, Any]:
-    _known(name, settings, ())
-    return {"zero_stage": 1}
+def _zero(stage: int) -> Callable[[str, Any], dict[str, Any]]:
+    def options(name: str, settings: Any) -> dict[str, Any]:
+        _known(name, settings, ())
+        return {"zero_stage": stage}
+
+    return options
 
 
 def _checkpoint(name: str, settings: Any) -> dict[str, Any]:
@@ -137,7 +137,10 @@ def _mixed(name: str, settings: Any) -> dict[str, Any]:
 _METHODS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "amp_native": _amp,
     "half": _half,
-    "zero1": _zero1,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "fsdp": _zero(3),
+    "fsdp2": _zero(3),
     "checkpoint": _checkpoint,
     "module_replace": _module_replace,
     "tensor_parallel": _size("tp_size"),

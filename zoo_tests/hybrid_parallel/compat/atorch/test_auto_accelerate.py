@@ -139,7 +139,7 @@ def test_without_one_the_fastest_that_is_tried_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "sentence"),
     [
-        (["zero2"], "the method 'zero2' is not available; use 'zero1'"),
+        (["native_dynamo"], "the method 'native_dynamo' is not available; use 'module_replace'"),
         (["moduel_replace"], "the method 'moduel_replace' is not known; use 'module_replace'"),
         ([("amp_native", {"dtype": "int8"})], "amp_native with dtype='int8' is not available; use 'fp16' or 'bf16'"),
         ([("amp_native", {"type": "bf16"})], "amp_native has no setting 'type'; use dtype and skip_if_nonfinite"),
