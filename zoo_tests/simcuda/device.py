@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -25,6 +27,8 @@ def load() -> str:
     if runtime.load_library():
         _library = torch.library.Library("c10d", "IMPL")
         torch_cuda.install()
+        # It looks for a real device when peft imports it; as if it were not installed.
+        sys.modules.setdefault("bitsandbytes", None)
         nccl.install(_library)
         runtime.listeners.append(rules.refuse_races)
         rules.apply()
