@@ -45,6 +45,7 @@ class ParameterGathers:
         """Take over parameters of one unit, and release them."""
         unit = self.units.of_parameter[params[0]]
         unit.members.append(member)
+        self.prefetches = self.prefetches and member.gathers_ahead
         member.on_demand = partial(self._demand, unit)
         member.release()
 

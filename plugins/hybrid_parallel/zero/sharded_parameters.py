@@ -53,6 +53,11 @@ class ShardedParameters:
         self.is_gathered = True
         self.on_demand: Callable[[str], None] | None = None
 
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether a gather that has started proceeds while this rank computes."""
+        return self._gather.proceeds
+
     def start(self) -> None:
         """Start to gather the values."""
         if self.is_gathered or self._handle is not None:

@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, meet_neigh
 from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_flat
 
 # Meanings of the numbers that ranks send each other.
-_WRITTEN, _SUMMED, _UPDATED, _READ = range(4)
+WRITTEN, SUMMED, UPDATED, READ = range(4)
 _TAGS = 2**20  # turns whose messages may be in flight
 # Bytes of another rank's memory that are mapped at a time: they count as memory of both processes.
 _WINDOW = 2**23
@@ -176,7 +176,7 @@ class _SentShard(ReduceScatterHandle):
 
     def mark_done(self, is_finite: bool | None) -> None:
         self._is_finite = bool(is_finite)
-        self._answers = self._exchange.broadcast_number(self._turn, _SUMMED, int(self._is_finite))
+        self._answers = self._exchange.broadcast_number(self._turn, SUMMED, int(self._is_finite))
 
     def wait_all_done(self) -> bool | None:
         return all(self._answers().values()) and self._is_finite
@@ -236,7 +236,7 @@ class _ReadShard(_SentShard):
     def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, shard: Tensor) -> None:
         super().__init__(exchange, shard, [], {})
         self._own = flat.view(len(exchange.others) + 1, -1)[exchange.rank]
-        self._places = exchange.broadcast_number(self._turn, _WRITTEN, exchange.memory.place(flat))
+        self._places = exchange.broadcast_number(self._turn, WRITTEN, exchange.memory.place(flat))
 
     def wait(self) -> Tensor:
         rank, places = self._exchange.rank, self._places()
@@ -261,7 +261,7 @@ class _ReadGather(AllGatherHandle):
             self._copy = exchange.memory.empty(self._rows.shape[1], flat.dtype)
             self._copy.copy_(self._rows[exchange.rank])
         told = flat if self._copy is None else self._copy
-        self._places = exchange.broadcast_number(self._turn, _UPDATED, exchange.memory.place(told))
+        self._places = exchange.broadcast_number(self._turn, UPDATED, exchange.memory.place(told))
         self._answers: Answers | None = None
 
     def wait(self) -> None:
@@ -271,7 +271,7 @@ class _ReadGather(AllGatherHandle):
             row = rank if self._copy is None else 0
             for part, window in self._exchange.read(rank, place, row, self._rows[rank]):
                 self._rows[rank][part].copy_(window)
-        self._answers = self._exchange.broadcast_number(self._turn, _READ, 0)
+        self._answers = self._exchange.broadcast_number(self._turn, READ, 0)
 
     def close(self) -> None:
         self.wait()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from plugins.hybrid_parallel.zero.comm.collectives import (
+    READ,
+    UPDATED,
     AllGatherHandle,
     Answers,
     P2PCollectives,
@@ -17,8 +18,6 @@ from plugins.hybrid_parallel.zero.comm.collectives import (
 )
 from shardformer.distributed.collectives import all_gather_flat
 
-_READ, _UPDATED = 3, 2  # meanings of the numbers that ranks send each other, as in `collectives`
-
 
 class ShardGather:
     """All-gather of one shard of every rank by the backend's own implementation.
@@ -26,7 +25,12 @@ class ShardGather:
     Args:
         exchange: the collectives of the ranks.
         shard: [shard], this rank's shard, which stays in its memory.
+
+    Attributes:
+        proceeds: whether a gather that has started proceeds while this rank computes.
     """
+
+    proceeds = True
 
     def __init__(self, exchange: ZeroCollectives, shard: Tensor) -> None:
         self.exchange, self.shard = exchange, shard
@@ -53,11 +57,12 @@ class _ReadShards(ShardGather):
     """All-gather on one machine: every rank reads the others' shards, whose places it asks for once."""
 
     exchange: SharedMemoryCollectives
+    proceeds = False
 
     def __init__(self, exchange: SharedMemoryCollectives, shard: Tensor) -> None:
         super().__init__(exchange, shard)
         place = exchange.memory.place(shard)
-        self._places = exchange.broadcast_number(exchange.next_turn(), _UPDATED, place)()
+        self._places = exchange.broadcast_number(exchange.next_turn(), UPDATED, place)()
 
     def start(self, flat: Tensor) -> AllGatherHandle:
         return _ReadRows(self, flat)
@@ -97,12 +102,12 @@ class ShardUpdates:
         """Wait until no other rank reads the present values any more."""
         if self._exchange is not None:
             self.wait()
-            self._exchange.broadcast_number(self._exchange.next_turn(), _READ, 0)()
+            self._exchange.broadcast_number(self._exchange.next_turn(), READ, 0)()
 
     def end(self) -> None:
         """Tell the other ranks that the new values are complete."""
         if self._exchange is not None:
-            self._answers = self._exchange.broadcast_number(self._exchange.next_turn(), _UPDATED, 0)
+            self._answers = self._exchange.broadcast_number(self._exchange.next_turn(), UPDATED, 0)
 
     def wait(self) -> None:
         """Wait until the new values of all ranks are complete."""
@@ -117,8 +122,3 @@ def shard_gather(exchange: ZeroCollectives, shard: Tensor) -> ShardGather:
         return _ReadShards(exchange, shard)
     kind = _SentShards if isinstance(exchange, P2PCollectives) else ShardGather
     return kind(exchange, shard)
-
-
-def gathers_ahead(exchanges: Sequence[ZeroCollectives]) -> bool:
-    """Return whether a gather proceeds while this rank computes."""
-    return not any(isinstance(exchange, SharedMemoryCollectives) for exchange in exchanges)
