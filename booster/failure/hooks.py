@@ -193,7 +193,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
     if monitor is not None:
         # A launcher ends all ranks as soon as one has ended: give the others time to print their messages.
         time.sleep(_SECOND_LOOK_S)
-        monitor.outlast_peers()
+        monitor.outlast_peers(first)
         monitor.leave_soon(first.exit_code)
 
 

@@ -165,12 +165,16 @@ class FailureMonitor(threading.Thread):
         self._exit_code = exit_code
         self._leave_at = time.monotonic() + _CLEANUP_S
 
-    def outlast_peers(self) -> None:
-        """Wait until the other ranks have ended, for 1.5 s at most, if this process hosts the store that they ask."""
+    def outlast_peers(self, failure: Failure) -> None:
+        """Wait until the other ranks have ended, for 1.5 s at most, if this process hosts the store that they ask.
+
+        Not for a rank that raised the error: it may go on for as long as it likes.
+        """
         until = time.monotonic() + _OUTLAST_S
         one_machine = len(self.peers) == self.world_size - 1
+        others = [peer for peer in self.peers if peer.rank != failure.rank or not failure.kind]
         while self.holds_store and time.monotonic() < until:
-            if one_machine and all(peer.is_dead() for peer in self.peers):
+            if one_machine and all(peer.is_dead() for peer in others):
                 return
             time.sleep(_JOIN_POLL_S)
 
@@ -354,7 +358,7 @@ class FailureMonitor(threading.Thread):
         if self._stopped.wait(_GRACE_S) or self._leave_at is not None:
             return
         self.say_once(failure.line())
-        self.outlast_peers()
+        self.outlast_peers(failure)
         exit_now(failure.exit_code)
 
 

@@ -122,6 +122,8 @@ def test_numbers_of_epochs_are_positive(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def _assert_one_sentence(stderr: str, sentence: str) -> None:
-    lines = [line for line in stderr.splitlines() if line.strip()]
+    # bitsandbytes says so when something imports it on a CPU.
+    theirs = "Failed to load CPU gemm_4bit_forward"
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith(theirs)]
     assert len(lines) == 1, stderr
     assert sentence in lines[0]

@@ -305,7 +305,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "masters made of rounded weights": Edit(
         "plugins.hybrid_parallel.zero.bucket",
-        "sources = [masters.get(param, param.data) for param in params]",
+        "sources = [masters.pop(param, param.data) for param in params]",
         "sources = [param.data for param in params]",
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
     ),

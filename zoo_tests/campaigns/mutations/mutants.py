@@ -20,6 +20,7 @@ from zoo_tests.campaigns.mutations.edits_of_models import EDITS_OF_MODELS
 from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
 from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER, PARITY
 from zoo_tests.campaigns.mutations.edits_of_trainers import EDITS_OF_TRAINERS
+from zoo_tests.campaigns.mutations.edits_of_zero import EDITS_OF_ZERO
 
 _TWO = "num_microbatches=2"
 _FLASH = "enable_flash_attention=True"
@@ -244,6 +245,7 @@ def _weights_that_wait_are_forgotten() -> None:
 MUTANTS: dict[str, Mutant | Edit] = {
     **EDITS_OF_SHARDFORMER,
     **EDITS_OF_PLUGIN,
+    **EDITS_OF_ZERO,
     **EDITS_OF_TRAINERS,
     **EDITS_OF_MODELS,
     **EDITS_OF_INTEGRATIONS,

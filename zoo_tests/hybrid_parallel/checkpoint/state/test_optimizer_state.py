@@ -25,6 +25,8 @@ def test_the_number_of_steps_is_where_the_optimizer_reads_it(saved: dict[str, An
     optimizer = SimpleNamespace(
         param_groups=[dict(PRESENT)],
         buckets=[bucket],
+        updated=[bucket],
+        wholes=(),
         names={param: "weight"},
         aliases={},
         state={},
