@@ -27,6 +27,7 @@ def test_the_number_of_steps_is_where_the_optimizer_reads_it(saved: dict[str, An
         buckets=[bucket],
         updated=[bucket],
         wholes=(),
+        averages={},
         names={param: "weight"},
         aliases={},
         state={},
