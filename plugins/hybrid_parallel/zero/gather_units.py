@@ -42,11 +42,6 @@ class GatherUnit:
         """Return a unit without members: copies of a model have whole parameters."""
         return GatherUnit(self.number)
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether this rank has all values."""
-        return all(member.is_gathered for member in self.members)
-
     def start(self) -> None:
         """Start to gather the values."""
         for member in self.members:
