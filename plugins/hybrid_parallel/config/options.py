@@ -8,6 +8,7 @@ from typing import Any
 from booster.errors import ConfigurationError, check_names
 from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.kernels import KernelOptions
+from plugins.hybrid_parallel.config.offload import OffloadOptions
 from plugins.hybrid_parallel.config.option_group import OptionGroup
 from plugins.hybrid_parallel.config.parallel import ParallelOptions
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
@@ -25,6 +26,7 @@ class HybridParallelConfig:
         parallel: the mesh, and who shares a sequence.
         pipeline: schedule, stages and micro-batches.
         zero: gradients and optimizer states.
+        offload: what is outside of the device.
         mixed_precision: dtypes and the loss scale.
         kernels: optimised kernels and recomputation.
         policy: how weights are sharded.
@@ -37,6 +39,7 @@ class HybridParallelConfig:
     parallel: ParallelOptions = ParallelOptions()
     pipeline: PipelineOptions = PipelineOptions()
     zero: ZeroOptions = ZeroOptions()
+    offload: OffloadOptions = OffloadOptions()
     mixed_precision: PrecisionOptions = PrecisionOptions()
     kernels: KernelOptions = KernelOptions()
     policy: PolicyOptions = PolicyOptions()
@@ -104,6 +107,11 @@ class HybridParallelConfig:
             problems.append(
                 "precision='fp8' rounds all weights once a step, of which zero_stage=3 keeps a part; use zero_stage=2, "
                 "or precision='bf16'"
+            )
+        if self.offload.offload_parameters is not None and self.zero.zero_stage != 3:
+            problems.append(
+                f"offload_parameters={str(self.offload.offload_parameters)!r} needs zero_stage=3, which gathers "
+                "parameters before use; use it, or offload_parameters=None"
             )
         if policy.expert_capacity_factor is not None and parallel.cp_size != 1:
             problems.append(

@@ -125,11 +125,14 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "tp_info": ("llama", 1, True, {}, float("nan")),
     "seed": ("42", True, 1.5, float("nan"), 2**63, [42]),
     "record_schedule": (1, True, float("nan"), ["."]),
+    **dict.fromkeys(
+        ("offload_optimizer", "offload_parameters", "offload_activations"), (1, True, float("nan"), "", ["cpu"])
+    ),
 }
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 41
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 44
 
 
 @pytest.mark.parametrize("name", OPTIONS)

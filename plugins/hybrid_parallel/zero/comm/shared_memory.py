@@ -22,10 +22,14 @@ _MOST_KEPT = 8  # windows kept per neighbour
 
 
 class SharedSegment:
-    """This rank's memory that other ranks can read. It starts with a unique number, the token."""
+    """This rank's memory that other ranks can read. It starts with a unique number, the token.
 
-    def __init__(self) -> None:
-        self.file = os.memfd_create("booster", os.MFD_CLOEXEC)
+    Args:
+        file: descriptor of the file that it is in; None for memory alone.
+    """
+
+    def __init__(self, file: int | None = None) -> None:
+        self.file = os.memfd_create("booster", os.MFD_CLOEXEC) if file is None else file
         weakref.finalize(self, os.close, self.file)
         self._extent: mmap.mmap | None = None
         self._extent_start = self._extent_used = 0

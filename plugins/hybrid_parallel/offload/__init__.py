@@ -1,0 +1,1 @@
+"""What a rank keeps outside of its device."""
