@@ -82,9 +82,9 @@ def main() -> None:
         if options.only and options.output.is_file():
             sections = _sections_of(options.output.read_text())
     for name in options.only or BENCHMARKS:
-        section = BENCHMARKS[name].report(options.quick)
-        print(section, flush=True)
-        sections[_title(section)] = section
+        report = BENCHMARKS[name].report(options.quick)
+        print(report, flush=True)
+        sections |= _sections_of(f"\n{report}")
         if options.output is not None:  # after each section: a later failure does not lose it
             options.output.write_text("\n".join([_introduction(options), *sections.values()]))
 
@@ -101,12 +101,8 @@ def _introduction(options: argparse.Namespace) -> str:
 
 
 def _sections_of(page: str) -> dict[str, str]:
-    """Return title -> section of an existing results page."""
-    return {_title(section): section for section in map("## {}".format, page.split("\n## ")[1:])}
-
-
-def _title(section: str) -> str:
-    return section.splitlines()[0]
+    """Return title -> section of results."""
+    return {section.splitlines()[0]: section for section in map("## {}".format, page.split("\n## ")[1:])}
 
 
 def _command(options: argparse.Namespace) -> str:

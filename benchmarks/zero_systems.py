@@ -1,4 +1,4 @@
-"""Data-parallel training systems for BERT-base that `zero_step` compares: ours and four others.
+"""Training systems that `zero_step` and `zero_stages` compare: ours, DDP, FSDP2 (with DTensor), and DeepSpeed.
 
 Each is a function that takes the model and returns a training step: batch -> loss.
 """
@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,9 @@ def llama(layers: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def ours(model: nn.Module, zero_stage: int = 1) -> Step:
+def ours(model: nn.Module, zero_stage: int = 1, **options: Any) -> Step:
     """Return a step with ZeRO of this package."""
-    booster = Booster(plugin=HybridParallelPlugin(zero_stage=zero_stage))
+    booster = Booster(plugin=HybridParallelPlugin(zero_stage=zero_stage, **options))
     model, optimizer = booster.boost(model, _adamw(model))
 
     def step(batch: Batch) -> Tensor:
@@ -86,8 +87,26 @@ def fully_sharded(model: nn.Module, reshard: bool = False) -> Step:
     return _loop(model, _adamw(model))
 
 
-def deepspeed_zero(model: nn.Module) -> Step:
-    """Return a step with DeepSpeed's ZeRO stage 1 and torch's AdamW."""
+def tensor_and_fully_sharded(model: nn.Module, reshard: bool = True) -> Step:
+    """Return a step of a Llama with DTensor's tensor parallelism over pairs of ranks, and FSDP2 over the pairs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], plan)
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=reshard)
+    # The fused kernel does not take parameters with and without tensor parallelism together.
+    return _loop(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False))
+
+
+def deepspeed_zero(model: nn.Module, stage: int = 1) -> Step:
+    """Return a step with DeepSpeed's ZeRO and torch's AdamW."""
     os.environ.setdefault("DS_ACCELERATOR", device().type)
     import deepspeed
 
@@ -96,7 +115,7 @@ def deepspeed_zero(model: nn.Module) -> Step:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": ranks,
-        "zero_optimization": {"stage": 1, "overlap_comm": device().type == "cuda"},
+        "zero_optimization": {"stage": stage, "overlap_comm": device().type == "cuda"},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
@@ -129,12 +148,25 @@ STAGES: dict[str, Callable[[nn.Module], Step]] = {
     "DDP + fused AdamW": data_parallel,
     "FSDP2, reshard_after_forward=False": fully_sharded,
     "FSDP2": partial(fully_sharded, reshard=True),
+    "DeepSpeed ZeRO-2": partial(deepspeed_zero, stage=2),
+    "DeepSpeed ZeRO-3": partial(deepspeed_zero, stage=3),
+}
+
+# The same over two tensor-parallel ranks, or two stages.
+COMBINED: dict[str, Callable[[nn.Module], Step]] = {
+    "ours, tp2, stage 1": partial(ours, tp_size=2),
+    "ours, tp2, stage 2": partial(ours, tp_size=2, zero_stage=2),
+    "ours, tp2, stage 3": partial(ours, tp_size=2, zero_stage=3),
+    "ours, pp2, stage 2": partial(ours, pp_size=2, zero_stage=2, num_microbatches=4),
+    "ours, pp2, stage 3": partial(ours, pp_size=2, zero_stage=3, num_microbatches=4),
+    "FSDP2 + DTensor tp2, reshard_after_forward=False": partial(tensor_and_fully_sharded, reshard=False),
+    "FSDP2 + DTensor tp2": tensor_and_fully_sharded,
 }
 
 
 def is_installed(name: str) -> bool:
     """Return whether this system is installed."""
-    return name != "DeepSpeed ZeRO-1" or importlib.util.find_spec("deepspeed") is not None
+    return not name.startswith("DeepSpeed") or importlib.util.find_spec("deepspeed") is not None
 
 
 def _data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
