@@ -53,7 +53,7 @@ def speed(model: str, mine: str, other: str, layers: int, replicas: int, repeats
     """Return the ratio of our speed to the other system's."""
     _, batch = model_and_batch(model, 1, replicas)
     steps = {name: _SYSTEMS[name](model_and_batch(model, layers, replicas)[0]) for name in (mine, other)}
-    times = turns({name: lambda step=step: step(batch) for name, step in steps.items()}, repeats, warm_up=2)
+    times = turns({name: lambda step=step: step(batch) for name, step in steps.items()}, repeats, warm_up=1)
     return ratio(times, mine, other)
 
 
@@ -94,7 +94,7 @@ def formula(stage: int, ranks: int) -> float:
 
 
 def report(quick: bool) -> str:
-    layers, repeats = (2, 2) if quick else (12, 5)
+    layers, repeats = (2, 2) if quick else (12, 3)
     sections = [
         table(
             "ZeRO stages against DDP, FSDP2 and DeepSpeed",
