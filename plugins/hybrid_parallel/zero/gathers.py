@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.gather_units import GatherUnit, GatherUnits
+from plugins.hybrid_parallel.zero.initial_values import Source
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.shard_spec import spec_of
+from shardformer.utils.freed_memory import return_freed_memory
 
 
 class ParameterGathers:
@@ -49,11 +51,12 @@ class ParameterGathers:
         member.on_demand = partial(self._demand, unit)
         member.release()
 
-    def shard_frozen(self, options: Mapping[str, BucketOptions]) -> None:
+    def shard_frozen(self, options: Mapping[str, BucketOptions], initial: dict[nn.Parameter, Source]) -> None:
         """Shard the parameters that no optimizer trains.
 
         Args:
             options: axis over which a parameter is sharded -> the options of its replicas.
+            initial: sources of the values of parameters that have none; used ones are removed.
         """
         taken = {param for unit in self._all() for member in unit.members for param in member.params}
         kinds: dict[tuple, list[nn.Parameter]] = {}
@@ -62,7 +65,8 @@ class ParameterGathers:
             if param not in taken and options[axis].num_shards > 1:
                 kinds.setdefault((unit, param.dtype, axis), []).append(param)
         for (_, _, axis), params in kinds.items():
-            self.own(params, ShardedParameters.of_frozen(params, options[axis]))
+            self.own(params, ShardedParameters.of_frozen(params, options[axis], initial))
+            return_freed_memory()  # of the parameters that are sharded now
 
     def dissolve(self, params: Set[nn.Parameter]) -> None:
         """Make parameters whole that are to be sharded in another way, with those in the same memory."""
