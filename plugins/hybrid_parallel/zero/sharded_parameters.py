@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import hide_values, show_values
@@ -47,6 +47,7 @@ class ShardedParameters:
     Attributes:
         flat: [ranks * shard], the whole; of no bytes while it is released.
         shard: [shard], this rank's values; zeros at first.
+        rank: this rank's position among those that share the values.
         updates: keeps updates of the shards apart from gathers.
         on_demand: called with the operation that reads released values; gathers them or refuses. None at first.
     """
@@ -55,7 +56,8 @@ class ShardedParameters:
         self, params: Sequence[nn.Parameter], offsets: Sequence[int], size: int, options: BucketOptions
     ) -> None:
         dtype, device = params[0].dtype, params[0].device
-        self.params, self.updates, self.rank = list(params), options.updates, options.shard_index
+        self.params, self.options = list(params), options
+        self.updates, self.rank = options.updates, options.shard_index
         self.flat = torch.empty(size, dtype=dtype, device=device)
         self._bytes = size * dtype.itemsize
         for param, offset in zip(params, offsets, strict=True):
@@ -130,8 +132,19 @@ class ShardedParameters:
         first = offset + start - rank * size
         return ParameterSlice(start, stop, slice(first, first + stop - start))
 
-    @staticmethod
+    def own_slice(self, param: nn.Parameter) -> tuple[int, int, Tensor]:
+        """Return start and stop of this rank's part of a flattened parameter, and its values, a view of the shard."""
+        own = self.slice_on(self.rank, param)
+        return own.start, own.stop, self.shard[own.place]
+
     @torch.no_grad()
+    def fill(self, param: nn.Parameter, source: Source) -> None:
+        """Copy this rank's part of the values of a parameter, which are not asked for if it has none."""
+        start, stop, values = self.own_slice(param)
+        if start < stop:
+            values.copy_(source().reshape(-1)[start:stop])
+
+    @staticmethod
     def of_frozen(
         params: Sequence[nn.Parameter], options: BucketOptions, initial: dict[nn.Parameter, Source]
     ) -> ShardedParameters:
@@ -140,9 +153,7 @@ class ShardedParameters:
         offsets, size = places_in_bucket([param.numel() for param in params], options.num_shards, False)
         made = ShardedParameters(params, offsets, size, options)
         for param, source in zip(params, sources, strict=True):
-            own = made.slice_on(made.rank, param)
-            if own.start < own.stop:
-                made.shard[own.place].copy_(source().reshape(-1)[own.start : own.stop])
+            made.fill(param, source)
         return made
 
     def demand(self, operation: str) -> None:
