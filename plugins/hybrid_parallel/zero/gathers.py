@@ -78,7 +78,9 @@ class ParameterGathers:
             if param not in taken and options[axis].num_shards > 1:
                 kinds.setdefault((unit, param.dtype, axis), []).append(param)
         for (_, _, axis), params in kinds.items():
-            self.own(params, ShardedParameters.of_frozen(params, options[axis], initial))
+            member = ShardedParameters.of_frozen(params, options[axis], initial)
+            self.units.follow(params)
+            self.own(params, member)
             return_freed_memory()  # of the parameters that are sharded now
 
     def dissolve(self, params: Set[nn.Parameter]) -> None:
