@@ -100,6 +100,7 @@ def _shard_packed_weights(case: Case, folder: Path) -> None:
     layers = dict(packed_layers(model.module))
     held = [each for layer, kind in layers.items() for each in kind.packed(layer) if each.numel() >= 512]
     assert len(held) >= len(layers) == len(plain)
+    held += [layer.weight.CB for layer in layers if getattr(layer.weight, "CB", None) is not None]
     assert sum(each.untyped_storage().nbytes() for each in held) == 0
     with model.summon_full_params(writeback=False):
         for (layer, kind), whole in zip(layers.items(), plain, strict=True):

@@ -80,7 +80,7 @@ def _files(folder: Path) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_files_are_those_of_stage_1_and_no_rank_gathers_for_them(case: Case, tmp_path: Path) -> None:
+def test_files_are_those_of_stage_1(case: Case, tmp_path: Path) -> None:
     run_on_ranks(LAYOUTS[case.layout].world_size, _save_and_load, case, tmp_path)
     for dtype in (None, torch.bfloat16):
         files = [_files(tmp_path / f"{stage} {dtype}") for stage in (1, 3)]
