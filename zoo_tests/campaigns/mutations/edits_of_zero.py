@@ -46,12 +46,6 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         "local[start:stop] = 0",
         (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),
     ),
-    "all copies of a shard are written to a checkpoint": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.model_state",
-        "if holder is not None and holder.options.counts:",
-        "if holder is not None:",
-        (f"{_FILES}[bert-masked_lm-dp4-zero1-adamw-zero_size=2]",),
-    ),
     "layers multiply by the packed values from before they were sharded": Edit(
         "plugins.hybrid_parallel.zero.gathers",
         "self.units.follow(params)\n",
