@@ -1,4 +1,4 @@
-"""Peak memory of a rank while a Llama is built, sharded and given values, in each way to do so.
+"""Peak memory of a rank while a Llama is built, sharded, given values and saved, in each way to do so.
 
 Each way runs in new processes that have boosted a tiny model before. The peak is `VmHWM` of `/proc/self/status`, and
 includes pages of mapped files; it counts from the moment before the model is built.
@@ -39,24 +39,36 @@ CASES: tuple[tuple[dict[str, int], dict[str, int]], ...] = (
         {"tp_size": 2, "pp_size": 2},
     ),
 )
+# Layouts of ZeRO stage 3 with an AdamW, on the number of ranks.
+SIZES_OF_STAGE_3 = CASES[1][0]
+STAGE_3: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {}),
+    (2, {"precision": "bf16"}),
+    (4, {}),
+    (4, {"precision": "bf16"}),
+    (4, {"tp_size": 2}),
+)
 _TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "heads": 4, "layers": 4}
 
 
 @dataclass(frozen=True)
 class Construction:
-    """Bytes of the whole model, of its largest tensor, and of one rank.
+    """Bytes of the whole model, of its largest tensor, of its largest layer, and of one rank.
 
     Attributes:
         shard: what the rank holds in the end: parameters, and master weights where there are any.
         peak: the most that was resident.
         resident: what is resident in the end.
+        saving: the most that was resident while it was saved; 0 if it was not.
     """
 
     whole: int
     largest: int
+    layer: int
     shard: int
     peak: int
     resident: int
+    saving: int = 0
 
     @property
     def peak_shards(self) -> float:
@@ -95,20 +107,24 @@ def measure(
             model = _llama(sizes) if way != "from_pretrained" else LlamaForCausalLM.from_pretrained(directory)
     parameters = list(model.parameters())
     whole, largest = _bytes(parameters), max(parameter.nbytes for parameter in parameters)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     del parameters
     if trains:
         model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-        held = [*model.parameters(), *(each for group in optimizer.param_groups for each in group["params"])]
+        held = [*model.parameters(), *model.gathers.shards]
+        held += [each for group in optimizer.param_groups for each in group["params"]]
     else:
         model = booster.boost(model)
         held = list(model.parameters())
     if way == "load_model":
         _start_peak()
         booster.load_model(model, str(directory))
-    found = Construction(whole, largest, _bytes(held), _status("VmHWM") - before, _status("VmRSS") - before)
+    peak, resident, saving = _status("VmHWM") - before, _status("VmRSS") - before, 0
     if save is not None:
+        _start_peak()
         booster.save_model(model, str(save), size_per_shard="400MB")
-    return found
+        saving = _status("VmHWM") - before
+    return Construction(whole, largest, layer, _bytes(held), peak, resident, saving)
 
 
 def _llama(sizes: dict[str, int]) -> LlamaForCausalLM:
@@ -158,6 +174,30 @@ def report(quick: bool) -> str:
                         most.resident / most.shard,
                     ]
                 )
+    return _table(rows) + "\n" + _report_of_stage_3(quick)
+
+
+def _report_of_stage_3(quick: bool) -> str:
+    sizes = {**SIZES_OF_STAGE_3, "layers": 4} if quick else SIZES_OF_STAGE_3
+    rows: list[list[object]] = []
+    for ranks, options in STAGE_3:
+        with tempfile.TemporaryDirectory() as directory:
+            for way in ("drawn", "from_pretrained", "built before boost"):
+                given = (way, sizes, {"zero_stage": 3, **options}, Path(directory), True, Path(directory))
+                most = max(run_ranks(_of_all_ranks, ranks, *given), key=lambda each: each.peak)
+                layout = f"tp{options['tp_size']} dp{ranks // 2}" if "tp_size" in options else f"dp{ranks}"
+                numbers = (most.whole, most.layer, most.shard, most.peak, most.resident, most.saving)
+                rows.append([layout, options.get("precision", "fp32"), way, *(round(size / 2**20) for size in numbers)])
+    return table(
+        "Peak memory of a rank under ZeRO stage 3",
+        ["layout", "precision", "way", "model MiB", "layer MiB", "shards MiB", "peak MiB", "after MiB", "save MiB"],
+        rows,
+        f"Of the rank with the highest peak, of a Llama of {'-'.join(map(str, sizes.values()))}, with an AdamW. Model "
+        "and layer: in fp32. Shards: of the parameters, and in bf16 of their master weights.",
+    )
+
+
+def _table(rows: list[list[object]]) -> str:
     return table(
         "Peak memory of a rank while a model is built",
         ["Llama", "layout", "way", "shard MiB", "largest tensor MiB", "peak MiB", "after MiB", "peak", "after"],

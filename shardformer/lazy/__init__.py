@@ -3,6 +3,7 @@
 from shardformer.lazy.materialize import (
     WeightReader,
     materialize,
+    read_values,
     set_weight_reader,
     waits_for_values,
     weight_reader_of,
@@ -16,6 +17,7 @@ __all__ = [
     "WeightReader",
     "is_recorded",
     "materialize",
+    "read_values",
     "record_module_init",
     "set_weight_reader",
     "waits_for_values",

@@ -61,12 +61,20 @@ def materialize(model: nn.Module, reader: WeightReader | None = None, seed: int 
     # Largest first: a large whole tensor then coexists with few pieces.
     for name, parameter in sorted(waiting, key=lambda each: -math.prod(spec_of(each[1]).full_shape)):
         # In place: other objects (tied names, the pipeline's list of shared parameters) refer to the same parameter.
-        torch.utils.swap_tensors(parameter, _with_values(name, parameter, reader))
+        values, grad_group = read_values(reader, name, parameter), grad_group_of(parameter)
+        made = annotate(parameter_like(parameter, values.to(parameter.dtype)), spec_of(parameter), grad_group)
+        torch.utils.swap_tensors(parameter, made)
+        del values, made
         freed.add(math.prod(spec_of(parameter).full_shape) * parameter.element_size())
     sum_in_backward(model)
 
 
-def _with_values(name: str, parameter: nn.Parameter, reader: WeightReader) -> nn.Parameter:
+def read_values(reader: WeightReader, name: str, parameter: nn.Parameter) -> Tensor:
+    """Return the values of a parameter from a reader.
+
+    Raises:
+        ValueError: the reader returned a piece of another shape, or does not know the parameter.
+    """
     spec = spec_of(parameter)
     with torch.no_grad():
         values = reader(name, spec)
@@ -75,4 +83,4 @@ def _with_values(name: str, parameter: nn.Parameter, reader: WeightReader) -> nn
             f"the piece of {name} that was read has shape {tuple(values.shape)}; this rank holds "
             f"{tuple(parameter.shape)} of {spec.full_shape}"
         )
-    return annotate(parameter_like(parameter, values.to(parameter.dtype)), spec, grad_group_of(parameter))
+    return values

@@ -89,9 +89,13 @@ class RecordedValues:
             log.own_draws(name, place)
             self._places[name] = (log, place)
 
+    def knows(self, name: str) -> bool:
+        """Return whether a parameter or buffer was made in the recording context."""
+        return name in self._places
+
     def is_read(self, name: str) -> bool:
         """Return whether the values of a parameter or buffer come from a file."""
-        return name in self._places and self._places[name][0].is_read(self._places[name][1])
+        return self.knows(name) and self._places[name][0].is_read(self._places[name][1])
 
     def source(self, name: str) -> Any:
         """Return the `FileTensor` or `BinTensor` that holds the values; None if the values are computed."""
@@ -104,7 +108,7 @@ class RecordedValues:
         Raises:
             ValueError: the name is unknown.
         """
-        if name not in self._places:
+        if not self.knows(name):
             raise ValueError(
                 f"{name} is on the meta device, and was not made in record_module_init(); make it inside of it, or "
                 "on a device"

@@ -46,6 +46,13 @@ class EightBit(QuantisedWeight):
         rows, scales = spec.shard(module.weight.data), features.shard(scales_of(module))
         return annotate(type(module.weight)(rows, requires_grad=False, CB=rows, SCB=scales), spec)
 
+    def follow(self, module: nn.Module) -> None:
+        """Take the views of the weight by which bitsandbytes multiplies from its present memory."""
+        if module.weight.CB is not None:
+            module.weight.CB = module.weight.data
+        if module.state.CB is not None:
+            module.state.CB = module.weight.data
+
     def prepare(self, layer: nn.Module, native: nn.Module) -> None:
         """Take over the threshold of large features; peft reads scales from `state`."""
         layer.state = type(native.state)(CB=layer.weight.data, SCB=layer.weight.SCB)

@@ -8,6 +8,7 @@ same scale.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,10 @@ class FourBit(QuantisedWeight):
             bnb_quantized=True,
         )
         return annotate(local, spec)
+
+    def packed(self, module: nn.Module) -> Sequence[Tensor]:
+        """Return the packed values, and the scales of blocks."""
+        return [module.weight, module.weight.quant_state.absmax]
 
     def prepare(self, layer: nn.Module, native: nn.Module) -> None:
         """Take over the dtype of products; bitsandbytes' layers have the state as an attribute, too."""

@@ -54,6 +54,14 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Quantis
             yield path, module, kind
 
 
+def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantisedWeight]]:
+    """Yield module and kind of the quantised linear layers of a model, native ones and shards."""
+    for module in model.modules():
+        kind = getattr(module, "quantised", None) or kind_of_layer(module)
+        if kind is not None and is_quantised(module.weight):  # and no part of an adapter that is like such a layer
+            yield module, kind
+
+
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of all values of a whole model: parameters, buffers, scales of quantised weights.
 

@@ -6,6 +6,7 @@ inputs, too, pass no gradient to them, so that no layer before them could be tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.nn.functional as F
@@ -61,6 +62,10 @@ class TorchaoInt8(QuantisedWeight):
             reduce_range=weight.reduce_range,
         )
         return annotate(nn.Parameter(local, requires_grad=False), spec)
+
+    def packed(self, module: nn.Module) -> Sequence[Tensor]:
+        """Return the packed values, which are inside of the weight."""
+        return [module.weight.qdata]
 
     def prepare(self, layer: nn.Module, native: nn.Module) -> None:
         """Do nothing: the weight knows all that it needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -47,6 +48,13 @@ class QuantisedWeight(ABC):
             module: the native layer, which stays as it is.
             features: sharding of the outputs (`dim` 0) or of the inputs (`dim` 1), of one dim.
         """
+
+    def packed(self, module: nn.Module) -> Sequence[Tensor]:
+        """Return what has the values of a layer's weight, each in memory of its own: its packed values, and scales."""
+        return [module.weight]
+
+    def follow(self, module: nn.Module) -> None:  # noqa: B027 (most layers have no views)
+        """Follow the tensors of `packed` of a layer to other memory, where the layer has views of them."""
 
     @abstractmethod
     def prepare(self, layer: nn.Module, native: nn.Module) -> None:

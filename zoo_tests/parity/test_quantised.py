@@ -17,11 +17,13 @@ from torch import nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer.quantised import packed_layers
 from zoo_tests.harness.adapters import with_adapters
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.quantised import quantise
-from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.train_sharded import boost
 from zoo_tests.zoo import FAMILIES
 
 pytest.importorskip("bitsandbytes")
@@ -76,10 +78,44 @@ def test_adapters_on_quantised_bases_train_like_plain_ones(layout: str, quantisa
     check_case(_case(layout, quantisation), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_replicas_of_quantised_bases(zero_stage: int, tmp_path: Path) -> None:
-    check_case(_case("dp2", _NESTED, steps=2, zero_stage=zero_stage), tmp_path)
+@pytest.mark.parametrize(
+    ("layout", "quantisation", "zero_stage"),
+    [
+        ("dp2", _NESTED, 3),
+        _slow("dp2", _NESTED, 0),
+        _slow("dp2", _NESTED, 1),
+        _slow("dp2", _INT8, 3),
+        _slow("tp2dp2", _NF4, 3),
+        _slow("tp2dp2", _INT8, 3),
+        _slow("pp2dp2", (*_NF4, *_FILES), 3),
+    ],
+)
+def test_replicas_of_quantised_bases(layout: str, quantisation: tuple, zero_stage: int, tmp_path: Path) -> None:
+    check_case(_case(layout, quantisation, steps=2, zero_stage=zero_stage), tmp_path)
+
+
+def _shard_packed_weights(case: Case, folder: Path) -> None:
+    plain = dict(packed_layers(case.recipe.model()))
+    model, booster = (boosted := boost(case)).model, boosted.booster
+    layers = dict(packed_layers(model.module))
+    held = [each for layer, kind in layers.items() for each in kind.packed(layer) if each.numel() >= 512]
+    assert len(held) >= len(layers) == len(plain)
+    held += [layer.weight.CB for layer in layers if getattr(layer.weight, "CB", None) is not None]
+    assert sum(each.untyped_storage().nbytes() for each in held) == 0
+    with model.summon_full_params(writeback=False):
+        for (layer, kind), whole in zip(layers.items(), plain, strict=True):
+            assert all(map(torch.equal, kind.packed(layer), kind.packed(whole)))
+    booster.save_model(model, folder / "3")
+    assert sum(each.untyped_storage().nbytes() for each in held) == 0
+    boosted = boost(case.but(zero_stage=1))
+    boosted.booster.save_model(boosted.model, folder / "1")
+
+
+@pytest.mark.parametrize("quantisation", [_NF4, pytest.param(_INT8, marks=pytest.mark.slow)])
+def test_replicas_keep_shards_of_packed_weights_under_stage_3(quantisation: tuple, tmp_path: Path) -> None:
+    run_on_ranks(2, _shard_packed_weights, _case("dp2", quantisation, zero_stage=3), tmp_path)
+    files = [(tmp_path / stage / "adapter_model.safetensors").read_bytes() for stage in ("1", "3")]
+    assert files[0] == files[1]
 
 
 @pytest.mark.slow
@@ -135,10 +171,10 @@ def test_sixteen_bit_with_recomputation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_torchao(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "zero_stage"), [("tp2", 1), ("pp2", 1), ("dp2", 1), ("tp2dp2", 3)])
+def test_torchao(layout: str, zero_stage: int, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    check_case(_case(layout, (("torchao", "Int8WeightOnlyConfig"),)), tmp_path)
+    check_case(_case(layout, (("torchao", "Int8WeightOnlyConfig"),), zero_stage=zero_stage), tmp_path)
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")

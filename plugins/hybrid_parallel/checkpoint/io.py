@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,11 @@ class HybridParallelCheckpointIO(CheckpointIO):
             dtype: dtype of the weights in the files; None for that of the model.
         """
         _check_boosted({"model": model})
-        with model.summon_full_params(writeback=False):
-            if has_adapters(model.unwrap()):
-                save_adapter_files(model, self.mesh, Path(directory), dtype)
-            else:
-                refuse_bare_adapters(model.unwrap())
-                save_model_files(model, self.mesh, Path(directory), size_per_shard, dtype)
+        if has_adapters(model.unwrap()):
+            save_adapter_files(model, self.mesh, Path(directory), dtype)
+        else:
+            refuse_bare_adapters(model.unwrap())
+            save_model_files(model, self.mesh, Path(directory), size_per_shard, dtype)
 
     @failure.guard("booster.load_model")
     def load_model(self, model: nn.Module, directory: str, strict: bool = True, allow_bin: bool = False) -> None:
@@ -102,12 +101,11 @@ class HybridParallelCheckpointIO(CheckpointIO):
             allow_bin: read `.bin` files with `torch.load(weights_only=True)` if there are no safetensors files.
         """
         _check_boosted({"model": model})
-        with model.summon_full_params():
-            if has_adapters(model.unwrap()):
-                load_adapter_files(model, Path(directory), strict)
-            else:
-                refuse_bare_adapters(model.unwrap())
-                load_model_files(model, Path(directory), strict, allow_bin)
+        if has_adapters(model.unwrap()):
+            load_adapter_files(model, Path(directory), strict)
+        else:
+            refuse_bare_adapters(model.unwrap())
+            load_model_files(model, Path(directory), strict, allow_bin)
 
     @failure.guard("the whole state dict")
     def whole_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -164,11 +162,10 @@ class HybridParallelCheckpointIO(CheckpointIO):
             snapshot = take_snapshot(self.mesh, objects, extra, elsewhere)
             return Path(directory).resolve(), self._staging.copy(snapshot) if asynchronous else snapshot
 
-        with _whole_parameters(objects, writeback=False):
-            path, snapshot = raise_on_all_ranks(prepare, self.group)
-            if not asynchronous:
-                self._write(path, snapshot, keep_last, self.group)
-                return SavedCheckpoint(path, time.perf_counter() - began)
+        path, snapshot = raise_on_all_ranks(prepare, self.group)
+        if not asynchronous:
+            self._write(path, snapshot, keep_last, self.group)
+            return SavedCheckpoint(path, time.perf_counter() - began)
         group = self.background_group
         saved = self._background.start(path, began, lambda: self._write(path, snapshot, keep_last, group))
         _logger.info("the checkpoint %s is being saved; training was blocked for %.3f s", path, saved.stall_s)
@@ -195,7 +192,8 @@ class HybridParallelCheckpointIO(CheckpointIO):
             raise ConfigurationError(f"resume='{resume}' is not known; use resume='latest' or leave it out")
         path, manifest = self._latest(Path(directory)) if resume else (Path(directory), None)
         manifest = manifest or self._verified(path)
-        with _whole_parameters(objects):
+        model = objects.get("model")
+        with nullcontext() if model is None else model.gathers.changing():
             restore(self.mesh, objects, path, manifest, self.group)
         return manifest.state["extra"]
 
@@ -302,12 +300,6 @@ def _merge_numbers(parts: list[dict[str, Any]]) -> dict[str, Any]:
         for kind in merged:
             merged[kind].update(part[kind])
     return merged
-
-
-def _whole_parameters(objects: Mapping[str, Any], writeback: bool = True) -> AbstractContextManager[None]:
-    """Return a context in which the model among the objects has its parameters whole; see `summon_full_params`."""
-    model = objects.get("model")
-    return nullcontext() if model is None else model.summon_full_params(writeback)
 
 
 def _check_boosted(objects: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
+from plugins.hybrid_parallel.setup.held_values import hold_values
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.setup.model_contents import check_contents
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
@@ -37,6 +38,7 @@ from plugins.hybrid_parallel.zero.grouping import (
     check_shared_parameters,
     warn_of_untrained,
 )
+from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention.kernel_limits import AMPERE, capability_of
 from shardformer.distributed.process_groups import world_group
@@ -65,12 +67,13 @@ class BuiltModel:
     """The sharded model, and what its optimizers need to know.
 
     Attributes:
-        masters: full-precision values of the parameters that were cast to a lower precision.
+        initial: sources of the full-precision values of parameters that were cast to a lower precision, and of those
+            that have no values yet.
         loss_scale: the loss scale that all of its optimizers share.
     """
 
     model: HybridParallelModel
-    masters: dict[nn.Parameter, Tensor]
+    initial: dict[nn.Parameter, Source]
     loss_scale: LossScale
 
 
@@ -165,6 +168,9 @@ def build_model(
     share_initial_weights(model)
     origin = WholeModel.of(model)
     shared = shard_model(model, config, mesh)
+    held = {}
+    if trains and config.zero.zero_stage == 3:
+        held = hold_values(model, reader, config, mesh, DTYPES.get(config.mixed_precision.precision))
     if waits_for_values(model):
         _cast_ahead(model, config, trains)
         with _mistakes():
@@ -173,7 +179,7 @@ def build_model(
         recompute_share(model, config.kernels.gradient_checkpointing)
     keep_format(model)
     model.to(mesh.device)
-    return wrap_model(model, config, mesh, seed, origin, shared)
+    return wrap_model(model, config, mesh, seed, origin, shared, held)
 
 
 def _check_precision(device: torch.device, precision: str) -> None:
@@ -197,15 +203,17 @@ def wrap_model(
     seed: int,
     origin: WholeModel,
     shared: Sequence[Mapping[int, Tensor]],
+    held: Mapping[nn.Parameter, Source] | None = None,
 ) -> BuiltModel:
     """Cast and wrap a sharded model.
 
     Args:
         origin: description of the whole model.
         shared: the parameters that several stages hold, see `shard_model`.
+        held: the parameters without values, see `hold_values`.
     """
     leave_sums(model)  # the buckets sum gradients
-    masters = _cast(model, DTYPES.get(config.mixed_precision.precision), config.mixed_precision.master_weights)
+    initial = _cast(model, DTYPES.get(config.mixed_precision.precision), config.mixed_precision.master_weights)
     context = ShardContext(origin, _tied(shared, config, mesh), _stream(mesh, seed), config.pipeline)
     if config.mixed_precision.precision == "fp8":
         multiply_in_fp8(model)
@@ -222,7 +230,7 @@ def wrap_model(
     loss_scale = LossScale()
     if config.mixed_precision.precision == "fp16":
         loss_scale = DynamicLossScale(config.mixed_precision.initial_scale, config.mixed_precision.growth_interval)
-    return BuiltModel(wrapped, masters, loss_scale)
+    return BuiltModel(wrapped, initial | (held or {}), loss_scale)
 
 
 def _tied(
@@ -311,15 +319,15 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         return ShardFormer(shard_config).optimize(model, policy)[1]
 
 
-def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> dict[nn.Parameter, Tensor]:
+def _cast(model: nn.Module, dtype: torch.dtype | None, keeps_masters: bool) -> dict[nn.Parameter, Source]:
     """Cast parameters and return their values before; buffers keep their precision, which rotary tables need."""
-    masters: dict[nn.Parameter, Tensor] = {}
+    masters: dict[nn.Parameter, Source] = {}
     if dtype is None:
         return masters
     for param in model.parameters():
         if param.is_floating_point() and param.dtype != dtype and not is_quantised(param):
             if keeps_masters and param.requires_grad:
-                masters[param] = param.data
+                masters[param] = take_source(param, masters)
             param.data = param.data.to(dtype)
     return masters
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -19,6 +17,7 @@ from plugins.hybrid_parallel.distributed.mesh import (
     shard_groups,
     stage_group,
 )
+from plugins.hybrid_parallel.setup.held_values import shards_by_axis
 from plugins.hybrid_parallel.setup.model import BuiltModel
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
@@ -67,13 +66,13 @@ def build_optimizer(
     options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
-    buckets = build_buckets(_which(order, trains=True), options, model.tied, built.masters, model.gathers)
+    buckets = build_buckets(_which(order, trains=True), options, model.tied, built.initial, model.gathers)
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
     owned = wholes.add(buckets)
     wholes.take_states(states)
     place_states(optim, states, [*buckets, *owned])
-    build_more = partial(build_buckets, options=options, tied=model.tied, masters={}, gathers=model.gathers)
+    build_more = partial(build_buckets, options=options, tied=model.tied, initial={}, gathers=model.gathers)
     frozen = FrozenParameters(_which(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
@@ -103,7 +102,7 @@ def build_optimizer(
 def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:
     """Shard the parameters that no optimizer trains, and have all sharded ones gathered before use (ZeRO stage 3)."""
     if config.zero.zero_stage == 3 and built.model.optimizers:
-        built.model.gathers.shard_frozen(_bucket_options(Granularity.ELEMENT, config, mesh))
+        built.model.gathers.shard_frozen(_bucket_options(Granularity.ELEMENT, config, mesh), built.initial)
         built.model.gathers.attach()
 
 
@@ -137,13 +136,8 @@ def _bucket_options(
 ) -> dict[str, BucketOptions]:
     """Return the options of buckets by axis, over which the parameters in a bucket are sharded."""
     groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
-    num_shards = config.zero.num_shards(mesh.size(DP_CP))
     sharing, copies = {}, {}
-    for axis, group in groups_of.items():
-        # Experts have fewer replicas.
-        count = (
-            math.gcd(num_shards, dist.get_world_size(group)) if config.zero.zero_stage else dist.get_world_size(group)
-        )
+    for axis, count in shards_by_axis(config, mesh).items():
         sharing[axis], copies[axis] = shard_groups(mesh, replicate_axis(axis), count)
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives

@@ -29,6 +29,7 @@ from plugins.hybrid_parallel.zero.bucket_layout import (
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ReduceScatterHandle
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand, zero
@@ -45,7 +46,7 @@ class Bucket(GradientsByHand):
         sum_groups: further groups over which the gradients are partial sums (copies of the shard, tensor-parallel,
             tied stages).
         counted: whether this rank counts these parameters in the global norm.
-        masters: full-precision values of parameters that were cast to a lower precision; used ones are removed.
+        initial: sources of the full-precision values of parameters; used ones are removed, others have their values.
         tied_group: the member of `sum_groups` whose ranks are pipeline stages with the same parameters, or None.
         shards_parameters: whether ranks keep only their shard of the parameters (ZeRO stage 3).
 
@@ -60,7 +61,7 @@ class Bucket(GradientsByHand):
         group_index: int,
         sum_groups: Sequence[ProcessGroup],
         counted: bool,
-        masters: dict[nn.Parameter, Tensor],
+        initial: dict[nn.Parameter, Source],
         tied_group: ProcessGroup | None = None,
         shards_parameters: bool = False,
     ) -> None:
@@ -76,20 +77,21 @@ class Bucket(GradientsByHand):
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
 
-        allocate = torch.empty if shards_parameters else options.exchange.empty
-        flat = allocate(size, dtype=dtype, device=device).zero_()
-        sources = [masters.pop(param, param.data) for param in params]
-        move_into(flat, self.params, self.offsets)
+        sources = [take_source(param, initial) for param in params]
+        self._flat = self.sharded = None
+        if shards_parameters:
+            self.sharded = ShardedParameters(self.params, self.offsets, size, options)
+        else:
+            self._flat = options.exchange.empty(size, dtype=dtype, device=device).zero_()
+            move_into(self._flat, self.params, self.offsets)
         for index, param in enumerate(self.params):
             show_grad(param, self, index)
         updated = self.grad_dtype if options.master_weights else dtype
-        self._flat, self.sharded = flat, None
-        if shards_parameters:
-            self.sharded = ShardedParameters(self.params, flat, options.shard_index, options.exchange, options.updates)
-            self._flat = None  # another may take its place there
-        own = self.own_shard(flat) if self.sharded is None else self.sharded.shard
+        own = self.own_shard(self._flat) if self.sharded is None else self.sharded.shard
         self.shard = OptimizerShard(own, updated, options.shard_index * self.shard_size)
         self.shard.add_pieces(self.params, self.offsets, sources)
+        if shards_parameters:
+            self.shard.write_parameters()
 
         # Allocated on the first gradient. If gradients are sharded, freed after their reduction.
         self.memory = options.grad_buffers if options.num_shards > 1 else GradBufferPool(options.exchange)

@@ -1,17 +1,19 @@
 """Which parameters are gathered together under ZeRO stage 3: those of a layer; others with the module that has them.
 
+Of quantised weights the packed values and the scales of blocks are sharded, as bytes that each rank has a range of.
 Small parameters stay whole: a collective would cost more than their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
+from shardformer.quantised import QuantisedWeight, packed_layers
 
 # Parameters with fewer values, and vectors, stay whole.
 _LEAST = 512
@@ -19,7 +21,7 @@ _LEAST = 512
 
 def is_sharded(param: nn.Parameter) -> bool:
     """Return whether ranks keep only a shard of a parameter under stage 3."""
-    is_plain = type(param.data) is Tensor and param.is_floating_point()  # and no packed weight of a quantised model
+    is_plain = type(param.data) is Tensor and param.is_floating_point()
     return is_plain and param.dim() >= 2 and param.numel() >= _LEAST
 
 
@@ -63,29 +65,42 @@ class GatherUnits:
     """The units of a model's parameters.
 
     Attributes:
-        of_parameter: parameter -> its unit.
+        of_parameter: parameter, or packed values of one, -> its unit.
         of_module: module -> the units that its forward pass needs.
     """
 
     def __init__(self) -> None:
-        self.of_parameter: dict[nn.Parameter, GatherUnit] = {}
+        self.of_parameter: dict[Tensor, GatherUnit] = {}
         self.of_module: dict[nn.Module, dict[GatherUnit, None]] = {}
         self._of_owner: dict[nn.Module, GatherUnit] = {}
+        self._packed: dict[Tensor, tuple[nn.Module, QuantisedWeight]] = {}
 
     def add(self, model: nn.Module) -> None:
         """Add the parameters of a model, or of one of its stages: one unit for each element of its lists of layers.
 
         The model itself gets no hooks, which could change its loss: its own parameters are gathered when they are read.
         """
+        quantised = dict(packed_layers(model))
         for module, owner in _owners(model, None):
-            for param in module._parameters.values():
-                if param is None or not is_sharded(param):
-                    continue
-                if param not in self.of_parameter:
+            tensors: list[Tensor] = [each for each in module._parameters.values() if each is not None]
+            tensors = [param for param in tensors if is_sharded(param)]
+            if module in quantised:
+                packed = [each for each in quantised[module].packed(module) if each.numel() >= _LEAST]
+                self._packed |= dict.fromkeys(packed, (module, quantised[module]))
+                tensors += packed
+            for tensor in tensors:
+                if tensor not in self.of_parameter:
                     unit = self._of_owner.setdefault(owner, GatherUnit(len(self._of_owner)))
-                    self.of_parameter[param] = unit
+                    self.of_parameter[tensor] = unit
                 if owner is not model:
-                    self.of_module.setdefault(owner, {})[self.of_parameter[param]] = None
+                    self.of_module.setdefault(owner, {})[self.of_parameter[tensor]] = None
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """Let quantised layers follow their packed values to other memory."""
+        for tensor in tensors:
+            if tensor in self._packed:
+                module, kind = self._packed[tensor]
+                kind.follow(module)
 
 
 def _owners(module: nn.Module, layer: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module]]:

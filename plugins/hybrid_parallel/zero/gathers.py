@@ -7,7 +7,7 @@ FSDP2). Where autograd computes no gradient of the inputs, they stay until the p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.gather_units import GatherUnit, GatherUnits
+from plugins.hybrid_parallel.zero.initial_values import Source
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.shard_spec import spec_of
+from shardformer.utils.freed_memory import return_freed_memory
 
 
 class ParameterGathers:
@@ -41,6 +43,19 @@ class ParameterGathers:
     def __bool__(self) -> bool:
         return any(unit.members for unit in self.units.of_parameter.values())
 
+    @property
+    def shards(self) -> list[Tensor]:
+        """What this rank keeps of the sharded parameters: one flat tensor for each of their buckets."""
+        return [member.shard for unit in self._all() for member in unit.members]
+
+    def holder(self, param: Tensor) -> ShardedParameters | None:
+        """Return what has a shard of a parameter; None for a tensor that is whole at present."""
+        unit = self.units.of_parameter.get(param)
+        for member in [] if unit is None else unit.members:
+            if not member.is_gathered and any(param is each for each in member.params):
+                return member
+        return None
+
     def own(self, params: Sequence[nn.Parameter], member: ShardedParameters) -> None:
         """Take over parameters of one unit, and release them."""
         unit = self.units.of_parameter[params[0]]
@@ -49,11 +64,12 @@ class ParameterGathers:
         member.on_demand = partial(self._demand, unit)
         member.release()
 
-    def shard_frozen(self, options: Mapping[str, BucketOptions]) -> None:
+    def shard_frozen(self, options: Mapping[str, BucketOptions], initial: dict[nn.Parameter, Source]) -> None:
         """Shard the parameters that no optimizer trains.
 
         Args:
             options: axis over which a parameter is sharded -> the options of its replicas.
+            initial: sources of the values of parameters that have none; used ones are removed.
         """
         taken = {param for unit in self._all() for member in unit.members for param in member.params}
         kinds: dict[tuple, list[nn.Parameter]] = {}
@@ -62,7 +78,10 @@ class ParameterGathers:
             if param not in taken and options[axis].num_shards > 1:
                 kinds.setdefault((unit, param.dtype, axis), []).append(param)
         for (_, _, axis), params in kinds.items():
-            self.own(params, ShardedParameters.of_frozen(params, options[axis]))
+            member = ShardedParameters.of_frozen(params, options[axis], initial)
+            self.units.follow(params)
+            self.own(params, member)
+            return_freed_memory()  # of the parameters that are sharded now
 
     def dissolve(self, params: Set[nn.Parameter]) -> None:
         """Make parameters whole that are to be sharded in another way, with those in the same memory."""
@@ -95,26 +114,37 @@ class ParameterGathers:
                 self.release_all()
 
     @contextmanager
-    def whole(self, keeps_changes: bool = False) -> Iterator[None]:
-        """Have all parameters whole in this context; all replicas must enter it.
+    def whole(self, keeps_changes: bool = False, params: Set[Tensor] | None = None) -> Iterator[None]:
+        """Have parameters whole in this context; all replicas must enter it.
 
         Args:
             keeps_changes: whether values that are changed in place stay so.
+            params: the parameters, and those in the same memory become whole; None for all.
         """
         members = [member for unit in self._all() for member in unit.members if not member.is_gathered]
-        updates = {member.updates: None for member in members} if keeps_changes else {}
+        if params is not None:
+            members = [member for member in members if not params.isdisjoint(member.params)]
         with self.running():
-            for unit in self._all():
-                unit.gather()
+            for member in members:
+                member.gather()
             try:
                 yield
             finally:
-                for each in updates:
-                    each.begin()
-                for member in members if keeps_changes else ():
-                    member.take_changed_values()
-                for each in updates:
-                    each.end()
+                with self.changing() if keeps_changes else nullcontext():
+                    for member in members if keeps_changes else ():
+                        member.take_changed_values()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change shards in this context; all replicas must enter it, and none gathers meanwhile."""
+        updates = dict.fromkeys(member.updates for unit in self._all() for member in unit.members)
+        for each in updates:
+            each.begin()
+        try:
+            yield
+        finally:
+            for each in updates:
+                each.end()
 
     def release_all(self) -> None:
         """Release all units, also those that were gathered ahead, but none whose values autograd has saved."""

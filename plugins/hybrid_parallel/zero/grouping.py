@@ -16,6 +16,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, HoldsPieces
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
+from plugins.hybrid_parallel.zero.initial_values import Source
 from shardformer.shard_spec import grad_group_of, spec_of
 from shardformer.utils.freed_memory import return_freed_memory
 
@@ -49,7 +50,7 @@ def build_buckets(
     groups: Sequence[Sequence[nn.Parameter]],
     options: Mapping[str, BucketOptions],
     tied: Mapping[nn.Parameter, TiedParameter],
-    masters: dict[nn.Parameter, Tensor],
+    initial: dict[nn.Parameter, Source],
     gathers: ParameterGathers | None = None,
 ) -> list[Bucket]:
     """Sort the parameters of each group into buckets, last parameter first.
@@ -58,7 +59,8 @@ def build_buckets(
         groups: the local parameters of the optimizer's parameter groups.
         options: axis over which parameters are sharded -> the options of their buckets.
         tied: the parameters that other stages hold too.
-        masters: full-precision values of parameters that were cast to a lower precision; used ones are removed.
+        initial: sources of the full-precision values of parameters that were cast to a lower precision or have no
+            values; used ones are removed.
         gathers: takes over the parameters that ranks shard (ZeRO stage 3); None if they shard none.
     """
     buckets = []
@@ -81,7 +83,7 @@ def build_buckets(
             counted = is_owner and options[axis].counts and (tie is None or tie.counted)
             for chunk in chunks_of(members, options[axis].bucket_bytes):
                 bucket = Bucket(
-                    chunk, options[axis], group_index, sum_groups, counted, masters, tied_group, unit is not None
+                    chunk, options[axis], group_index, sum_groups, counted, initial, tied_group, unit is not None
                 )
                 buckets.append(bucket)
                 if bucket.sharded is not None:

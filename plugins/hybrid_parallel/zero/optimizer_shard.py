@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
+from plugins.hybrid_parallel.zero.initial_values import Source
 from shardformer.shard_spec import parameter_like
 
 _AT_ONCE = 2**25  # elements that are compared at a time: temporary memory is 7 bytes for each
@@ -40,8 +41,11 @@ class OptimizerShard:
         self.values = torch.zeros_like(parameters, dtype=dtype) if self.is_master else parameters
         self.pieces: list[BucketSlice] = []
 
-    def add_pieces(self, params: Sequence[nn.Parameter], offsets: Sequence[int], sources: Sequence[Tensor]) -> None:
-        """Make the pieces of the parameters that begin at `offsets` of the bucket, with the values of `sources`."""
+    def add_pieces(self, params: Sequence[nn.Parameter], offsets: Sequence[int], sources: Sequence[Source]) -> None:
+        """Make the pieces of the parameters that begin at `offsets` of the bucket, with the values of `sources`.
+
+        Those of which the shard has nothing are not asked for.
+        """
         for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
             start = max(0, self._start - offset)
             stop = min(param.numel(), self._start + len(self.values) - offset)
@@ -49,7 +53,7 @@ class OptimizerShard:
                 continue
             place = offset + start - self._start
             view = self.values[place : place + stop - start]
-            view.copy_(sources[index].reshape(-1)[start:stop])
+            view.copy_(sources[index]().reshape(-1)[start:stop])
             whole = stop - start == param.numel()
             parameter = parameter_like(param, view.view_as(param) if whole else view).requires_grad_(True)
             self.pieces.append(BucketSlice(index, start, stop, place, parameter))

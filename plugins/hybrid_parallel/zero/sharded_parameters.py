@@ -7,50 +7,66 @@ filled again in the same storage: views that autograd has saved stay valid.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, move_into, places_in_bucket
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import hide_values, show_values
-from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates, shard_gather
+from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
+from plugins.hybrid_parallel.zero.comm.shard_gather import shard_gather
+from plugins.hybrid_parallel.zero.initial_values import Source, take_source
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """The part of one parameter that is in a rank's shard.
+
+    Attributes:
+        start, stop: range in the flattened parameter; empty if there is none.
+        place: range in the shard.
+    """
+
+    start: int
+    stop: int
+    place: slice
 
 
 class ShardedParameters:
     """Parameters whose values ranks gather before use, and release after.
 
+    The parameters become views of the whole, without values; who makes this fills `shard`.
+
     Args:
-        params: views of `flat`.
-        flat: [ranks * shard], the present values.
-        shard_index: this rank's position among those that share the values.
-        exchange: their collectives.
-        updates: keeps updates of the shards apart from gathers.
+        params: the parameters.
+        offsets: their places in the whole.
+        size: elements of the whole.
+        options: the options of their buckets: of the ranks that share the values.
 
     Attributes:
-        flat: the whole; of no size while it is released.
-        shard: [shard], this rank's values.
+        flat: [ranks * shard], the whole; of no bytes while it is released.
+        shard: [shard], this rank's values; zeros at first.
+        rank: this rank's position among those that share the values.
+        updates: keeps updates of the shards apart from gathers.
         on_demand: called with the operation that reads released values; gathers them or refuses. None at first.
     """
 
     def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        flat: Tensor,
-        shard_index: int,
-        exchange: ZeroCollectives,
-        updates: ShardUpdates,
+        self, params: Sequence[nn.Parameter], offsets: Sequence[int], size: int, options: BucketOptions
     ) -> None:
-        num_shards = dist.get_world_size(exchange.group)
-        self.params, self.flat, self.updates = list(params), flat, updates
-        self._bytes = flat.untyped_storage().nbytes()
-        size = len(flat) // num_shards
-        self._own = slice(shard_index * size, (shard_index + 1) * size)
-        self.shard = exchange.empty(size, flat.dtype, flat.device).copy_(flat[self._own])
-        self._gather = shard_gather(exchange, self.shard)
+        dtype, device = params[0].dtype, params[0].device
+        self.params, self.options = list(params), options
+        self.updates, self.rank = options.updates, options.shard_index
+        self.flat = torch.empty(size, dtype=dtype, device=device)
+        self._bytes = size * dtype.itemsize
+        for param, offset in zip(params, offsets, strict=True):
+            param.data = self.flat[offset : offset + param.numel()].view(param.shape)
+        self.flat.untyped_storage().resize_(0)
+        self.shard = options.exchange.empty(size // options.num_shards, dtype, device).zero_()
+        self._gather = shard_gather(options.exchange, self.shard)
         self._handle: AllGatherHandle | None = None
-        self.is_gathered = True
+        self.is_gathered = True  # until the first release
         self.on_demand: Callable[[str], None] | None = None
 
     @property
@@ -106,15 +122,39 @@ class ShardedParameters:
     @torch.no_grad()
     def take_changed_values(self) -> None:
         """Take this rank's part of gathered values that were changed in place."""
-        self.shard.copy_(self.flat[self._own])
+        self.shard.copy_(self.flat.view(-1, len(self.shard))[self.rank])
+
+    def slice_on(self, rank: int, param: nn.Parameter) -> ParameterSlice:
+        """Return which part of a parameter is in the shard of a rank among those that share the values."""
+        size, offset = len(self.shard), param.storage_offset()
+        start = max(0, rank * size - offset)
+        stop = max(start, min(param.numel(), (rank + 1) * size - offset))
+        first = offset + start - rank * size
+        return ParameterSlice(start, stop, slice(first, first + stop - start))
+
+    def own_slice(self, param: nn.Parameter) -> tuple[int, int, Tensor]:
+        """Return start and stop of this rank's part of a flattened parameter, and its values, a view of the shard."""
+        own = self.slice_on(self.rank, param)
+        return own.start, own.stop, self.shard[own.place]
+
+    @torch.no_grad()
+    def fill(self, param: nn.Parameter, source: Source) -> None:
+        """Copy this rank's part of the values of a parameter, which are not asked for if it has none."""
+        start, stop, values = self.own_slice(param)
+        if start < stop:
+            values.copy_(source().reshape(-1)[start:stop])
 
     @staticmethod
-    def of_frozen(params: Sequence[nn.Parameter], options: BucketOptions) -> ShardedParameters:
-        """Shard parameters that are not trained."""
+    def of_frozen(
+        params: Sequence[nn.Parameter], options: BucketOptions, initial: dict[nn.Parameter, Source]
+    ) -> ShardedParameters:
+        """Shard parameters that are not trained; the sources that are used are removed from `initial`."""
+        sources = [take_source(param, initial) for param in params]
         offsets, size = places_in_bucket([param.numel() for param in params], options.num_shards, False)
-        flat = torch.zeros(size, dtype=params[0].dtype, device=params[0].device)
-        move_into(flat, params, offsets)
-        return ShardedParameters(params, flat, options.shard_index, options.exchange, options.updates)
+        made = ShardedParameters(params, offsets, size, options)
+        for param, source in zip(params, sources, strict=True):
+            made.fill(param, source)
+        return made
 
     def demand(self, operation: str) -> None:
         """Gather the values for an operation that reads them, or refuse it."""

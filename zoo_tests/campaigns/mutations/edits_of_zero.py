@@ -5,6 +5,9 @@ from __future__ import annotations
 from zoo_tests.campaigns.mutations.edits import Edit
 
 _STAGES = "zoo_tests/parity/test_zero_stages.py::test_trains_like_plain_training"
+_LAZY = "zoo_tests/shardformer/lazy/test_materialize.py"
+_FILES = "zoo_tests/hybrid_parallel/checkpoint/test_stage_3.py::test_files_are_those_of_stage_1"
+_PACKED = "zoo_tests/parity/test_quantised.py::test_replicas_keep_shards_of_packed_weights_under_stage_3"
 
 EDITS_OF_ZERO: dict[str, Edit] = {
     "shards of earlier micro-batches forgotten": Edit(
@@ -24,5 +27,29 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         "rows[self.exchange.rank].copy_(self.shard)",
         "rows[self.exchange.rank].zero_()",
         (f"{_STAGES}[llama-causal_lm-dp2-zero3-adamw-clip-num_microbatches=3]",),
+    ),
+    "masters of sharded parameters made of rounded values": Edit(
+        "plugins.hybrid_parallel.setup.held_values",
+        "kept = param.dtype if dtype is None or has_master else dtype",
+        "kept = dtype or param.dtype",
+        (f"{_LAZY}::test_16_bit_models_keep_the_full_values_for_the_optimizer[bf16-dp2-3]",),
+    ),
+    "a rank takes the first values of a parameter for its shard": Edit(
+        "plugins.hybrid_parallel.zero.sharded_parameters",
+        "values.copy_(source().reshape(-1)[start:stop])",
+        "values.copy_(source().reshape(-1)[: stop - start])",
+        (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),
+    ),
+    "a writer leaves its own part of a tensor out": Edit(
+        "plugins.hybrid_parallel.checkpoint.model_files.gather",
+        "local[start:stop] = values",
+        "local[start:stop] = 0",
+        (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),
+    ),
+    "layers multiply by the packed values from before they were sharded": Edit(
+        "plugins.hybrid_parallel.zero.gathers",
+        "self.units.follow(params)\n",
+        "pass\n",
+        (f"{_PACKED}[quantisation1]",),
     ),
 }

@@ -104,7 +104,7 @@ def test_parameters_and_pieces_are_views_of_one_buffer() -> None:
 def test_masters_keep_the_values_before_the_cast() -> None:
     precise = torch.full((5,), 1.0 + 2**-12)
     param = nn.Parameter(precise.bfloat16())
-    bucket = Bucket([param], _options(), 0, [], True, {param: precise})
+    bucket = Bucket([param], _options(), 0, [], True, {param: lambda: precise})
     assert torch.equal(bucket.pieces[0].parameter, precise)
     bucket.pieces[0].parameter.data.fill_(3.0)
     bucket.all_gather_params()

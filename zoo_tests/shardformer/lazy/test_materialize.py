@@ -124,9 +124,10 @@ def _hashes(case: Case) -> dict[str, str]:
     optimizer, scheduler = case.recipe.training(model)
     model, *_ = Booster(plugin=plugin).boost(model, optimizer, scheduler)
     whole = {}
-    for names, tensor in local_tensors(model, unique=False):
-        full = assemble(tensor, tensor.detach(), plugin.grid.group("tp"))
-        whole |= dict.fromkeys(names, _sha256(full))
+    with model.summon_full_params(writeback=False):
+        for names, tensor in local_tensors(model, unique=False):
+            full = assemble(tensor, tensor.detach(), plugin.grid.group("tp"))
+            whole |= dict.fromkeys(names, _sha256(full))
     return whole
 
 
@@ -164,6 +165,19 @@ _EACH_LAYOUT = [
 @pytest.mark.parametrize(("family", "layout"), _EACH_LAYOUT)
 def test_every_layout_builds_the_same_model(family: str, layout: str) -> None:
     _check_layout(_case(family, layout))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "adapters"),
+    [
+        ("llama", "tp2dp2", ()),
+        pytest.param("llama", "dp2", ("q_proj", "down_proj"), marks=pytest.mark.slow),
+        pytest.param("gpt2", "pp2dp2", (), marks=pytest.mark.slow),
+        pytest.param("mixtral", "tp2dp2", (), marks=pytest.mark.slow),
+    ],
+)
+def test_zero_stage_3_builds_the_same_model(family: str, layout: str, adapters: tuple[str, ...]) -> None:
+    _check_layout(_case(family, layout, adapters=adapters).but(zero_stage=3))
 
 
 @pytest.mark.slow
@@ -250,10 +264,10 @@ def test_a_rank_reads_its_pieces_alone(layout: str, tmp_path: Path) -> None:
         assert read == held
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "layout", "stage"), [("bf16", "tp2", 1), ("fp16", "tp2", 1), ("bf16", "dp2", 3)])
 @distributed(2)
-def test_16_bit_models_keep_the_full_values_for_the_optimizer(precision: str) -> None:
-    case = _case("llama", "tp2", precision=precision)
+def test_16_bit_models_keep_the_full_values_for_the_optimizer(precision: str, layout: str, stage: int) -> None:
+    case = _case("llama", layout, precision=precision).but(zero_stage=stage)
     with record_module_init():
         model = case.recipe.model()
         whole = case.recipe.model()
@@ -264,14 +278,18 @@ def test_16_bit_models_keep_the_full_values_for_the_optimizer(precision: str) ->
     name = "model.layers.0.mlp.up_proj.weight"
     local = model.unwrap().get_parameter(name)
     piece = local.shard_spec.shard(whole.get_parameter(name).data)
-    assert local.dtype != torch.float32 and torch.equal(local, piece.to(local.dtype))
+    with model.summon_full_params(writeback=False):
+        assert local.dtype != torch.float32 and torch.equal(local, piece.to(local.dtype))
     masters = [
-        bucket_piece.parameter
+        bucket_piece
         for bucket in optimizer.buckets
         for bucket_piece in bucket.pieces
         if bucket.params[bucket_piece.index] is local
     ]
-    assert torch.equal(masters[0].flatten(), piece.flatten())
+    same = [torch.equal(part.parameter.flatten(), piece.flatten()[part.start : part.stop]) for part in masters]
+    held = torch.tensor([sum(part.stop - part.start for part in masters), same.count(False)])
+    dist.all_reduce(held)
+    assert held.tolist() == [whole.get_parameter(name).numel(), 0]
 
 
 @distributed(2)

@@ -67,11 +67,13 @@ def _measured(*arguments: Any) -> tuple[Construction, int]:
         return measure(*arguments), sum(read)
 
 
-def _on_new_ranks(way: Way, sizes: dict[str, int], options: dict[str, Any], *arguments: Any) -> Iterator[Construction]:
-    pool = RankPool(options["tp_size"] * options.get("pp_size", 1))
+def _on_new_ranks(
+    way: Way, sizes: dict[str, int], options: dict[str, Any], *arguments: Any, replicas: int = 1
+) -> Iterator[Construction]:
+    pool = RankPool(options.get("tp_size", 1) * options.get("pp_size", 1) * replicas)
     try:
         for found, read in pool.run(_measured, (way, sizes, options, *arguments), {}, timeout_s=300):
-            assert read == (found.shard if way == "from_pretrained" else 0)
+            assert read == (found.shard if way == "from_pretrained" else 0) or replicas > 1
             yield found
     finally:
         pool.stop()
@@ -112,3 +114,18 @@ def test_a_model_built_before_boost_leaves_shards_alone(trains: bool) -> None:
     sizes = {"vocab_size": 2204, "hidden_size": 528, "intermediate_size": 382, "heads": 4, "layers": 12}
     for found in _on_new_ranks("built before boost", sizes, {"tp_size": 2}, None, trains):
         assert found.resident <= 1.1 * found.shard, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "replicas"), [({}, 2), ({"precision": "bf16"}, 2), ({"tp_size": 2}, 2)])
+def test_stage_3_shards_each_tensor_as_it_gets_values(layout: dict[str, Any], replicas: int, directory: Path) -> None:
+    sizes, options = {**_IN_SUITE[0][0], "layers": 8}, {**layout, "zero_stage": 3}
+    # fp32 masters and bf16 parameters are 6 bytes of each 4.
+    part = 1.01 / replicas / options.get("tp_size", 1) * (1.5 if "precision" in options else 1)
+    for found in _on_new_ranks("drawn", sizes, options, None, True, directory, replicas=replicas):
+        assert found.shard < part * found.whole
+        assert found.shard < found.peak <= 1.1 * found.shard + max(found.layer, found.largest), found
+        assert found.resident <= 1.1 * found.shard, found
+        assert found.saving <= 1.1 * found.shard + 2 * max(found.layer, found.largest), found
+    for found in _on_new_ranks("from_pretrained", sizes, options, directory, True, replicas=replicas):
+        assert found.shard < found.peak <= 1.1 * found.shard + max(found.layer, found.largest) + _LOADER, found

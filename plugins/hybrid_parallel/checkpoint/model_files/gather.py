@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.distributed.process_groups import ProcessGroups
 from shardformer.shard_spec import ShardSpec, spec_of
 
@@ -31,15 +32,18 @@ class Gather:
     requests: list[Any] = field(default_factory=list)
 
     @staticmethod
-    def begin(tensor: Tensor, dtype: torch.dtype | None, group: dist.ProcessGroup) -> Gather:
+    def begin(
+        tensor: Tensor, dtype: torch.dtype | None, group: dist.ProcessGroup, spec: ShardSpec | None = None
+    ) -> Gather:
         """Start to send this rank's shard, or to receive the other shards; all ranks of the group must call it.
 
         Args:
             tensor: parameter or buffer; it must not change before the gather has finished.
             dtype: target dtype of a floating-point tensor; None keeps its dtype.
             group: process group that shards the tensor.
+            spec: sharding of the tensor; None for that of the parameter or buffer.
         """
-        local, spec = tensor.detach(), spec_of(tensor)
+        local, spec = tensor.detach(), spec or spec_of(tensor)
         if dtype is not None and local.is_floating_point():
             local = local.to(dtype)
         local = local.contiguous()
@@ -70,6 +74,67 @@ class Gather:
         for rank, piece in {0: self.local, **self.others}.items():
             self.spec.on_rank(rank).fill(full, piece)
         return full
+
+
+@dataclass
+class ReplicaGather:
+    """A gather in progress of one parameter, of which replicas keep slices (ZeRO stage 3), to some of its holders.
+
+    The slices are first sent to one of the replicas that share it, whose tensor-parallel ranks then gather the tensor.
+
+    Attributes:
+        local: on the ranks of that replica, memory for this rank's shard, flat; None on the others.
+        spec: sharding of the tensor.
+        shape: shape of this rank's shard.
+        group: process group that shards the tensor.
+        sent: this rank's slice, which is in memory until it has arrived.
+        requests: pending send and receive operations.
+    """
+
+    local: Tensor | None
+    sent: Tensor
+    spec: ShardSpec
+    shape: torch.Size
+    group: dist.ProcessGroup
+    requests: list[Any]
+
+    @staticmethod
+    def begin(
+        param: nn.Parameter,
+        holder: ShardedParameters,
+        dtype: torch.dtype | None,
+        group: dist.ProcessGroup,
+        destination: int,
+    ) -> ReplicaGather:
+        """Start to send this rank's slice, or to receive those of the others; all ranks that share it must call it.
+
+        Args:
+            param: the parameter.
+            holder: what has this rank's slice of it.
+            dtype: target dtype; None keeps its own.
+            group: process group that shards the tensor.
+            destination: rank of the replica that gathers, among those that share the parameter.
+        """
+        replicas, (start, stop, values) = holder.options.shard_group, holder.own_slice(param)
+        values, local = values.to(dtype or values.dtype), None
+        open_communicator(replicas, values.device)
+        if holder.rank == destination:
+            local = values.new_empty(param.numel())
+            local[start:stop] = values
+            parts = {rank: holder.slice_on(rank, param) for rank in range(dist.get_world_size(replicas))}
+            others = {rank: local[part.start : part.stop] for rank, part in parts.items() if rank != destination}
+            requests = _batched(dist.irecv, others, replicas)
+        else:
+            requests = _batched(dist.isend, {destination: values}, replicas)
+        return ReplicaGather(local, values, spec_of(param), param.shape, group, requests)
+
+    def finish(self) -> Tensor | None:
+        """Wait for the gather, and return the full tensor on the first rank of the replica, None on all others."""
+        for request in self.requests:
+            request.wait()
+        if self.local is None:
+            return None
+        return Gather.begin(self.local.view(self.shape), None, self.group, self.spec).finish()
 
 
 def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileRea
 from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from shardformer.lazy.directories import open_directory
 from shardformer.lazy.pretrained import FileTensor
 from shardformer.lazy.weight_files import WeightFileError, check_shape, open_tensors, read_piece, weight_files
@@ -52,7 +53,8 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, 
             f"{directory} does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}; "
             "load a checkpoint of the same class, or pass strict=False"
         )
-    raise_on_all_ranks(lambda: _copy(found))
+    with model.gathers.changing():
+        raise_on_all_ranks(lambda: _copy(found, model.gathers))
     for optimizer in model.optimizers:
         optimizer.refresh_masters()
 
@@ -95,21 +97,38 @@ def _match_names(model: HybridParallelModel, directory: Path, _: bool) -> tuple[
 
 
 @torch.no_grad()
-def _copy(found: Found) -> None:
+def _copy(found: Found, gathers: ParameterGathers) -> None:
     in_files: dict[Path, list[tuple[str, Tensor]]] = {}
     freed = FreedMemory(sum(tensor.nbytes for tensor, *_ in found))
     for tensor, read, source in found:
         if isinstance(source, FileTensor):
             in_files.setdefault(source.path, []).append((source.name, tensor))
         else:
-            tensor.copy_(read(spec_of(tensor)))
+            holder = gathers.holder(tensor)
+            if holder is None:
+                tensor.copy_(read(spec_of(tensor)))
+            else:
+                holder.fill(tensor, partial(read, spec_of(tensor)))
             freed.add(math.prod(spec_of(tensor).full_shape) * tensor.element_size())
     for path, tensors in in_files.items():
         try:
             with TensorFileReader(path) as file:
-                for_each(partial(_read, file), tensors)
+                for_each(partial(_read, file), [each for each in tensors if gathers.holder(each[1]) is None])
+                for name, tensor in tensors:  # one at a time: each is read whole
+                    holder = gathers.holder(tensor)
+                    if holder is not None:
+                        holder.fill(tensor, partial(_read_whole, file, name, tensor))
+                        freed.add(tensor.nbytes)
         except SafetensorError as error:
             raise WeightFileError(f"{path} is not a complete safetensors file ({error}); save it again") from None
+
+
+def _read_whole(file: TensorFileReader, name: str, tensor: Tensor) -> Tensor:
+    """Return the slices of a local tensor without values."""
+    read = torch.empty(tensor.shape, dtype=tensor.dtype)
+    read.shard_spec = spec_of(tensor)
+    _read(file, (name, read))
+    return read
 
 
 @torch.no_grad()  # grad mode is thread-local

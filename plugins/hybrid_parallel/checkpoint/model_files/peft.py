@@ -70,6 +70,11 @@ def save_adapter_files(
         ConfigurationError: the model has no adapters any more, or the directory cannot be written; on all ranks.
     """
     _check_names(model)
+    with model.gathers.whole(params=_tensors_in_files(model)):
+        _save(model, mesh, directory, dtype)
+
+
+def _save(model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: torch.dtype | None) -> None:
     for adapter, config in model.unwrap().peft_config.items():
         if adapter in model.origin.adapter_names:
             tensors = _gathered(model, mesh, adapter, dtype)
@@ -95,6 +100,13 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
         ConfigurationError: files are missing or damaged, shapes differ, or, if `strict`, names differ.
     """
     _check_names(model)
+    with model.gathers.whole(keeps_changes=True, params=_tensors_in_files(model)):
+        _load(model, directory, strict)
+    for optimizer in model.optimizers:
+        optimizer.refresh_masters()
+
+
+def _load(model: HybridParallelModel, directory: Path, strict: bool) -> None:
     for adapter in model.unwrap().peft_config:
         place = directory if adapter == _DEFAULT else directory / adapter
         copies = adapter in model.origin.adapter_names
@@ -113,8 +125,6 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
             raise_on_all_ranks(
                 partial(_set_whole, model.unwrap(), place / _WEIGHTS, [name for name, _ in found], adapter)
             )
-    for optimizer in model.optimizers:
-        optimizer.refresh_masters()
 
 
 def _check_names(model: HybridParallelModel) -> None:
@@ -148,6 +158,14 @@ def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> 
         name = next((in_file[name] for name in names if name in in_file), None)
         if name is not None:
             yield name, tensor
+
+
+def _tensors_in_files(model: HybridParallelModel) -> set[Tensor] | None:
+    """Return the tensors of all adapters; None if peft reads some of them from the whole model."""
+    adapters = model.unwrap().peft_config
+    if any(adapter not in model.origin.adapter_names for adapter in adapters):
+        return None
+    return {tensor for adapter in adapters for _, tensor in _adapter_tensors(model, adapter, unique=False)}
 
 
 def _gathered(

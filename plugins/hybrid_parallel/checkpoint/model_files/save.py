@@ -3,7 +3,8 @@
 The tensors of a pipeline stage are distributed over files, and the files over the data-parallel replicas of the stage
 (with expert parallelism, over groups of replicas that together hold all experts). The first rank of each such group
 writes what the others send, while the next tensor is in flight. No rank holds more than one full tensor and the shards
-of the next.
+of the next. Under ZeRO stage 3, the replicas that share a tensor send their slices to the one that writes it: the
+groups take turns, in an order that all of them know.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter
 from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit, to_files, units_of
-from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather
+from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, ReplicaGather
 from plugins.hybrid_parallel.checkpoint.model_files.layout import (
     free_names,
     partial_path,
@@ -83,11 +85,9 @@ def save_model_files(
     names = all_gather_json(names)[0]
     first = sum(len(found) for stage, found in stages if stage < mesh.rank("pp"))
     paths = [partial_path(directory, name) for name in names[first : first + len(files)]]
-    writers = mesh.size(EXPERT_REPLICAS)
-    share = slice(mesh.rank(EXPERT_REPLICAS), None, writers)
-    rounds = _rounds([found for _, found in stages], writers)
+    rounds = _rounds([found for _, found in stages], mesh.size(EXPERT_REPLICAS))
     try:
-        _write(model_inside(model.unwrap()), [*zip(paths, files, strict=True)][share], mesh, dtype, rounds)
+        _write(model, [*zip(paths, files, strict=True)], mesh, dtype, rounds)
         weight_map = {name: final for final, file in zip(names, everything, strict=True) for name in file[0]}
         size = sum(size for _, size in everything)
         raise_on_all_ranks(lambda: publish(model, directory, weight_map, size, dtype) if dist.get_rank() == 0 else None)
@@ -140,17 +140,17 @@ def _rounds(stages: Sequence[Sequence[tuple[list[str], int]]], replicas: int) ->
 
 
 def _write(
-    model: nn.Module,
+    model: HybridParallelModel,
     files: Sequence[tuple[Path, Sequence[Item]]],
     mesh: HybridMesh,
     dtype: torch.dtype | None,
     rounds: int,
 ) -> None:
-    """Gather and write the items of `files`; all ranks of the group take part, and its first rank writes.
+    """Gather and write the items of a stage's files; the first rank of each group writes its share of the files.
 
     Args:
-        model: the transformers model.
-        files: (path, items) of each file of this group.
+        model: the boosted model.
+        files: (path, items) of each file of this stage.
         mesh: mesh of ranks.
         dtype: dtype of floating-point tensors in the files; None for their own.
         rounds: number of error checks, the same on all ranks.
@@ -158,20 +158,20 @@ def _write(
     Raises:
         ConfigurationError: a rank could not write; all ranks raise after at most `_AGREE_EVERY` more bytes.
     """
-    items = [item for _, file in files for item in file]
-    output = _Output(files, model)
-    on_its_way = [_begin(item, dtype, mesh) for item in items[:1]]
-    since, asked = 0, 0
+    gathering, writer = _Gathering(model, dtype, mesh), mesh.rank(EXPERT_REPLICAS)
+    turns = [turn for turn in _turns(files, mesh.size(EXPERT_REPLICAS)) if gathering.takes_part(turn)]
+    output = _Output(files[writer :: mesh.size(EXPERT_REPLICAS)], model_inside(model.unwrap()))
+    on_its_way = [gathering.begin(turn) for turn in turns[:1]]
+    asked = 0
     try:
-        for index, item in enumerate(items):
-            on_its_way += [_begin(each, dtype, mesh) for each in items[index + 1 : index + 2]]
-            full = {name: gather.finish() for name, gather in on_its_way.pop(0).items()}
-            if mesh.rank(EXPERTS) == 0:
-                output.put(item, full)
-            since += item.size
-            if since >= _AGREE_EVERY and asked < rounds - 1:
+        for index, turn in enumerate(turns):
+            while asked < min(turn.checks, rounds - 1):
                 raise_on_all_ranks(output.check)
-                since, asked = 0, asked + 1
+                asked += 1
+            on_its_way += [gathering.begin(each) for each in turns[index + 1 : index + 2]]
+            full = {name: gather.finish() for name, gather in on_its_way.pop(0).items()}
+            if turn.writer == writer and mesh.rank(EXPERTS) == 0:
+                output.put(turn.item, full)
         for _ in range(rounds - asked):
             raise_on_all_ranks(output.check)
     finally:
@@ -181,11 +181,74 @@ def _write(
         output.close()
 
 
-def _begin(item: Item, dtype: torch.dtype | None, mesh: HybridMesh) -> dict[str, Gather]:
-    held = {name: (tensor, spec_of(tensor).axis) for name, tensor in item.tensors.items()}
-    # Tensors other than experts are replicated over EP, so only the tensor-parallel group of the writer sends them.
-    asked = {name: each for name, each in held.items() if each[1] == EXPERTS or mesh.rank(EP) == 0}
-    return {name: Gather.begin(tensor, dtype, mesh.group(axis)) for name, (tensor, axis) in asked.items()}
+@dataclass(frozen=True)
+class _Turn:
+    """One item, in the order in which all ranks of a stage gather them.
+
+    Attributes:
+        writer: the group of replicas that writes it.
+        checks: number of error checks that come before it.
+    """
+
+    item: Item
+    writer: int
+    checks: int
+
+
+def _turns(files: Sequence[tuple[Path, Sequence[Item]]], writers: int) -> Iterator[_Turn]:
+    """Yield the items of a stage's files, of all writers in turn."""
+    shares = [[item for _, file in files[writer::writers] for item in file] for writer in range(writers)]
+    written = 0
+    for items in zip_longest(*shares):
+        for writer, item in enumerate(items):
+            if item is not None:
+                yield _Turn(item, writer, written // (_AGREE_EVERY * writers))
+                written += item.size
+
+
+class _Gathering:
+    """Starts the gathers of items on the ranks that have parts of them.
+
+    Args:
+        model: the boosted model.
+        dtype: dtype of floating-point tensors in the files; None for their own.
+        mesh: mesh of ranks.
+    """
+
+    def __init__(self, model: HybridParallelModel, dtype: torch.dtype | None, mesh: HybridMesh) -> None:
+        self._gathers, self._dtype, self._mesh = model.gathers, dtype, mesh
+        self._places = all_gather_json([mesh.rank(EP), mesh.rank(EXPERT_REPLICAS)]) if model.gathers else []
+
+    def takes_part(self, turn: _Turn) -> bool:
+        """Return whether this rank has anything to send or to receive."""
+        if turn.writer == self._mesh.rank(EXPERT_REPLICAS):
+            return True
+        return any(self._destination(tensor, turn) is not None for tensor in turn.item.tensors.values())
+
+    def begin(self, turn: _Turn) -> dict[str, Gather | ReplicaGather]:
+        """Start to gather the tensors of an item, by name."""
+        begun: dict[str, Gather | ReplicaGather] = {}
+        for name, tensor in turn.item.tensors.items():
+            axis, holder = spec_of(tensor).axis, self._gathers.holder(tensor)
+            group, destination = self._mesh.group(axis), self._destination(tensor, turn)
+            if destination is not None:
+                begun[name] = ReplicaGather.begin(tensor, holder, self._dtype, group, destination)
+            elif holder is None and self._is_of_writer(axis, turn):
+                begun[name] = Gather.begin(tensor, self._dtype, group)
+        return begun
+
+    def _is_of_writer(self, axis: str, turn: _Turn) -> bool:
+        # Tensors other than experts are replicated over EP, so only the tensor-parallel group of the writer sends them.
+        return turn.writer == self._mesh.rank(EXPERT_REPLICAS) and (axis == EXPERTS or self._mesh.rank(EP) == 0)
+
+    def _destination(self, tensor: Tensor, turn: _Turn) -> int | None:
+        """Return which of the ranks that share a tensor with this one gathers it for the writer; None if none does."""
+        holder = self._gathers.holder(tensor)
+        if holder is None:
+            return None
+        place = [self._mesh.rank(EP) if spec_of(tensor).axis == EXPERTS else 0, turn.writer]
+        ranks = dist.get_process_group_ranks(holder.options.shard_group)
+        return next((index for index, rank in enumerate(ranks) if self._places[rank] == place), None)
 
 
 class _Output:

@@ -48,11 +48,17 @@ def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Colle
         for names, tensor in local_tensors(model, unique=True)
         if spec_of(tensor).is_owner and names[0] not in elsewhere and (_is_parameter(tensor) or mesh.rank("tp") == 0)
     ]
+    found = {}
+    whole = [(name, tensor) for name, tensor in owned if model.gathers.holder(tensor) is None]
+    for name, tensor in owned:
+        holder = model.gathers.holder(tensor)
+        if holder is not None and holder.options.counts:
+            found[f"{PREFIX}{name}"] = _piece(model, tensor)
     mine: list[tuple[str, Tensor]] = []
     for axis in (TENSOR, EXPERTS):
-        alike = [(name, tensor) for name, tensor in owned if spec_of(tensor).axis == axis]
+        alike = [(name, tensor) for name, tensor in whole if spec_of(tensor).axis == axis]
         mine += _share(alike, mesh.rank(replicate_axis(axis)), mesh.size(replicate_axis(axis)))
-    return {f"{PREFIX}{name}": GlobalTensor.piece(spec_of(tensor), tensor) for name, tensor in mine}
+    return found | {f"{PREFIX}{name}": GlobalTensor.piece(spec_of(tensor), tensor) for name, tensor in mine}
 
 
 def tensors_to_fill(
@@ -72,7 +78,7 @@ def tensors_to_fill(
         if saved is None:
             missing.append(names[0])
             continue
-        found[precise_name(manifest, saved, tensor)] = GlobalTensor.piece(spec_of(tensor), tensor)
+        found[precise_name(manifest, saved, tensor)] = _piece(model, tensor)
     names = {name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)}
     unexpected = sorted(names - model.origin.names)
     missing = sorted({name for names in all_gather_json(missing, group) for name in names})
@@ -88,7 +94,8 @@ def clear_padding(model: HybridParallelModel) -> None:
     """Zero the padding rows of vocabularies, which are not saved."""
     for _, tensor in local_tensors(model, unique=False):
         if spec_of(tensor).is_padded:
-            tensor.detach().zero_()
+            holder = model.gathers.holder(tensor)
+            (tensor.detach() if holder is None else holder.own_slice(tensor)[2]).zero_()
 
 
 def precise_name(manifest: Manifest, name: str, wanted: Tensor) -> str:
@@ -97,6 +104,15 @@ def precise_name(manifest: Manifest, name: str, wanted: Tensor) -> str:
     master = f"optimizer/{name}/{MASTER}"
     is_wider = wanted.dtype.is_floating_point and wanted.dtype.itemsize > saved.torch_dtype.itemsize
     return master if is_wider and master in manifest.tensors else f"{PREFIX}{name}"
+
+
+def _piece(model: HybridParallelModel, tensor: Tensor) -> GlobalTensor:
+    """Return what this rank has of a tensor: its shard under ZeRO stage 3, otherwise its tensor-parallel piece."""
+    holder = model.gathers.holder(tensor)
+    if holder is None:
+        return GlobalTensor.piece(spec_of(tensor), tensor)
+    start, stop, values = holder.own_slice(tensor)
+    return GlobalTensor.piece(spec_of(tensor), values, start, stop)
 
 
 def _share(owned: list[tuple[str, Tensor]], rank: int, world_size: int) -> Iterable[tuple[str, Tensor]]:
