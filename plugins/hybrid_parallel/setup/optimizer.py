@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.distributed.mesh import (
     stage_group,
 )
 from plugins.hybrid_parallel.setup.model import BuiltModel
+from plugins.hybrid_parallel.setup.offload import file_of_shards, memory_of_states
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
@@ -34,6 +35,7 @@ from plugins.hybrid_parallel.zero.optimizer import (
     StepHooks,
 )
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.replicated_linear import replace_native_layers
@@ -64,10 +66,13 @@ def build_optimizer(
     pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
-    options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
+    trained = _which(order, trains=True)
+    members = [param for group in trained for param in group]
+    memory = memory_of_states(optim, members, config, mesh)
+    options, states = _bucket_options(granularity, config, mesh, memory, members), take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
-    buckets = build_buckets(_which(order, trains=True), options, model.tied, built.masters, model.gathers)
+    buckets = build_buckets(trained, options, model.tied, built.masters, model.gathers)
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
     owned = wholes.add(buckets)
@@ -90,7 +95,7 @@ def build_optimizer(
         reducer,
         LocalParameters(first_names, model.origin.aliases, order, frozen, wholes),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
-        StepOptions(config.zero.max_norm, debugging.nonfinite, config.zero.overlap_allgather),
+        StepOptions(config.zero.max_norm, debugging.nonfinite, config.zero.overlap_allgather, memory),
         StepHooks(
             partial(refuse_or_skip, trace=model.trace, mesh=mesh),
             (lambda step: model.synchrony.run_at(debugging.synchrony_interval, [step])) if debugging.debug else None,
@@ -103,7 +108,10 @@ def build_optimizer(
 def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:
     """Shard the parameters that no optimizer trains, and have all sharded ones gathered before use (ZeRO stage 3)."""
     if config.zero.zero_stage == 3 and built.model.optimizers:
-        built.model.gathers.shard_frozen(_bucket_options(Granularity.ELEMENT, config, mesh))
+        trained = {param for optimizer in built.model.optimizers for each in optimizer.buckets for param in each.params}
+        frozen = [param for param in built.model.unwrap().parameters() if param not in trained]
+        options = _bucket_options(Granularity.ELEMENT, config, mesh, StateMemory(), frozen)
+        built.model.gathers.shard_frozen(options)
         built.model.gathers.attach()
 
 
@@ -133,9 +141,13 @@ def _whole_parameters(
 
 
 def _bucket_options(
-    granularity: Granularity, config: HybridParallelConfig, mesh: HybridMesh
+    granularity: Granularity,
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+    states: StateMemory,
+    params: Sequence[nn.Parameter],
 ) -> dict[str, BucketOptions]:
-    """Return the options of buckets by axis, over which the parameters in a bucket are sharded."""
+    """Return the options of the buckets of `params` by axis, over which the parameters in a bucket are sharded."""
     groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
     num_shards = config.zero.num_shards(mesh.size(DP_CP))
     sharing, copies = {}, {}
@@ -148,6 +160,9 @@ def _bucket_options(
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(sharing.values())}
+    shard_file = file_of_shards(params, config, mesh)
+    for exchange in () if shard_file is None else exchanges.values():
+        exchange.keep_shards_in(shard_file)
     bucket_bytes = config.zero.bucket_bytes(mesh.device.type)
     pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
     updates = {group: ShardUpdates(exchange) for group, exchange in exchanges.items()}
@@ -163,6 +178,7 @@ def _bucket_options(
             exchange=exchanges[sharing[axis]],
             grad_buffers=pools[sharing[axis]],
             updates=updates[sharing[axis]],
+            states=states,
             keeps_local=config.debugging.nonfinite != "ignore",
             hidden_by=_what_hides_gradients(config, mesh),
         )

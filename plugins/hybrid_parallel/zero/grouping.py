@@ -69,7 +69,7 @@ def build_buckets(
         for param in reversed(params):
             tie = tied.get(param)
             order = -1 if tie is None else tie.order
-            unit = units.get(param) if options[spec_of(param).axis].num_shards > 1 else None
+            unit = units.get(param)  # also if nothing is sharded: sums over buckets then have the same bits
             key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis, unit)
             kinds.setdefault(key, []).append(param)
         # Tied buckets come last and in one order: stages wait for each other there, and never in the middle.
@@ -78,11 +78,10 @@ def build_buckets(
             tied_group = tie.group if tie else None
             copies = options[axis].copy_group
             sum_groups = [group for group in (copies, grad_group, tied_group) if group is not None]
+            is_sharded = unit is not None and options[axis].shards_parameters
             counted = is_owner and options[axis].counts and (tie is None or tie.counted)
             for chunk in chunks_of(members, options[axis].bucket_bytes):
-                bucket = Bucket(
-                    chunk, options[axis], group_index, sum_groups, counted, masters, tied_group, unit is not None
-                )
+                bucket = Bucket(chunk, options[axis], group_index, sum_groups, counted, masters, tied_group, is_sharded)
                 buckets.append(bucket)
                 if bucket.sharded is not None:
                     gathers.own(bucket.params, bucket.sharded)

@@ -29,6 +29,7 @@ from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
 from plugins.hybrid_parallel.zero.step import Average, LocalParameters, StepOptions, StepRecord
+from plugins.hybrid_parallel.zero.stepper import StepAtOnce, StepByBucket
 from plugins.hybrid_parallel.zero.user_groups import UserGroups
 from plugins.hybrid_parallel.zero.weight_update import check_closure, evaluation, refuse_average, updating
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
@@ -115,6 +116,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.applied_average: str | None = None
         self._order, self._groups = parameters.order, UserGroups(optim.param_groups, parameters.order, self.wholes)
         self._add_to_groups(self.buckets, self.wholes.owned)
+        self.stepper = StepByBucket(optim, options.states) if options.states.is_offloaded else StepAtOnce(optim)
+        self.stepper.take_states(self.updated)
 
     @property
     def grad_norm(self) -> float | None:
@@ -141,6 +144,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.reducer.add(buckets)
             self.buckets = self.reducer.buckets
             self._add_to_groups(buckets, owned)
+            self.stepper.take_states(self.updated)
             for average in self.averages.values():
                 average.add(buckets)
 
@@ -169,6 +173,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.take_unfrozen()
         states = load_state_dict(self.optim, state_dict, self.updated, self._order, self.wholes)
         self.frozen.states.update(states)
+        self.stepper.take_states(self.updated)
 
     # ----- gradients -----
 
@@ -256,7 +261,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             return None
         with updating(self, self.overlap_allgather):
             self.wholes.gather_gradients()
-            result = self.optim.step() if closure is None else self.optim.step(evaluation(self, closure))
+            result = self.stepper.step(self.updated, None if closure is None else evaluation(self, closure))
         if self.step_hooks.after_step is not None:
             self.step_hooks.after_step(self)
         return result

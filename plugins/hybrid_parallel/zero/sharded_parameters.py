@@ -47,10 +47,11 @@ class ShardedParameters:
         self._bytes = flat.untyped_storage().nbytes()
         size = len(flat) // num_shards
         self._own = slice(shard_index * size, (shard_index + 1) * size)
-        self.shard = exchange.empty(size, flat.dtype, flat.device).copy_(flat[self._own])
+        self.shard = exchange.empty_shard(size, flat.dtype, flat.device).copy_(flat[self._own])
         self._gather = shard_gather(exchange, self.shard)
         self._handle: AllGatherHandle | None = None
         self.is_gathered = True
+        self.page_out()
         self.on_demand: Callable[[str], None] | None = None
 
     @property
@@ -75,8 +76,18 @@ class ShardedParameters:
         with torch.no_grad():
             self._handle.wait()
         self._handle, self.is_gathered = None, True
+        self.page_out()
         for param in self.params:
             show_values(param)
+
+    def read_ahead(self) -> None:
+        """Start to bring this rank's shard near, if it is offloaded and is needed for the next gather."""
+        if not self.is_gathered:
+            self._gather.read_ahead()
+
+    def page_out(self) -> None:
+        """Let this rank's shard go until it is used again, if it is offloaded."""
+        self._gather.page_out()
 
     def release(self) -> None:
         """Give the memory of the whole back; values that were changed in place are lost."""
@@ -107,6 +118,7 @@ class ShardedParameters:
     def take_changed_values(self) -> None:
         """Take this rank's part of gathered values that were changed in place."""
         self.shard.copy_(self.flat[self._own])
+        self.page_out()
 
     @staticmethod
     def of_frozen(params: Sequence[nn.Parameter], options: BucketOptions) -> ShardedParameters:
