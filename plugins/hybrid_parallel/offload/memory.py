@@ -27,12 +27,15 @@ class FileMemory(StateMemory):
         return self.file.empty(count, dtype)
 
     def release(self, tensor: Tensor) -> None:
+        """Give the space of a tensor back."""
         self.file.release(tensor)
 
     def read_ahead(self, tensor: Tensor) -> None:
+        """Start to read a tensor."""
         self.file.read_ahead(tensor)
 
     def page_out(self, tensor: Tensor) -> None:
+        """Give up the pages of a tensor."""
         self.file.page_out(tensor)
 
 

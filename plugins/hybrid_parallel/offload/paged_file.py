@@ -113,16 +113,16 @@ class PagedFile(SharedSegment):
 
 def _open(directory: Path, option: str) -> int:
     try:
-        if not directory.is_dir():
-            directory.mkdir()
+        directory.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):  # some file systems know only files with names
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         file, name = tempfile.mkstemp(prefix="booster-", dir=directory)
         os.unlink(name)
         return file
     except OSError as error:
+        reason = "it is a file" if directory.is_file() else error.strerror
         raise ConfigurationError(
-            f"{option}={str(directory)!r} cannot hold the file of a rank ({error.strerror}); name a directory "
+            f"{option}={str(directory)!r} cannot hold the file of a rank ({reason}); name a directory "
             "that every rank can write to"
         ) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from plugins.hybrid_parallel.zero.optimizer import (
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions
+from plugins.hybrid_parallel.zero.stepper import stepper_of
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.replicated_linear import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
@@ -67,8 +69,7 @@ def build_optimizer(
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
     trained = _which(order, trains=True)
-    members = [param for group in trained for param in group]
-    memory = memory_of_states(optim, members, config, mesh)
+    memory = memory_of_states(optim, members := list(chain(*trained)), config, mesh)
     options, states = _bucket_options(granularity, config, mesh, memory, members), take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
@@ -83,19 +84,19 @@ def build_optimizer(
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
     # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
-    overlaps = config.zero.overlap_communication and stands_alone
+    zero, debugging = config.zero, config.debugging
+    overlaps = zero.overlap_communication and stands_alone
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
     reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits, gradient_hooks)
     if reducer.attaches_grad_buffers:
         replace_native_layers(model.unwrap())
-    debugging = config.debugging
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
         reducer,
         LocalParameters(first_names, model.origin.aliases, order, frozen, wholes),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
-        StepOptions(config.zero.max_norm, debugging.nonfinite, config.zero.overlap_allgather, memory),
+        StepOptions(zero.max_norm, debugging.nonfinite, zero.overlap_allgather, stepper_of(optim, memory)),
         StepHooks(
             partial(refuse_or_skip, trace=model.trace, mesh=mesh),
             (lambda step: model.synchrony.run_at(debugging.synchrony_interval, [step])) if debugging.debug else None,

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
+from shardformer.distributed.process_groups import world_group
+
+
+def global_norm(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
+    """Return the norm of the gradients of all ranks (0-d, float64), each parameter counted once; see `sum_of_squares`.
+
+    Must be called on all ranks.
+    """
+    total = sum_of_squares(buckets, device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total, group=world_group())
+    return total.sqrt()
 
 
 def sum_of_squares(buckets: Sequence[Bucket], device: torch.device) -> Tensor:

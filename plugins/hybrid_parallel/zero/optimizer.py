@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster import failure
@@ -23,17 +22,15 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
-from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
+from plugins.hybrid_parallel.zero.grad_norm import global_norm
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
 from plugins.hybrid_parallel.zero.step import Average, LocalParameters, StepOptions, StepRecord
-from plugins.hybrid_parallel.zero.stepper import StepAtOnce, StepByBucket
 from plugins.hybrid_parallel.zero.user_groups import UserGroups
 from plugins.hybrid_parallel.zero.weight_update import check_closure, evaluation, refuse_average, updating
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
-from shardformer.distributed.process_groups import world_group
 
 
 @dataclass(frozen=True)
@@ -116,13 +113,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.applied_average: str | None = None
         self._order, self._groups = parameters.order, UserGroups(optim.param_groups, parameters.order, self.wholes)
         self._add_to_groups(self.buckets, self.wholes.owned)
-        self.stepper = StepByBucket(optim, options.states) if options.states.is_offloaded else StepAtOnce(optim)
+        self.stepper = options.stepper
         self.stepper.take_states(self.updated)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global norm of the last step, before clipping; None if it was not computed."""
-        return None if self._norm is None else float(self._norm)
 
     # ----- parameters -----
 
@@ -230,6 +222,11 @@ class HybridParallelOptimizer(GuardedOptimizer):
         Must be called on all ranks, after the backward pass and before `step`.
         """
         return full_gradients(self.buckets, self.names, self.mesh, self._held_scale)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step, before clipping; None if it was not computed."""
+        return None if self._norm is None else float(self._norm)
 
     # ----- the step -----
 
@@ -398,7 +395,4 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
         A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
-        total = sum_of_squares(self.buckets, self.mesh.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(total, group=world_group())
-        return total.sqrt()
+        return global_norm(self.buckets, self.mesh.device)

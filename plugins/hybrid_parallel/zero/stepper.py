@@ -116,6 +116,11 @@ class StepByBucket:
         return self._parts
 
 
+def stepper_of(optim: torch.optim.Optimizer, memory: StateMemory) -> Stepper:
+    """Return what runs the steps of an optimizer whose states are in `memory`."""
+    return StepByBucket(optim, memory) if memory.is_offloaded else StepAtOnce(optim)
+
+
 class _Part:
     """The parameters of one bucket that the user's optimizer holds, or one whole parameter, with their states.
 

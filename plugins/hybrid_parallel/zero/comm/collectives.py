@@ -210,6 +210,7 @@ class SharedMemoryCollectives(P2PCollectives):
         self._shard_files: Mapping[int, PeerSegment] = {}  # of the other ranks
 
     def keep_shards_in(self, file: SharedSegment) -> None:
+        """Allocate shards in a file that the other ranks read; see `ZeroCollectives`."""
         super().keep_shards_in(file)
         self._shard_files = open_segments(file, self.group)
 
