@@ -28,7 +28,6 @@ from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
 # rank that computes faster than its disk writes would be killed although it needs little memory.
 _MOST_UNWRITTEN = 2**26
 _WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PagedFile(SharedSegment):
@@ -98,16 +97,19 @@ class PagedFile(SharedSegment):
             waiting -= size
 
     def _allocate(self, place: int, size: int) -> None:
+        """Take space on the disk for a part of the file."""
+        free = _free_bytes(self.directory)
         try:
+            # Asked first: a file system may take all that is left before it finds that this is too little.
+            if size > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.file, place, size)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            free = f"{_free_bytes(self.directory) / 2**20:.1f} MiB are free"
             raise ConfigurationError(
                 f"{self.option}={str(self.directory)!r} has no space for {size / 2**20:.1f} MiB more of this rank: "
-                + (f"{free}; free some" if error.errno != errno.EFBIG else "`ulimit -f` limits its file; raise it")
-                + ", or name a directory with more"
+                f"{free / 2**20:.1f} MiB are free; free some, or name a directory with more"
             ) from error
 
 

@@ -17,6 +17,7 @@ from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from plugins.hybrid_parallel.zero.step_in_parts import step_in_parts
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
+from shardformer.utils.freed_memory import return_freed_memory
 
 # Bytes of the smallest state of another shape than its parameter that is moved, such as a preconditioner.
 _LEAST = 2**16
@@ -146,6 +147,7 @@ class _Part:
 
     def take_states(self, optim: torch.optim.Optimizer) -> None:
         """Move states that are not in the memory yet; numbers and packed tensors stay."""
+        moved = False
         for parameter, piece in self.places.items():
             state = optim.state.get(parameter)
             for key, value in state.items() if isinstance(state, dict) else ():
@@ -153,7 +155,9 @@ class _Part:
                 if type(value) is Tensor and (is_like or value.nbytes >= _LEAST):
                     place = self.empty(piece, key, value.shape, value.dtype)
                     if place.data_ptr() != value.data_ptr():
-                        state[key] = place.copy_(value)
+                        state[key], moved = place.copy_(value), True
+        if moved:
+            return_freed_memory()
 
     def empty(self, piece: BucketSlice, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return the memory of a state."""
