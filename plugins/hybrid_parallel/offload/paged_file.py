@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
 
 # Bytes that may wait to be written. A memory cgroup counts pages as used until they are on the disk: without a limit, a
 # rank that computes faster than its disk writes would be killed although it needs little memory.
-_MOST_UNWRITTEN = 2**26
+_MOST_UNWRITTEN = 2**25
 _WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER
 
 

@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.memory_budget import ResidentPeak, cgroup_root, join, memory_budget
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
+from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 
 _SIZE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_hidden_layers": 24}
 _STEPS = 3
 _STATES = 16  # bytes of a parameter, its gradient and the two states of AdamW
-_BUDGET = 120 * 2**20
+_BUDGET = 184 * 2**20  # with what a process changes of the memory that it was forked with
 
 
 def _train(options: dict[str, Any], folder: Path, cgroup: Path | None = None) -> tuple[list[float], int, int]:
@@ -55,10 +55,13 @@ def test_trains_within_a_budget(tmp_path: Path) -> None:
         pytest.skip("this process may not make memory cgroups")
     places = {name: str(tmp_path / "states") for name in ("offload_optimizer", "offload_parameters")}
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
-    (losses, without, count), *_ = run_on_local_ranks(_train, 1, {}, plain, timeout_s=120)
-    assert count * _STATES > 2 * _BUDGET and without > 2 * _BUDGET
+    losses, without, count = run_on_local_ranks(_train, 1, {}, plain, timeout_s=120)[0]
+    assert count * _STATES > 1.5 * _BUDGET
+    assert without > 1.5 * _BUDGET
+    with memory_budget(_BUDGET) as cgroup, pytest.raises(RankFailure, match="exit code -9"):
+        run_on_local_ranks(_train, 1, {}, tmp_path / "killed", cgroup, timeout_s=120)
     with memory_budget(_BUDGET) as cgroup:
-        (found, within, _), *_ = run_on_local_ranks(_train, 1, places, offloaded, cgroup, timeout_s=120)
+        found, within, _ = run_on_local_ranks(_train, 1, places, offloaded, cgroup, timeout_s=120)[0]
     assert found == losses
     assert within < _BUDGET
     expected, kept = (load_file(folder / "model" / "model.safetensors") for folder in (plain, offloaded))
