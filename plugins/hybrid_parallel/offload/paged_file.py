@@ -1,14 +1,22 @@
-"""PagedFile: tensors of a rank in a file, which the system reads and writes as they are used."""
+"""PagedFile: tensors of a rank in a file, which the system reads and writes as they are used.
+
+A tensor is a mapping of its part of the file, so every operation of torch works on it. What the functions here add is
+when pages come and go: they decide about time and resident memory, never about values.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +24,17 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
 
+# Bytes that may wait to be written. A memory cgroup counts pages as used until they are on the disk: without a limit, a
+# rank that computes faster than its disk writes would be killed although it needs little memory.
+_MOST_UNWRITTEN = 2**25
+_WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER
+
 
 class PagedFile(SharedSegment):
     """Memory in a file without a name: jobs cannot meet in it, and it is gone with its process, also after a kill.
 
-    Pages of it that were written stay in memory until `page_out`. Other ranks of the machine can read it.
+    Pages of it that were used are resident until `page_out`. Then they are written in the background and, as pages of
+    any file, stay in the page cache as long as the system has memory for it. Other ranks of the machine can read it.
 
     Args:
         directory: where the file is; created if its parent exists.
@@ -33,6 +47,7 @@ class PagedFile(SharedSegment):
     def __init__(self, directory: Path, option: str) -> None:
         self.directory, self.option = directory, option
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="page_out")
+        self._unwritten: deque[tuple[Future[None], int]] = deque()
         super().__init__(_open(directory, option))
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -42,44 +57,60 @@ class PagedFile(SharedSegment):
             ConfigurationError: if the file system has no space for them.
         """
         tensor = super().empty(count, dtype)
-        size = tensor.numel() * tensor.element_size()
-        try:
-            os.posix_fallocate(self.file, self.place(tensor), size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise ConfigurationError(self._no_space(size)) from error
+        self._allocate(self.place(tensor), _size(tensor))
         return tensor
 
-    def check_space(self, size: int) -> None:
-        """Refuse early what will not fit.
+    def reserve(self, size: int) -> None:
+        """Take space on the disk for what is going to be allocated, so that it cannot be missing in mid-step.
 
         Args:
-            size: bytes that this rank is going to allocate.
+            size: bytes.
 
         Raises:
             ConfigurationError: if the file system has less space.
         """
-        if size > _free_bytes(self.directory):
-            raise ConfigurationError(self._no_space(size))
+        if size > 0:
+            self._allocate(self._extent_start + self._extent_used, size)
 
     def read_ahead(self, tensor: Tensor) -> None:
-        """Start to read a tensor from `empty`, or a view of one that starts with it."""
-        extent, start, _ = self._places[tensor.data_ptr()]
-        extent.madvise(mmap.MADV_WILLNEED, start, _size(tensor))
+        """Start to read a tensor from `empty`, or a view of one that starts with it; ignore other tensors."""
+        if (found := self._places.get(tensor.data_ptr())) is not None:
+            extent, start, _ = found
+            extent.madvise(mmap.MADV_WILLNEED, start, _size(tensor))
 
     def page_out(self, tensor: Tensor) -> None:
-        """Write a tensor from `empty` to the file in the background; its pages are no memory of this rank any more."""
-        extent, start, place = self._places[tensor.data_ptr()]
+        """Give up the pages of a tensor from `empty`, or of a view of one that starts with it; ignore other tensors.
+
+        They are written in the background; the call waits only if the disk is far behind.
+        """
+        found = self._places.get(tensor.data_ptr())
+        if found is None or not tensor.numel():
+            return
+        extent, start, place = found
         size = _size(tensor)
         extent.madvise(mmap.MADV_DONTNEED, start, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._writer.submit(_write_out, self.file, extent, start, place, size)
+        self._unwritten.append((self._writer.submit(_write_out, self.file, place, size), size))
+        waiting = sum(size for _, size in self._unwritten)
+        while self._unwritten and (waiting > _MOST_UNWRITTEN or self._unwritten[0][0].done()):
+            write, size = self._unwritten.popleft()
+            write.result()
+            waiting -= size
 
-    def _no_space(self, size: int) -> str:
-        return (
-            f"{self.option}={str(self.directory)!r} has no space for {size / 2**20:.1f} MiB more of this rank: "
-            f"{_free_bytes(self.directory) / 2**20:.1f} MiB are free; free some, or name a directory with more"
-        )
+    def _allocate(self, place: int, size: int) -> None:
+        """Take space on the disk for a part of the file."""
+        free = _free_bytes(self.directory)
+        try:
+            # Asked first: a file system may take all that is left before it finds that this is too little.
+            if size > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self.file, place, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ConfigurationError(
+                f"{self.option}={str(self.directory)!r} has no space for {size / 2**20:.1f} MiB more of this rank: "
+                f"{free / 2**20:.1f} MiB are free; free some, or name a directory with more"
+            ) from error
 
 
 def _open(directory: Path, option: str) -> int:
@@ -91,8 +122,9 @@ def _open(directory: Path, option: str) -> int:
         os.unlink(name)
         return file
     except OSError as error:
+        reason = "it is a file" if directory.is_file() else error.strerror
         raise ConfigurationError(
-            f"{option}={str(directory)!r} cannot hold the file of a rank ({error.strerror.lower()}); name a directory "
+            f"{option}={str(directory)!r} cannot hold the file of a rank ({reason}); name a directory "
             "that every rank can write to"
         ) from error
 
@@ -106,9 +138,19 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _write_out(file: int, extent: mmap.mmap, start: int, place: int, size: int) -> None:
-    """Write pages to the disk, and let the system forget them."""
-    with contextlib.suppress(OSError, ValueError):  # of a file that was closed meanwhile
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        extent.flush(first, start + size - first)
-        os.posix_fadvise(file, place, size, os.POSIX_FADV_DONTNEED)
+def _write_out(file: int, place: int, size: int) -> None:
+    """Write the changed pages of a part of a file, and wait until they are on the disk."""
+    write = _sync_file_range()
+    if write is not None:
+        write(file, ctypes.c_int64(place), ctypes.c_int64(size), ctypes.c_uint(_WRITE_AND_WAIT))
+
+
+@cache
+def _sync_file_range() -> Any:
+    """Return the system call of Linux; None elsewhere, where the system writes pages when it likes.
+
+    `mmap.flush` would hold Python's lock while it writes, and `os.fdatasync` writes pages that are in use.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        return ctypes.CDLL(None).sync_file_range
+    return None

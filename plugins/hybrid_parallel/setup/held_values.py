@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
+from plugins.hybrid_parallel.setup.offload import offloads_parameters
 from plugins.hybrid_parallel.zero.gather_units import is_sharded
 from plugins.hybrid_parallel.zero.initial_values import Source, hollow
 from shardformer.lazy import RecordedValues, WeightReader, read_values
@@ -52,8 +53,9 @@ def hold_values(
     """
     held: dict[nn.Parameter, Source] = {}
     num_shards = shards_by_axis(config, mesh)
+    has_file = offloads_parameters(config, mesh.device)  # where one rank alone keeps its parameters too
     for name, param in model.named_parameters():
-        if not is_sharded(param) or num_shards[spec_of(param).axis] == 1:
+        if not is_sharded(param) or (num_shards[spec_of(param).axis] == 1 and not has_file):
             continue
         has_master = config.mixed_precision.master_weights and param.requires_grad
         kept = param.dtype if dtype is None or has_master else dtype

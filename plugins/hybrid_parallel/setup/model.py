@@ -30,7 +30,7 @@ from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.setup.model_contents import check_contents
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
 from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
-from plugins.hybrid_parallel.zero.granularity import check_granularity, check_zero_size
+from plugins.hybrid_parallel.zero.granularity import check_granularity, check_step_in_parts, check_zero_size
 from plugins.hybrid_parallel.zero.grouping import (
     TiedParameter,
     check_gradients,
@@ -103,6 +103,7 @@ def check_options_against_model(
     for optim in optimizers:
         check_optimizer(optim, names)
         check_granularity(optim, parallel.tp_size, parallel.ep_size, parallel.pp_size, num_shards)
+        check_step_in_parts(optim, config.offload.offload_optimizer)
         check_zero_size(optim, config.zero.zero_size, num_replicas, parallel.tp_size * parallel.ep_size)
     check_shared_parameters(optimizers, names)
     warn_of_untrained(optimizers, model.named_parameters())

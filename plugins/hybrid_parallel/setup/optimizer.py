@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from plugins.hybrid_parallel.distributed.mesh import (
 )
 from plugins.hybrid_parallel.setup.held_values import shards_by_axis
 from plugins.hybrid_parallel.setup.model import BuiltModel
+from plugins.hybrid_parallel.setup.offload import file_of_shards, memory_of_states
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
@@ -33,7 +35,9 @@ from plugins.hybrid_parallel.zero.optimizer import (
     StepHooks,
 )
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions
+from plugins.hybrid_parallel.zero.stepper import stepper_of
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.replicated_linear import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
@@ -63,10 +67,12 @@ def build_optimizer(
     pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
-    options, states = _bucket_options(granularity, config, mesh), take_states(optim, old)
+    trained = _which(order, trains=True)
+    memory = memory_of_states(optim, members := list(chain(*trained)), config, mesh)
+    options, states = _bucket_options(granularity, config, mesh, memory, members), take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
-    buckets = build_buckets(_which(order, trains=True), options, model.tied, built.initial, model.gathers)
+    buckets = build_buckets(trained, options, model.tied, built.initial, model.gathers)
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
     owned = wholes.add(buckets)
@@ -77,19 +83,19 @@ def build_optimizer(
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
     # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
-    overlaps = config.zero.overlap_communication and stands_alone
+    zero, debugging = config.zero, config.debugging
+    overlaps = zero.overlap_communication and stands_alone
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
     reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits, gradient_hooks)
     if reducer.attaches_grad_buffers:
         replace_native_layers(model.unwrap())
-    debugging = config.debugging
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
         reducer,
         LocalParameters(first_names, model.origin.aliases, order, frozen, wholes),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
-        StepOptions(config.zero.max_norm, debugging.nonfinite, config.zero.overlap_allgather),
+        StepOptions(zero.max_norm, debugging.nonfinite, zero.overlap_allgather, stepper_of(optim, memory)),
         StepHooks(
             partial(refuse_or_skip, trace=model.trace, mesh=mesh),
             (lambda step: model.synchrony.run_at(debugging.synchrony_interval, [step])) if debugging.debug else None,
@@ -102,7 +108,10 @@ def build_optimizer(
 def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:
     """Shard the parameters that no optimizer trains, and have all sharded ones gathered before use (ZeRO stage 3)."""
     if config.zero.zero_stage == 3 and built.model.optimizers:
-        built.model.gathers.shard_frozen(_bucket_options(Granularity.ELEMENT, config, mesh), built.initial)
+        trained = {param for optimizer in built.model.optimizers for each in optimizer.buckets for param in each.params}
+        frozen = [param for param in built.model.unwrap().parameters() if param not in trained]
+        options = _bucket_options(Granularity.ELEMENT, config, mesh, StateMemory(), frozen)
+        built.model.gathers.shard_frozen(options, built.initial)
         built.model.gathers.attach()
 
 
@@ -132,9 +141,13 @@ def _whole_parameters(
 
 
 def _bucket_options(
-    granularity: Granularity, config: HybridParallelConfig, mesh: HybridMesh
+    granularity: Granularity,
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+    states: StateMemory,
+    params: Sequence[nn.Parameter],
 ) -> dict[str, BucketOptions]:
-    """Return the options of buckets by axis, over which the parameters in a bucket are sharded."""
+    """Return the options of the buckets of `params` by axis, over which the parameters in a bucket are sharded."""
     groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
     sharing, copies = {}, {}
     for axis, count in shards_by_axis(config, mesh).items():
@@ -142,6 +155,9 @@ def _bucket_options(
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(sharing.values())}
+    shard_file = file_of_shards(params, config, mesh)
+    for exchange in () if shard_file is None else exchanges.values():
+        exchange.keep_shards_in(shard_file)
     bucket_bytes = config.zero.bucket_bytes(mesh.device.type)
     pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
     updates = {group: ShardUpdates(exchange) for group, exchange in exchanges.items()}
@@ -157,6 +173,7 @@ def _bucket_options(
             exchange=exchanges[sharing[axis]],
             grad_buffers=pools[sharing[axis]],
             updates=updates[sharing[axis]],
+            states=states,
             keeps_local=config.debugging.nonfinite != "ignore",
             hidden_by=_what_hides_gradients(config, mesh),
         )

@@ -60,7 +60,9 @@ class ShardedEMA:
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Average the weights of further buckets, of parameters that were frozen until now."""
         for bucket in buckets:
-            self._shards[bucket] = bucket.shard.values.to(bucket.grad_dtype, copy=True)
+            values, states = bucket.shard.values, bucket.options.states
+            self._shards[bucket] = states.empty(len(values), bucket.grad_dtype, values.device).copy_(values)
+            _page_out(bucket, self._shards[bucket])
 
     @torch.no_grad()
     def update(self) -> None:
@@ -73,6 +75,7 @@ class ShardedEMA:
                 average.copy_(values)
             else:
                 average.lerp_(values, 1.0 - self.decay)
+            _page_out(bucket, average)
         self.num_updates += 1
 
     @contextmanager
@@ -87,7 +90,7 @@ class ShardedEMA:
         for optimizer in self._optimizers:
             optimizer.wait_for_parameters()
             optimizer.begin_update()
-        weights = {bucket: bucket.shard.values.clone() for bucket in self._shards}
+        weights = {bucket: _copy_of_values(bucket) for bucket in self._shards}
         self._give(self._shards)
         for optimizer in self._optimizers:
             optimizer.applied_average = self.name
@@ -97,6 +100,8 @@ class ShardedEMA:
             for optimizer in self._optimizers:
                 optimizer.applied_average = None
             self._give(weights)
+            for bucket, values in weights.items():
+                bucket.options.states.release(values)
 
     @torch.no_grad()
     def _give(self, values: dict[Bucket, Tensor]) -> None:
@@ -105,6 +110,7 @@ class ShardedEMA:
             optimizer.begin_update()
         for bucket, given in values.items():
             bucket.shard.values.copy_(given)
+            _page_out(bucket, given)
         for optimizer in self._optimizers:
             optimizer.publish()
 
@@ -117,4 +123,19 @@ class ShardedEMA:
         """Forget the average: the next update copies the weights."""
         for bucket, average in self._shards.items():
             average.copy_(bucket.shard.values)
+            _page_out(bucket, average)
         self.num_updates = 0
+
+
+def _copy_of_values(bucket: Bucket) -> Tensor:
+    """Return a copy of the values that the optimizer updates, where its states are."""
+    values, states = bucket.shard.values, bucket.options.states
+    copy = states.empty(len(values), values.dtype, values.device).copy_(values)
+    _page_out(bucket, copy)
+    return copy
+
+
+def _page_out(bucket: Bucket, average: Tensor) -> None:
+    """Let an average and the values that it was computed from go, if they are offloaded."""
+    bucket.options.states.page_out(average)
+    bucket.page_out_values()

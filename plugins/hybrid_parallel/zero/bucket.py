@@ -28,7 +28,7 @@ from plugins.hybrid_parallel.zero.bucket_layout import (
 )
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ReduceScatterHandle
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.grad_buffer_pool import FreshBuffers, GradBufferPool
 from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
@@ -88,13 +88,16 @@ class Bucket(GradientsByHand):
             show_grad(param, self, index)
         updated = self.grad_dtype if options.master_weights else dtype
         own = self.own_shard(self._flat) if self.sharded is None else self.sharded.shard
-        self.shard = OptimizerShard(own, updated, options.shard_index * self.shard_size)
+        self.shard = OptimizerShard(own, updated, options.shard_index * self.shard_size, options.states)
         self.shard.add_pieces(self.params, self.offsets, sources)
         if shards_parameters:
             self.shard.write_parameters()
+        self.page_out_values()
 
         # Allocated on the first gradient. If gradients are sharded, freed after their reduction.
-        self.memory = options.grad_buffers if options.num_shards > 1 else GradBufferPool(options.exchange)
+        unshared = GradBufferPool(options.states if options.states.is_offloaded else options.exchange)
+        self.memory = options.grad_buffers if options.num_shards > 1 else unshared
+        self.results = GradBufferPool(options.states) if options.states.is_offloaded else FreshBuffers()
         self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
@@ -166,7 +169,7 @@ class Bucket(GradientsByHand):
             if self.options.zero_stage == 0 and dist.get_world_size(self.options.dp_group) > 1:
                 self._work = dist.all_reduce(self._result, group=self.options.dp_group, async_op=True)
         else:
-            result = self.flat_grads.new_empty(self.shard_size)
+            result = self.results.take(self.shard_size, self.grad_dtype, self.flat.device)
             self._pending = self.options.exchange.reduce_scatter(self.flat_grads, result)
 
     @property
@@ -179,6 +182,7 @@ class Bucket(GradientsByHand):
         if self._work is not None:
             self._work.wait()
         if self._pending is None or self._result is not None:
+            self.page_out_grads()
             return
         self._result = self._pending.wait()
         if self.flat.device.type != "cpu":  # read with the norms of the other buckets, in fewer kernels
@@ -186,6 +190,7 @@ class Bucket(GradientsByHand):
             return
         self.norm = torch.linalg.vector_norm(self._result)
         self._pending.mark_done(math.isfinite(self.norm))
+        self.page_out_grads()
 
     def release_local_grads(self) -> None:
         """Free the local gradients once no rank reads them, unless a report on non-finite values may need them."""
@@ -221,10 +226,12 @@ class Bucket(GradientsByHand):
             self._sum_of_passes = self._result
         else:
             self._sum_of_passes.add_(self._result)
+            self.results.give(self._result)
         self.in_passes |= self.written
         self.written.clear()
         self.adds = False
         self._work = self._result = self.norm = None
+        self.page_out_grads()
 
     def finish(self, used: set[int], factor: Tensor | None) -> None:
         """Run `complete`, then `keep`."""
@@ -240,14 +247,17 @@ class Bucket(GradientsByHand):
         self.collect()
         self.release_local_grads()
         if self._sum_of_passes is not None:
-            self._result = self._sum_of_passes if self._result is None else self._result.add_(self._sum_of_passes)
-            self._sum_of_passes = self.norm = None
+            if self._result is not None:
+                self._sum_of_passes.add_(self._result)
+                self.results.give(self._result)
+            self._result, self._sum_of_passes, self.norm = self._sum_of_passes, None, None
         for group in self.sum_groups:
             dist.all_reduce(self._result, group=group)
         if factor is not None:
             self._result.mul_(factor.to(self._result.dtype))
         if self.sum_groups or factor is not None:
             self.norm = None
+        self.page_out_grads()
 
     def keep(self, used: set[int]) -> None:
         """Add the result of the reduction to the shard.
@@ -259,6 +269,8 @@ class Bucket(GradientsByHand):
         if self.used:
             self.norm = None
             self.shard_grads.add_(self._result)
+            if self._result is not self.flat_grads:
+                self.results.give(self._result)
         elif self._result is self.flat_grads:
             # The result is the shard: swap the buffers instead of copying.
             self.flat_grads, self.shard_grads = self.shard_grads, self.flat_grads
@@ -270,26 +282,7 @@ class Bucket(GradientsByHand):
         self.written.clear()
         self.in_passes.clear()
         self._work = self._result = None
-
-    def clear_grads(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or set existing ones to zero, which still move parameters by momentum and decay."""
-        if not set_to_none:
-            if self.used:
-                self.shard_grads.zero_()
-            zero([self._grad_view(index) for index in self.written])
-            if self._sum_of_passes is not None:
-                self._sum_of_passes.zero_()
-            self.norm = None
-            return
-        if self.options.num_shards > 1 or self.is_shown:
-            self.drop_grads()  # the activations of the next forward pass can use the memory
-        if self.options.num_shards > 1 and self.flat_grads is not None and not self.launched:
-            self.give_local_grads()
-        self._sum_of_passes = None
-        for indices in (self._stale, self.written, self.in_passes, self._lent, self.used):
-            indices.clear()
-        for piece in self.pieces:
-            piece.parameter.grad = None
+        self.page_out_grads()
 
     # ----- the optimizer's view -----
 
@@ -306,6 +299,7 @@ class Bucket(GradientsByHand):
         for piece in self.pieces:
             is_used = piece.index in self.used
             piece.parameter.grad = piece.view(grads).view_as(piece.parameter) if is_used else None
+        self.page_out_grads()
 
     def all_gather_params(self, overlaps: bool = False) -> AllGatherHandle | None:
         """Write updated values to the parameters of all ranks; return the all-gather, None if there is one shard.
@@ -314,6 +308,7 @@ class Bucket(GradientsByHand):
             overlaps: whether the following code does not wait until it uses the parameters.
         """
         self.shard.write_parameters()
+        self.page_out_values()
         if self.options.num_shards == 1 or self.sharded is not None:
             return None
         gather = self.options.exchange.all_gather(self.flat, is_copied=overlaps)
@@ -349,10 +344,18 @@ class Bucket(GradientsByHand):
             if param.numel() and param.data_ptr() != place:
                 take_back(param, self.flat[offset : offset + param.numel()])
         self.shard.take_changed_parameters()
+        self.page_out_values()
+
+    def page_out_values(self) -> None:
+        """Let offloaded values of this rank's shard go until they are used again."""
+        self.options.states.page_out(self.shard.values)
+        if self.sharded is not None:
+            self.sharded.page_out()
 
     def refresh_masters(self) -> None:
         """Copy the parameters' current values to the master weights (after weights were loaded)."""
         self.shard.read_parameters()
+        self.page_out_values()
 
     def own_shard(self, flat: Tensor) -> Tensor:
         """Return this rank's range of a flat tensor over the bucket."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from shardformer.shard_spec import pad_to_multiple
 
 # Parameters and shards start at multiples of this many elements: kernels are slower on data that starts in the middle
@@ -35,6 +36,7 @@ class BucketOptions:
         exchange: the collectives that move shards of gradients and parameters between ranks.
         grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
         updates: keeps updates of sharded parameters apart from gathers of them.
+        states: memory of master weights, reduced gradients and optimizer states.
         keeps_local: whether local gradients are kept until the step is known to be finite, for reports on nan and inf.
             Where ranks learn that before, as between CPUs, only those of a bad step are kept.
         hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
@@ -50,6 +52,7 @@ class BucketOptions:
     exchange: ZeroCollectives
     grad_buffers: GradBufferPool
     updates: ShardUpdates
+    states: StateMemory = field(default_factory=StateMemory)
     keeps_local: bool = True
     hidden_by: str | None = None
 
@@ -57,6 +60,11 @@ class BucketOptions:
     def num_shards(self) -> int:
         """Number of shards that a bucket is divided into: 1 under ZeRO stage 0."""
         return dist.get_world_size(self.shard_group) if self.zero_stage else 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether ranks keep only a shard of the parameters, or a single rank keeps them in a file (ZeRO stage 3)."""
+        return self.num_shards > 1 or (self.zero_stage == 3 and self.exchange.shard_file is not None)
 
     @property
     def counts(self) -> bool:

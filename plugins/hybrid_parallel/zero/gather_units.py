@@ -49,6 +49,11 @@ class GatherUnit:
         for member in self.members:
             member.start()
 
+    def read_ahead(self) -> None:
+        """Start to bring this rank's shards near, if they are offloaded."""
+        for member in self.members:
+            member.read_ahead()
+
     def gather(self) -> None:
         """Gather the values."""
         self.start()

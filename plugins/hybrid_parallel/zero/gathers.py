@@ -75,7 +75,7 @@ class ParameterGathers:
         kinds: dict[tuple, list[nn.Parameter]] = {}
         for param, unit in self.units.of_parameter.items():
             axis = spec_of(param).axis
-            if param not in taken and options[axis].num_shards > 1:
+            if param not in taken and options[axis].shards_parameters:
                 kinds.setdefault((unit, param.dtype, axis), []).append(param)
         for (_, _, axis), params in kinds.items():
             member = ShardedParameters.of_frozen(params, options[axis], initial)
@@ -180,8 +180,8 @@ class ParameterGathers:
             self._latest = (is_backward, unit)
             unit.gather()
         ahead = unit.next_back if is_backward else unit.next
-        if self.prefetches and ahead is not None and self._depth:
-            ahead.start()
+        if ahead is not None and self._depth:
+            ahead.start() if self.prefetches else ahead.read_ahead()
 
     def _release(self, units: Sequence[GatherUnit]) -> None:
         for unit in units:

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+
+class Allocator(Protocol):
+    """What memory of buffers comes from."""
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialized memory of shape [count]."""
+
+    def release(self, tensor: Tensor) -> None:
+        """Release memory from `empty` that is not used any more."""
+
+
+class FreshBuffers:
+    """The interface of a pool for buffers that are not reused."""
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized buffer of shape [size]."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def give(self, flat: Tensor) -> None:
+        """Give up a buffer from `take`."""
+
+    leave = give
 
 
 class GradBufferPool:
@@ -15,11 +38,11 @@ class GradBufferPool:
     pool is not used: torch has its own cache.
 
     Args:
-        exchange: the collectives that the buffers are used with.
+        exchange: what allocates buffers: the collectives that they are used with, or a `StateMemory`.
         unit: minimum size of a buffer in bytes, so that buckets of about one size can share buffers.
     """
 
-    def __init__(self, exchange: ZeroCollectives, unit: int = 0) -> None:
+    def __init__(self, exchange: Allocator, unit: int = 0) -> None:
         self._exchange, self._unit = exchange, unit
         self._free: list[Tensor] = []
         self._taken: dict[int, Tensor] = {}  # address -> the whole buffer

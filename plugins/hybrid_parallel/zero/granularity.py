@@ -13,12 +13,14 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.zero.step_in_parts import step_in_parts
 
 # Optimizers of torch that are known to be elementwise.
 _ELEMENTWISE = frozenset(
@@ -91,6 +93,48 @@ def check_zero_size(optim: torch.optim.Optimizer, zero_size: int | None, num_rep
     )
 
 
+def check_step_in_parts(optim: torch.optim.Optimizer, place: str | Path | None) -> None:
+    """Refuse to offload the states of an optimizer whose step, on some parameters after the other, has other numbers.
+
+    Args:
+        place: where its states are to be; None if they are not offloaded.
+
+    Raises:
+        ConfigurationError: if the step cannot be taken bucket by bucket.
+    """
+    if place is None:
+        return
+    is_known = type(optim).__module__.startswith("torch.optim")
+    if granularity_of(optim) is not Granularity.MODEL and (is_known or _steps_in_parts(optim)):
+        return
+    raise ConfigurationError(
+        f"{type(optim).__name__} updates parameters together, and offload_optimizer={str(place)!r} steps on those of "
+        "one bucket after the other; use offload_optimizer=None, or AdamW"
+    )
+
+
+def _steps_in_parts(optim: torch.optim.Optimizer) -> bool:
+    """Try whether a step in parts has the very same numbers; an object that cannot be tried counts as one that does."""
+    if "step" in vars(optim) and not getattr(optim.step, "_wrapped_by_lr_sched", False):
+        return True
+
+    def step_on_each(twin: torch.optim.Optimizer, *closure: Callable) -> None:
+        parts = [[param] for group in twin.param_groups for param in group["params"]]
+        step_in_parts(twin, parts, partial(type(twin).step, twin))
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            values = _values(optim)
+            whole = _moves(optim, values, lambda tensor: [tensor], has_closure=False)
+        except Exception:  # needs a closure, with which it steps on all parameters at once
+            return True
+        try:
+            parts = _moves(optim, values, lambda tensor: [tensor], has_closure=False, step=step_on_each)
+        except Exception:  # a user's step may raise anything
+            return False
+    return all(torch.equal(*pair) for each in zip(parts, whole, strict=True) for pair in zip(*each, strict=True))
+
+
 def _try_out(optim: torch.optim.Optimizer) -> Granularity:
     """Try the optimizer without a closure and with one, as far as it takes steps without and with one."""
     found = []
@@ -104,10 +148,7 @@ def _try_out(optim: torch.optim.Optimizer) -> Granularity:
 
 def _try_with(optim: torch.optim.Optimizer, has_closure: bool) -> Granularity:
     moves = partial(_moves, has_closure=has_closure)
-    values = [
-        [torch.randn(shape, dtype=torch.float64, generator=_generator(index)) for shape in _shapes(group["params"])]
-        for index, group in enumerate(optim.param_groups)
-    ]
+    values = _values(optim)
     whole = moves(optim, values, lambda tensor: [tensor])
     if not any(move.any() for group in whole for move in group):
         return Granularity.PARAMETER
@@ -122,13 +163,26 @@ def _try_with(optim: torch.optim.Optimizer, has_closure: bool) -> Granularity:
     return Granularity.ELEMENT if all(map(_same, cut, whole)) else Granularity.PARAMETER
 
 
+def _values(optim: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """Return small parameters, by group, with as many dims as the optimizer's."""
+    return [
+        [torch.randn(shape, dtype=torch.float64, generator=_generator(index)) for shape in _shapes(group["params"])]
+        for index, group in enumerate(optim.param_groups)
+    ]
+
+
 def _moves(
     optim: torch.optim.Optimizer,
     values: Sequence[Sequence[Tensor]],
     pieces_of: Callable[[Tensor], list[Tensor]],
     has_closure: bool,
+    step: Callable[..., Any] | None = None,
 ) -> list[list[Tensor]]:
-    """Run a copy of the optimizer on pieces of `values`; return the change of each parameter, flat, by group."""
+    """Run a copy of the optimizer on pieces of `values`; return the change of each parameter, flat, by group.
+
+    Args:
+        step: runs a step of the copy; None for its own.
+    """
     torch.manual_seed(0)
     parameters = [[[nn.Parameter(part.clone()) for part in pieces_of(each)] for each in group] for group in values]
     twin = _twin(optim, [[part for parts in group for part in parts] for group in parameters])
@@ -153,11 +207,12 @@ def _moves(
             loss += (its * part.detach() + part.detach().sin()).sum()
         return loss
 
-    for step in range(_STEPS_WITH_CLOSURE if has_closure else _STEPS):
-        for part, its in noise(step):
+    step = step or type(twin).step
+    for number in range(_STEPS_WITH_CLOSURE if has_closure else _STEPS):
+        for part, its in noise(number):
             part.grad = its.clone()
         with torch.enable_grad():
-            type(twin).step(twin, *([partial(closure, step)] if has_closure else []))
+            step(twin, *([partial(closure, number)] if has_closure else []))
     return [
         [
             torch.cat([part.detach().flatten() for part in parts]) - tensor.flatten()

@@ -53,7 +53,7 @@ def build_buckets(
     initial: dict[nn.Parameter, Source],
     gathers: ParameterGathers | None = None,
 ) -> list[Bucket]:
-    """Sort the parameters of each group into buckets, last parameter first.
+    """Sort the parameters of each group into buckets, in the order in which a backward pass completes these.
 
     Args:
         groups: the local parameters of the optimizer's parameter groups.
@@ -68,27 +68,31 @@ def build_buckets(
     for group_index, params in enumerate(groups):
         kinds: dict[tuple, list[nn.Parameter]] = {}
         # The backward pass reaches the last parameters first: their bucket is reduced while it continues.
-        for param in reversed(params):
+        arrival = {param: place for place, param in enumerate(reversed(params))}
+        for param in arrival:
             tie = tied.get(param)
             order = -1 if tie is None else tie.order
-            unit = units.get(param) if options[spec_of(param).axis].num_shards > 1 else None
+            unit = units.get(param)  # also if nothing is sharded: sums over buckets then have the same bits
             key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis, unit)
             kinds.setdefault(key, []).append(param)
-        # Tied buckets come last and in one order: stages wait for each other there, and never in the middle.
-        for (order, _, grad_group, is_owner, axis, unit), members in sorted(kinds.items(), key=lambda item: item[0][0]):
-            tie = tied[members[0]] if order >= 0 else None
+        chunks = [
+            (key, chunk) for key, members in kinds.items() for chunk in chunks_of(members, options[key[4]].bucket_bytes)
+        ]
+        # Tied buckets come last and in one order: stages wait for each other there, and never in the middle. A bucket
+        # that is complete late, such as that of small parameters of all layers, would hold up those behind it.
+        for key, chunk in sorted(chunks, key=lambda item: (item[0][0], max(arrival[param] for param in item[1]))):
+            order, _, grad_group, is_owner, axis, unit = key
+            tie = tied[chunk[0]] if order >= 0 else None
             tied_group = tie.group if tie else None
             copies = options[axis].copy_group
             sum_groups = [group for group in (copies, grad_group, tied_group) if group is not None]
             counted = is_owner and options[axis].counts and (tie is None or tie.counted)
-            for chunk in chunks_of(members, options[axis].bucket_bytes):
-                bucket = Bucket(
-                    chunk, options[axis], group_index, sum_groups, counted, initial, tied_group, unit is not None
-                )
-                buckets.append(bucket)
-                if bucket.sharded is not None:
-                    gathers.own(bucket.params, bucket.sharded)
-                return_freed_memory()  # of the parameters that are now in the bucket
+            is_sharded = unit is not None and options[axis].shards_parameters
+            bucket = Bucket(chunk, options[axis], group_index, sum_groups, counted, initial, tied_group, is_sharded)
+            buckets.append(bucket)
+            if bucket.sharded is not None:
+                gathers.own(bucket.params, bucket.sharded)
+            return_freed_memory()  # of the parameters that are now in the bucket
     return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
 
 

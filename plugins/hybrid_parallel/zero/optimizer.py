@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster import failure
@@ -23,7 +22,7 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
-from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
+from plugins.hybrid_parallel.zero.grad_norm import global_norm
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
@@ -32,7 +31,6 @@ from plugins.hybrid_parallel.zero.step import Average, LocalParameters, StepOpti
 from plugins.hybrid_parallel.zero.user_groups import UserGroups
 from plugins.hybrid_parallel.zero.weight_update import check_closure, evaluation, refuse_average, updating
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
-from shardformer.distributed.process_groups import world_group
 
 
 @dataclass(frozen=True)
@@ -115,11 +113,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.applied_average: str | None = None
         self._order, self._groups = parameters.order, UserGroups(optim.param_groups, parameters.order, self.wholes)
         self._add_to_groups(self.buckets, self.wholes.owned)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global norm of the last step, before clipping; None if it was not computed."""
-        return None if self._norm is None else float(self._norm)
+        self.stepper = options.stepper
+        self.stepper.take_states(self.updated)
 
     # ----- parameters -----
 
@@ -141,6 +136,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             self.reducer.add(buckets)
             self.buckets = self.reducer.buckets
             self._add_to_groups(buckets, owned)
+            self.stepper.take_states(self.updated)
             for average in self.averages.values():
                 average.add(buckets)
 
@@ -169,6 +165,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.take_unfrozen()
         states = load_state_dict(self.optim, state_dict, self.updated, self._order, self.wholes)
         self.frozen.states.update(states)
+        self.stepper.take_states(self.updated)
 
     # ----- gradients -----
 
@@ -226,6 +223,11 @@ class HybridParallelOptimizer(GuardedOptimizer):
         """
         return full_gradients(self.buckets, self.names, self.mesh, self._held_scale)
 
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step, before clipping; None if it was not computed."""
+        return None if self._norm is None else float(self._norm)
+
     # ----- the step -----
 
     @failure.guard("optimizer.step")
@@ -256,7 +258,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
             return None
         with updating(self, self.overlap_allgather):
             self.wholes.gather_gradients()
-            result = self.optim.step() if closure is None else self.optim.step(evaluation(self, closure))
+            result = self.stepper.step(self.updated, None if closure is None else evaluation(self, closure))
         if self.step_hooks.after_step is not None:
             self.step_hooks.after_step(self)
         return result
@@ -393,7 +395,4 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
         A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
-        total = sum_of_squares(self.buckets, self.mesh.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(total, group=world_group())
-        return total.sqrt()
+        return global_norm(self.buckets, self.mesh.device)

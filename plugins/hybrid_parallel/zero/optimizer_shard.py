@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.initial_values import Source
+from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from shardformer.shard_spec import parameter_like
 
 _AT_ONCE = 2**25  # elements that are compared at a time: temporary memory is 7 bytes for each
@@ -27,6 +28,7 @@ class OptimizerShard:
         parameters: [shard], the shard's range of the parameters' memory.
         dtype: dtype of the values; if it is not that of the parameters, the values are master weights.
         start: start of the shard in the bucket.
+        memory: where master weights are.
 
     Attributes:
         values: [shard].
@@ -34,11 +36,11 @@ class OptimizerShard:
         is_master: whether `values` are master weights.
     """
 
-    def __init__(self, parameters: Tensor, dtype: torch.dtype, start: int) -> None:
+    def __init__(self, parameters: Tensor, dtype: torch.dtype, start: int, memory: StateMemory) -> None:
         self._parameters, self._start = parameters, start
         self.is_master = dtype != parameters.dtype
         # Zeros between parameters, as in the bucket.
-        self.values = torch.zeros_like(parameters, dtype=dtype) if self.is_master else parameters
+        self.values = memory.empty(len(parameters), dtype, parameters.device).zero_() if self.is_master else parameters
         self.pieces: list[BucketSlice] = []
 
     def add_pieces(self, params: Sequence[nn.Parameter], offsets: Sequence[int], sources: Sequence[Source]) -> None:

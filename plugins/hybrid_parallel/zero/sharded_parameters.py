@@ -63,7 +63,7 @@ class ShardedParameters:
         for param, offset in zip(params, offsets, strict=True):
             param.data = self.flat[offset : offset + param.numel()].view(param.shape)
         self.flat.untyped_storage().resize_(0)
-        self.shard = options.exchange.empty(size // options.num_shards, dtype, device).zero_()
+        self.shard = options.exchange.empty_shard(size // options.num_shards, dtype, device).zero_()
         self._gather = shard_gather(options.exchange, self.shard)
         self._handle: AllGatherHandle | None = None
         self.is_gathered = True  # until the first release
@@ -91,8 +91,18 @@ class ShardedParameters:
         with torch.no_grad():
             self._handle.wait()
         self._handle, self.is_gathered = None, True
+        self.page_out()
         for param in self.params:
             show_values(param)
+
+    def read_ahead(self) -> None:
+        """Start to bring this rank's shard near, if it is offloaded and is needed for the next gather."""
+        if not self.is_gathered:
+            self._gather.read_ahead()
+
+    def page_out(self) -> None:
+        """Let this rank's shard go until it is used again, if it is offloaded."""
+        self._gather.page_out()
 
     def release(self) -> None:
         """Give the memory of the whole back; values that were changed in place are lost."""
@@ -123,6 +133,7 @@ class ShardedParameters:
     def take_changed_values(self) -> None:
         """Take this rank's part of gathered values that were changed in place."""
         self.shard.copy_(self.flat.view(-1, len(self.shard))[self.rank])
+        self.page_out()
 
     def slice_on(self, rank: int, param: nn.Parameter) -> ParameterSlice:
         """Return which part of a parameter is in the shard of a rank among those that share the values."""
@@ -154,6 +165,7 @@ class ShardedParameters:
         made = ShardedParameters(params, offsets, size, options)
         for param, source in zip(params, sources, strict=True):
             made.fill(param, source)
+        made.page_out()
         return made
 
     def demand(self, operation: str) -> None:

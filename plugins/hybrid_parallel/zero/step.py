@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
+from plugins.hybrid_parallel.zero.stepper import Stepper
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 
 
@@ -52,11 +53,13 @@ class StepOptions:
         max_norm: upper limit for the global gradient norm; None for no clipping.
         nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
         overlap_allgather: whether the all-gather of parameters may run until the next forward pass.
+        stepper: runs the step of the user's optimizer.
     """
 
     max_norm: float | None
     nonfinite: str
     overlap_allgather: bool
+    stepper: Stepper
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, BucketSlice
-    from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+    from plugins.hybrid_parallel.zero.grad_buffer_pool import FreshBuffers, GradBufferPool
 
 
 class GradientsByHand:
@@ -20,6 +20,7 @@ class GradientsByHand:
         flat_grads: the local gradients of all parameters, while this rank has them.
         shard_grads: this rank's shard of the reduced gradients.
         used: indices of parameters with reduced gradients.
+        results: memory of reductions to shards.
         written: indices of parameters with local gradients that are not reduced yet.
         in_passes: indices of parameters with gradients in passes that were reduced by themselves.
         norm: of the shard of the reduced gradients, 0-d; None if it is not known.
@@ -30,6 +31,7 @@ class GradientsByHand:
     pieces: Sequence[BucketSlice]
     options: BucketOptions
     memory: GradBufferPool
+    results: GradBufferPool | FreshBuffers
     flat_grads: Tensor | None
     shard_grads: Tensor | None
     used: set[int]
@@ -37,6 +39,7 @@ class GradientsByHand:
     in_passes: set[int]
     _result: Tensor | None
     _sum_of_passes: Tensor | None
+    _lent: set[int]
     norm: Tensor | None
 
     def __init__(self) -> None:
@@ -49,6 +52,7 @@ class GradientsByHand:
             if reduced is not None:
                 self.norm = None
                 reduced.mul_(factor if isinstance(factor, float) else factor.to(reduced.dtype))
+                self.options.states.page_out(reduced)
         if self.written:
             factor = factor if isinstance(factor, float) else factor.to(self.flat_grads.dtype)
             torch._foreach_mul_([self._grad_view(index) for index in self.written], factor)
@@ -58,6 +62,7 @@ class GradientsByHand:
         if self.used:
             self.norm = None
             self.shard_grads.clamp_(-limit, limit)
+            self.page_out_grads()
 
     def has_grad(self, index: int) -> bool:
         """Return whether a parameter has a gradient, reduced or not."""
@@ -117,9 +122,40 @@ class GradientsByHand:
         self.memory.give(self.flat_grads)
         self.flat_grads = None
 
+    def clear_grads(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set existing ones to zero, which still move parameters by momentum and decay."""
+        if not set_to_none:
+            if self.used:
+                self.shard_grads.zero_()
+            zero([self._grad_view(index) for index in self.written])
+            if self._sum_of_passes is not None:
+                self._sum_of_passes.zero_()
+            self.norm = None
+            self.page_out_grads()
+            return
+        if self.options.num_shards > 1 or self.is_shown:
+            self.drop_grads()  # the activations of the next forward pass can use the memory
+        if self.options.num_shards > 1 and self.flat_grads is not None and not self.launched:
+            self.give_local_grads()
+        if self._sum_of_passes is not None:
+            self.results.give(self._sum_of_passes)
+        self._sum_of_passes = None
+        for indices in (self._stale, self.written, self.in_passes, self._lent, self.used):
+            indices.clear()
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
+    def page_out_grads(self) -> None:
+        """Let offloaded gradients go until they are used again."""
+        for grads in (self.shard_grads, self._sum_of_passes, self._result, self.flat_grads):
+            if grads is not None:
+                self.options.states.page_out(grads)
+
     def drop_grads(self) -> None:
-        """Release the memory of the reduced gradients without reusing it, since user code may still read it."""
-        if self.shard_grads is not None:
+        """Release the memory of the reduced gradients, without reusing it if user code may still read it."""
+        if self.shard_grads is not None and self.options.num_shards > 1 and not self.is_shown:
+            self.results.give(self.shard_grads)
+        elif self.shard_grads is not None:
             self.memory.leave(self.shard_grads)
         self.shard_grads, self.is_shown = None, False
         self._stale.clear()

@@ -142,10 +142,10 @@ def _no_gathering_after_the_step() -> None:
 
 
 def _bad_copies_do_not_count() -> None:
-    from plugins.hybrid_parallel.zero import optimizer
+    from plugins.hybrid_parallel.zero import grad_norm
 
-    sum_of_squares = optimizer.sum_of_squares
-    optimizer.sum_of_squares = lambda buckets, device: sum_of_squares([one for one in buckets if one.counted], device)
+    sum_of_squares = grad_norm.sum_of_squares
+    grad_norm.sum_of_squares = lambda buckets, device: sum_of_squares([one for one in buckets if one.counted], device)
 
 
 def _copies_are_not_compared() -> None:

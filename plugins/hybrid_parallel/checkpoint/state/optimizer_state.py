@@ -141,6 +141,7 @@ class OptimizerLoad:
                 self.optimizer.state[target] = state
             else:
                 self.optimizer.state.pop(target, None)
+        self.optimizer.stepper.take_states(self.optimizer.updated)
 
     def _names_with_states(self) -> set[str]:
         """Return the names of local parameters that have a state in the checkpoint."""
@@ -186,7 +187,7 @@ class OptimizerLoad:
             return torch.zeros(shape, dtype=dtype, device=target.device)
         if isinstance(present, Tensor) and (present.shape, present.dtype) == (shape, dtype):
             return present
-        return torch.empty(shape, dtype=dtype, device=target.device)
+        return self.optimizer.stepper.empty_state(target, key, shape, dtype)
 
     def _ask_for_weights(self, names: Sequence[str], bucket: Bucket, piece: BucketSlice, spec: ShardSpec) -> None:
         """Request averages, and the fp32 value; if the checkpoint has no masters, the parameter is equally precise."""

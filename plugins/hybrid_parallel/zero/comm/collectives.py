@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, meet_neighbours
+from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, meet_neighbours, open_segments
+from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
 from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_flat
 
 # Meanings of the numbers that ranks send each other.
@@ -32,10 +33,23 @@ class ZeroCollectives:
 
     Args:
         group: the process group of the ranks.
+
+    Attributes:
+        shard_file: where shards are that `shard_gather` gathers; None for memory from `empty`.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
+        self.shard_file: SharedSegment | None = None
+
+    def keep_shards_in(self, file: SharedSegment) -> None:
+        """Have `empty_shard` allocate in a file from now on; must be called on all ranks."""
+        self.shard_file = file
+
+    def empty_shard(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of shape [count] for a shard that `shard_gather` gathers; see `keep_shards_in`."""
+        file = self.shard_file
+        return self.empty(count, dtype, device) if file is None else file.empty(count, dtype)
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialized memory of shape [count] for data to exchange."""
@@ -193,6 +207,22 @@ class SharedMemoryCollectives(P2PCollectives):
     def __init__(self, group: ProcessGroup, neighbours: LocalPeers) -> None:
         super().__init__(group)
         self.memory, self._neighbours = neighbours.memory, neighbours
+        self._shard_files: Mapping[int, PeerSegment] = {}  # of the other ranks
+
+    def keep_shards_in(self, file: SharedSegment) -> None:
+        """Allocate shards in a file that the other ranks read; see `ZeroCollectives`."""
+        super().keep_shards_in(file)
+        self._shard_files = open_segments(file, self.group)
+
+    @property
+    def shard_segment(self) -> SharedSegment:
+        """Memory that `empty_shard` allocates in."""
+        return self.memory if self.shard_file is None else self.shard_file
+
+    def read_shard(self, rank: int, place: int, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield windows of the shard at `place` in another rank's memory for shards."""
+        memory = self._shard_files.get(rank, self._neighbours.memories[rank])
+        return _windows(memory, place, like, False)
 
     def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
         """Send a number over the sockets between ranks of one machine; see `P2PCollectives`."""
@@ -213,13 +243,8 @@ class SharedMemoryCollectives(P2PCollectives):
         self, rank: int, place: int, row: int, like: Tensor, is_kept: bool = False
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield windows of row `row` of the buffer at `place` in another rank's memory; rows are shaped like `like`."""
-        count = like.numel()
-        step = _WINDOW // like.element_size()
-        memory, start = self._neighbours.memories[rank], place + row * count * like.element_size()
-        for first in range(0, count, step):
-            part = slice(first, min(first + step, count))
-            address = start + first * like.element_size()
-            yield part, memory.map_view(address, part.stop - first, like.dtype, is_kept and count <= step)
+        start = place + row * like.numel() * like.element_size()
+        return _windows(self._neighbours.memories[rank], start, like, is_kept)
 
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
         """Start a sum for which `wait` reads the other ranks' summands; see `ZeroCollectives`."""
@@ -279,6 +304,15 @@ class _ReadGather(AllGatherHandle):
         if self._copy is not None:
             self._exchange.memory.release(self._copy)
             self._copy = None
+
+
+def _windows(memory: PeerSegment, start: int, like: Tensor, is_kept: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Yield windows of the values at `start` of another rank's memory, as many as `like` has."""
+    count, step = like.numel(), _WINDOW // like.element_size()
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        address = start + first * like.element_size()
+        yield part, memory.map_view(address, part.stop - first, like.dtype, is_kept and count <= step)
 
 
 def _add_up(parts: Mapping[int, Tensor], out: Tensor) -> None:

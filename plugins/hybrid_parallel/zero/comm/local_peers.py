@@ -31,6 +31,13 @@ class LocalPeers:
     lines: SignalSockets
 
 
+def open_segments(segment: SharedSegment, group: ProcessGroup) -> dict[int, PeerSegment]:
+    """Open the other ranks' segments, rank of the group -> its memory; must be called on all of `meet_neighbours`."""
+    there = all_gather_json((os.getpid(), segment.file, segment.token), group)
+    own = dist.get_rank(group)
+    return {rank: PeerSegment(*address) for rank, address in enumerate(there) if rank != own}
+
+
 def meet_neighbours(group: ProcessGroup) -> LocalPeers | None:
     """Connect the ranks of a group if all can read each other's memory; must be called on all of them.
 

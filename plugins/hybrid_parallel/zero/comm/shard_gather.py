@@ -37,7 +37,28 @@ class ShardGather:
 
     def start(self, flat: Tensor) -> AllGatherHandle:
         """Start to fill `flat`, [ranks * shard], with the shards of all ranks."""
-        return AllGatherHandle([all_gather_flat(flat, self.shard, group=self.exchange.group, async_op=True)])
+        shard = self.shard.to(flat.device, non_blocking=True)
+        return AllGatherHandle([all_gather_flat(flat, shard, group=self.exchange.group, async_op=True)])
+
+    def read_ahead(self) -> None:
+        """Start to bring this rank's shard near, if it is in a file."""
+        if self.exchange.shard_file is not None:
+            self.exchange.shard_file.read_ahead(self.shard)
+
+    def page_out(self) -> None:
+        """Let this rank's shard go until it is used again, if it is in a file."""
+        if self.exchange.shard_file is not None:
+            self.exchange.shard_file.page_out(self.shard)
+
+
+class _OwnShard(ShardGather):
+    """Gather of a single shard, which is the whole."""
+
+    proceeds = False
+
+    def start(self, flat: Tensor) -> AllGatherHandle:
+        flat.copy_(self.shard, non_blocking=True)
+        return AllGatherHandle()
 
 
 class _SentShards(ShardGather):
@@ -61,7 +82,7 @@ class _ReadShards(ShardGather):
 
     def __init__(self, exchange: SharedMemoryCollectives, shard: Tensor) -> None:
         super().__init__(exchange, shard)
-        place = exchange.memory.place(shard)
+        place = exchange.shard_segment.place(shard)
         self._places = exchange.broadcast_number(exchange.next_turn(), UPDATED, place)()
 
     def start(self, flat: Tensor) -> AllGatherHandle:
@@ -72,7 +93,7 @@ class _ReadShards(ShardGather):
         rows = flat.view(len(self.exchange.others) + 1, -1)
         rows[self.exchange.rank].copy_(self.shard)
         for rank, place in self._places.items():
-            for part, window in self.exchange.read(rank, place, 0, rows[rank]):
+            for part, window in self.exchange.read_shard(rank, place, rows[rank]):
                 rows[rank][part].copy_(window)
 
 
@@ -117,8 +138,10 @@ class ShardUpdates:
 
 
 def shard_gather(exchange: ZeroCollectives, shard: Tensor) -> ShardGather:
-    """Return the fastest all-gather of `shard`, which is from `exchange.empty`; must be called on all ranks."""
+    """Return the fastest all-gather of `shard`, which is from `exchange.empty_shard`; must be called on all ranks."""
     if isinstance(exchange, SharedMemoryCollectives):
         return _ReadShards(exchange, shard)
+    if dist.get_world_size(exchange.group) == 1:
+        return _OwnShard(exchange, shard)
     kind = _SentShards if isinstance(exchange, P2PCollectives) else ShardGather
     return kind(exchange, shard)

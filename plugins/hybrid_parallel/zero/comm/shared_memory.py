@@ -57,9 +57,15 @@ class SharedSegment:
         size = -(-tensor.numel() * tensor.element_size() // _PAGE) * _PAGE
         extent.madvise(mmap.MADV_REMOVE, start, size)
 
+    def read_ahead(self, tensor: Tensor) -> None:
+        """Start to bring a tensor from `empty` near; memory always is."""
+
+    def page_out(self, tensor: Tensor) -> None:
+        """Let a tensor from `empty` go until it is used again, where that saves memory."""
+
     def _grow(self, size: int) -> None:
         self._extent_start += len(self._extent) if self._extent is not None else 0
-        os.ftruncate(self.file, self._extent_start + size)
+        os.ftruncate(self.file, max(os.fstat(self.file).st_size, self._extent_start + size))
         self._extent, self._extent_used = mmap.mmap(self.file, size, offset=self._extent_start), 0
 
 

@@ -1,0 +1,82 @@
+"""Steps of `configure` for what is offloaded: the memory of states, and that of shards of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from plugins.hybrid_parallel.config.offload import directory_of
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.offload.memory import FileMemory, HostMemory, HostSegment
+from plugins.hybrid_parallel.offload.paged_file import PagedFile
+from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
+from plugins.hybrid_parallel.zero.gather_units import is_sharded
+from plugins.hybrid_parallel.zero.state_memory import StateMemory
+
+# Optimizers of torch with two states for each value. The space for others is taken in their first step.
+_TWO_STATES = frozenset(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta"))
+_SLACK = 1.05  # padding of shards, and ends of pages
+
+
+def memory_of_states(
+    optim: torch.optim.Optimizer, params: Sequence[nn.Parameter], config: HybridParallelConfig, mesh: HybridMesh
+) -> StateMemory:
+    """Return the memory for an optimizer's states; all ranks must call this.
+
+    Args:
+        params: the local parameters that it trains.
+
+    Raises:
+        ConfigurationError: if a directory cannot hold them; raised on all ranks, before anything is sharded.
+    """
+    place, directory = config.offload.offload_optimizer, directory_of(config.offload.offload_optimizer)
+    if directory is None:
+        return HostMemory() if place is not None and mesh.device.type == "cuda" else StateMemory()
+    size = 0
+    for param in params:
+        updated = torch.promote_types(param.dtype, torch.float32)
+        own = updated if config.mixed_precision.master_weights else param.dtype
+        size += param.numel() * updated.itemsize  # its gradient
+        size += param.numel() * own.itemsize * (own != param.dtype)
+        size += param.numel() * own.itemsize * 2 * (type(optim).__name__ in _TWO_STATES)
+    return FileMemory(_open(directory, "offload_optimizer", size, config, mesh))
+
+
+def offloads_parameters(config: HybridParallelConfig, device: torch.device) -> bool:
+    """Return whether shards of parameters are elsewhere than on this device."""
+    place = config.offload.offload_parameters
+    return directory_of(place) is not None or (place is not None and device.type == "cuda")
+
+
+def file_of_shards(
+    params: Sequence[nn.Parameter], config: HybridParallelConfig, mesh: HybridMesh
+) -> SharedSegment | None:
+    """Return the memory of shards of parameters, None if they are on their device; all ranks must call this.
+
+    Args:
+        params: the local parameters that are to be sharded.
+
+    Raises:
+        ConfigurationError: if a directory cannot hold them; raised on all ranks.
+    """
+    place, directory = config.offload.offload_parameters, directory_of(config.offload.offload_parameters)
+    if directory is None:
+        return HostSegment() if place is not None and mesh.device.type == "cuda" else None
+    size = sum(param.numel() * param.element_size() for param in params if is_sharded(param))
+    return _open(directory, "offload_parameters", size, config, mesh)
+
+
+def _open(directory: Path, option: str, size: int, config: HybridParallelConfig, mesh: HybridMesh) -> PagedFile:
+    num_shards = config.zero.num_shards(mesh.size(DP_CP))
+
+    def open_file() -> PagedFile:
+        file = PagedFile(directory, option)
+        file.reserve(int(size / num_shards * _SLACK))
+        return file
+
+    return raise_on_all_ranks(open_file)
