@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.offload import directory_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
@@ -16,6 +17,7 @@ from plugins.hybrid_parallel.offload.memory import FileMemory, HostMemory, HostS
 from plugins.hybrid_parallel.offload.paged_file import PagedFile
 from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
 from plugins.hybrid_parallel.zero.gather_units import is_sharded
+from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from plugins.hybrid_parallel.zero.state_memory import StateMemory
 
 # Optimizers of torch with two states for each value. The space for others is taken in their first step.
@@ -35,6 +37,8 @@ def memory_of_states(
         ConfigurationError: if a directory cannot hold them; raised on all ranks, before anything is sharded.
     """
     place, directory = config.offload.offload_optimizer, directory_of(config.offload.offload_optimizer)
+    if place is not None and mesh.device.type == "cuda":
+        _prepare_for_host(optim, config)
     if directory is None:
         return HostMemory() if place is not None and mesh.device.type == "cuda" else StateMemory()
     size = 0
@@ -51,6 +55,23 @@ def offloads_parameters(config: HybridParallelConfig, device: torch.device) -> b
     """Return whether shards of parameters are elsewhere than on this device."""
     place = config.offload.offload_parameters
     return directory_of(place) is not None or (place is not None and device.type == "cuda")
+
+
+def _prepare_for_host(optim: torch.optim.Optimizer, config: HybridParallelConfig) -> None:
+    """Have an optimizer of a GPU step on the host: Adam by torch's fused kernel, if the user has chosen none.
+
+    Raises:
+        ConfigurationError: if ranks would have to exchange what is in host memory.
+    """
+    parallel = config.parallel
+    if parallel.tp_size * parallel.ep_size > 1 and granularity_of(optim) is not Granularity.ELEMENT:
+        raise ConfigurationError(
+            f"{type(optim).__name__} reads whole parameters, whose parts tensor- or expert-parallel ranks exchange on "
+            "their GPUs; use offload_optimizer=None, or AdamW"
+        )
+    for group in optim.param_groups if type(optim) in (torch.optim.Adam, torch.optim.AdamW) else ():
+        if group["fused"] is None and group["foreach"] is None and not group["capturable"]:
+            group["fused"] = True
 
 
 def file_of_shards(

@@ -33,7 +33,6 @@ from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand, zero
-from shardformer.distributed.collectives import all_gather_flat
 
 
 class Bucket(GradientsByHand):
@@ -95,9 +94,10 @@ class Bucket(GradientsByHand):
         self.page_out_values()
 
         # Allocated on the first gradient. If gradients are sharded, freed after their reduction.
-        unshared = GradBufferPool(options.states if options.states.is_offloaded else options.exchange)
+        is_offloaded = options.states.is_offloaded and device.type == "cpu"  # those of a GPU move when they are reduced
+        unshared = GradBufferPool(options.states if is_offloaded else options.exchange)
         self.memory = options.grad_buffers if options.num_shards > 1 else unshared
-        self.results = GradBufferPool(options.states) if options.states.is_offloaded else FreshBuffers()
+        self.results = GradBufferPool(options.states) if is_offloaded else FreshBuffers()
         self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
@@ -266,7 +266,9 @@ class Bucket(GradientsByHand):
             used: indices of parameters that have a gradient on any data-parallel rank.
         """
         self.clear_stale()
-        if self.used:
+        if self.options.states.is_offloaded and self.flat.device.type != "cpu":
+            self.keep_on_host()
+        elif self.used:
             self.norm = None
             self.shard_grads.add_(self._result)
             if self._result is not self.flat_grads:
@@ -295,7 +297,7 @@ class Bucket(GradientsByHand):
             self.give_local_grads()
         if factor is not None:
             self.scale_grads(factor)
-        grads = self.shard_grads.to(self.shard.values.dtype) if self.used else None
+        grads = self.shard_grads.to(self.shard.values) if self.used else None
         for piece in self.pieces:
             is_used = piece.index in self.used
             piece.parameter.grad = piece.view(grads).view_as(piece.parameter) if is_used else None
@@ -361,30 +363,6 @@ class Bucket(GradientsByHand):
         """Return this rank's range of a flat tensor over the bucket."""
         start = self.options.shard_index * self.shard_size
         return flat[start : start + self.shard_size]
-
-    def gather_pieces(self, values: dict[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """All-gather whole local tensors, in the shape of the parameters, from the pieces of all ranks.
-
-        All data-parallel ranks must call this; parameters without a piece on any rank are zeros.
-
-        Args:
-            values: parameter index -> values of its piece on this rank.
-            dtype: dtype of the result.
-
-        Returns:
-            The tensors by parameter index.
-        """
-        flat = torch.zeros(self.flat.numel(), dtype=dtype, device=self.flat.device)
-        own = self.own_shard(flat)
-        for piece in self.pieces:
-            if piece.index in values:
-                piece.view(own).copy_(values[piece.index].reshape(-1))
-        if self.options.num_shards > 1:
-            all_gather_flat(flat, own.clone(), group=self.options.shard_group)
-        return {
-            index: flat[offset : offset + param.numel()].view(param.shape)
-            for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True))
-        }
 
     # ----- construction -----
 

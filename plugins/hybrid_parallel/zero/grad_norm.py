@@ -51,6 +51,6 @@ def _norms(buckets: Sequence[Bucket]) -> Sequence[Tensor]:
         return torch._foreach_norm([bucket.shard_grads for bucket in buckets]) if buckets else ()
     norms = []
     for bucket in buckets:
-        norms += torch._foreach_norm([bucket.shard_grads])
+        norms += [norm.to(bucket.flat.device) for norm in torch._foreach_norm([bucket.shard_grads])]
         bucket.page_out_grads()
     return norms

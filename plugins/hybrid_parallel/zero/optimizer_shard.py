@@ -39,8 +39,9 @@ class OptimizerShard:
     def __init__(self, parameters: Tensor, dtype: torch.dtype, start: int, memory: StateMemory) -> None:
         self._parameters, self._start = parameters, start
         self.is_master = dtype != parameters.dtype
+        self._is_copy = self.is_master or (memory.is_offloaded and parameters.device.type != "cpu")
         # Zeros between parameters, as in the bucket.
-        self.values = memory.empty(len(parameters), dtype, parameters.device).zero_() if self.is_master else parameters
+        self.values = memory.empty(len(parameters), dtype, parameters.device).zero_() if self._is_copy else parameters
         self.pieces: list[BucketSlice] = []
 
     def add_pieces(self, params: Sequence[nn.Parameter], offsets: Sequence[int], sources: Sequence[Source]) -> None:
@@ -66,24 +67,27 @@ class OptimizerShard:
         Master weights of elements that are still their rounded values stay as they are.
         """
         self._take_pieces_back()
-        if not self.is_master:
+        if not self._is_copy:
             return
-        for master, present in zip(self.values.split(_AT_ONCE), self._parameters.split(_AT_ONCE), strict=True):
+        for own, present in zip(self.values.split(_AT_ONCE), self._parameters.split(_AT_ONCE), strict=True):
+            master = own.to(present.device)
             rounded = master.to(present.dtype)
-            # No comparison on a GPU: it would have to synchronize with the device.
-            if present.device.type != "cpu" or not torch.equal(rounded, present):
+            # No comparison on a GPU: it would have to synchronize with the device, as a copy from the host does anyway.
+            if (present.device.type != "cpu" and master is own) or not torch.equal(rounded, present):
                 torch.where(rounded == present, master, present.to(master.dtype), out=master)
+                if master is not own:
+                    own.copy_(master)
 
     def write_parameters(self) -> None:
         """Write updated values to the shard of the parameters."""
         self._take_pieces_back()
-        if self.is_master:
-            self._parameters.copy_(self.values)
+        if self._is_copy:
+            self._parameters.copy_(self.values, non_blocking=True)
 
     def read_parameters(self) -> None:
         """Take the parameters' values for master weights."""
         self._take_pieces_back()
-        if self.is_master:
+        if self._is_copy:
             self.values.copy_(self._parameters)
 
     def _take_pieces_back(self) -> None:

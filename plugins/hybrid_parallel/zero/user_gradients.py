@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shardformer.distributed.collectives import all_gather_flat
+
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, BucketSlice
     from plugins.hybrid_parallel.zero.grad_buffer_pool import FreshBuffers, GradBufferPool
@@ -40,6 +42,7 @@ class GradientsByHand:
     _result: Tensor | None
     _sum_of_passes: Tensor | None
     _lent: set[int]
+    flat: Tensor
     norm: Tensor | None
 
     def __init__(self) -> None:
@@ -51,7 +54,7 @@ class GradientsByHand:
         for reduced in (self.shard_grads if self.used else None, self._sum_of_passes):
             if reduced is not None:
                 self.norm = None
-                reduced.mul_(factor if isinstance(factor, float) else factor.to(reduced.dtype))
+                reduced.mul_(factor if isinstance(factor, float) else factor.to(reduced))
                 self.options.states.page_out(reduced)
         if self.written:
             factor = factor if isinstance(factor, float) else factor.to(self.flat_grads.dtype)
@@ -144,6 +147,42 @@ class GradientsByHand:
             indices.clear()
         for piece in self.pieces:
             piece.parameter.grad = None
+
+    def gather_pieces(self, values: dict[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+        """All-gather whole local tensors, in the shape of the parameters, from the pieces of all ranks.
+
+        All data-parallel ranks must call this; parameters without a piece on any rank are zeros.
+
+        Args:
+            values: parameter index -> values of its piece on this rank.
+            dtype: dtype of the result.
+
+        Returns:
+            The tensors by parameter index.
+        """
+        flat = torch.zeros(self.flat.numel(), dtype=dtype, device=self.flat.device)
+        own = self.own_shard(flat)
+        for piece in self.pieces:
+            if piece.index in values:
+                piece.view(own).copy_(values[piece.index].reshape(-1))
+        if self.options.num_shards > 1:
+            all_gather_flat(flat, own.clone(), group=self.options.shard_group)
+        return {
+            index: flat[offset : offset + param.numel()].view(param.shape)
+            for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True))
+        }
+
+    def keep_on_host(self) -> None:
+        """Add the result of the reduction on a GPU to the shard in host memory."""
+        result = self._result
+        if self.used:
+            self.norm = None
+            self.shard_grads.add_(result.cpu())
+            return
+        self.norm = torch.linalg.vector_norm(result)
+        if self.shard_grads is None:
+            self.shard_grads = self.options.states.empty(len(result), result.dtype, result.device)
+        self.shard_grads.copy_(result)
 
     def page_out_grads(self) -> None:
         """Let offloaded gradients go until they are used again."""

@@ -1,4 +1,4 @@
-"""Mutants that change one line of ZeRO stages 2 and 3, and of states that some replicas repeat."""
+"""Mutants that change one line of ZeRO stages 2 and 3, of states that some replicas repeat, and of offload."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ _STAGES = "zoo_tests/parity/test_zero_stages.py::test_trains_like_plain_training
 _LAZY = "zoo_tests/shardformer/lazy/test_materialize.py"
 _FILES = "zoo_tests/hybrid_parallel/checkpoint/test_stage_3.py::test_files_are_those_of_stage_1"
 _PACKED = "zoo_tests/parity/test_quantised.py::test_replicas_keep_shards_of_packed_weights_under_stage_3"
+_OFFLOAD = "zoo_tests/hybrid_parallel/offload/test_states.py"
 
 EDITS_OF_ZERO: dict[str, Edit] = {
     "shards of earlier micro-batches forgotten": Edit(
@@ -21,6 +22,18 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         "(copies, grad_group, tied_group)",
         "(grad_group, tied_group)",
         (f"{_STAGES}[bert-masked_lm-dp4-zero1-adamw-clip-zero_size=2]",),
+    ),
+    "every part of a step counts as a step": Edit(
+        "plugins.hybrid_parallel.zero.step_in_parts",
+        "if index:",
+        "if False:",
+        (f"{_OFFLOAD}::test_a_step_in_parts_is_one_step[schedule_free]",),
+    ),
+    "states stay in memory after their step": Edit(
+        "plugins.hybrid_parallel.zero.stepper",
+        "state[key], moved = place.copy_(value), True",
+        "place.copy_(value)",
+        (f"{_OFFLOAD}::test_states_of_one_bucket_are_in_memory_at_a_time",),
     ),
     "a rank's own shard is not among the gathered ones": Edit(
         "plugins.hybrid_parallel.zero.comm.shard_gather",

@@ -43,6 +43,7 @@ def _with_gradients(make: Any) -> tuple[torch.optim.Optimizer, list[nn.Parameter
         lambda groups: torch.optim.NAdam(groups, lr=torch.tensor(0.3)),
         lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True),
     ],
+    ids=["schedule_free", "nadam", "adamw"],
 )
 def test_a_step_in_parts_is_one_step(make: Any) -> None:
     (whole, expected), (parted, found) = _with_gradients(make), _with_gradients(make)
