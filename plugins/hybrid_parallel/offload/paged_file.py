@@ -33,7 +33,7 @@ class PagedFile(SharedSegment):
     def __init__(self, directory: Path, option: str) -> None:
         self.directory, self.option = directory, option
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="page_out")
-        super().__init__(_open(directory, option))
+        super().__init__(open_unnamed(directory, option))
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """Allocate [count] zeros at the start of a page.
@@ -46,9 +46,9 @@ class PagedFile(SharedSegment):
         try:
             os.posix_fallocate(self.file, self.place(tensor), size)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if not is_full(error):
                 raise
-            raise ConfigurationError(self._no_space(size)) from error
+            raise ConfigurationError(no_space(self.option, self.directory, size)) from error
         return tensor
 
     def check_space(self, size: int) -> None:
@@ -61,7 +61,7 @@ class PagedFile(SharedSegment):
             ConfigurationError: if the file system has less space.
         """
         if size > _free_bytes(self.directory):
-            raise ConfigurationError(self._no_space(size))
+            raise ConfigurationError(no_space(self.option, self.directory, size))
 
     def read_ahead(self, tensor: Tensor) -> None:
         """Start to read a tensor from `empty`, or a view of one that starts with it."""
@@ -75,14 +75,13 @@ class PagedFile(SharedSegment):
         extent.madvise(mmap.MADV_DONTNEED, start, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         self._writer.submit(_write_out, self.file, extent, start, place, size)
 
-    def _no_space(self, size: int) -> str:
-        return (
-            f"{self.option}={str(self.directory)!r} has no space for {size / 2**20:.1f} MiB more of this rank: "
-            f"{_free_bytes(self.directory) / 2**20:.1f} MiB are free; free some, or name a directory with more"
-        )
 
+def open_unnamed(directory: Path, option: str) -> int:
+    """Open a new file without a name in a directory, which is created if its parent exists.
 
-def _open(directory: Path, option: str) -> int:
+    Raises:
+        ConfigurationError: if the directory cannot be created or written to.
+    """
     try:
         directory.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):  # some file systems know only files with names
@@ -95,6 +94,19 @@ def _open(directory: Path, option: str) -> int:
             f"{option}={str(directory)!r} cannot hold the file of a rank ({error.strerror.lower()}); name a directory "
             "that every rank can write to"
         ) from error
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether a file system has refused to hold more."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_space(option: str, directory: Path, size: int) -> str:
+    """Return the sentence about a directory that cannot hold `size` bytes more."""
+    return (
+        f"{option}={str(directory)!r} has no space for {size / 2**20:.1f} MiB more of this rank: "
+        f"{_free_bytes(directory) / 2**20:.1f} MiB are free; free some, or name a directory with more"
+    )
 
 
 def _free_bytes(directory: Path) -> int:
