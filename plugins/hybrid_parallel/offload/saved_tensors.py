@@ -20,7 +20,8 @@ class KeptTensor:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+        # Another object: autograd may still use the one that it gives, which `let_go` would empty.
+        self.tensor, self.version = tensor.detach(), tensor._version
 
     def read(self) -> Tensor:
         """Return the tensor.
