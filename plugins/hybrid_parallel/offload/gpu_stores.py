@@ -34,6 +34,10 @@ class PinnedStore:
             host.copy_(data, non_blocking=True)
             return host, self.stream.record_event()
 
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Have the computation wait for an event."""
+        torch.cuda.current_stream(self.stream.device).wait_event(event)
+
     def to_device(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """Start to copy back; return the new GPU memory, and the event after which it is filled."""
         # Memory of the present stream, which may still be about to read what it held before.
@@ -53,9 +57,17 @@ class PinnedCopy:
         self._host, self._complete = store.to_host(data)
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
+    def __del__(self) -> None:
+        if self._arriving is not None:
+            self._store.wait(self._arriving[1])  # the memory that it fills is about to be freed
+
     def finish(self) -> None:
         """Have the computation wait for the copy before it uses the memory again."""
-        torch.cuda.current_stream(self._store.stream.device).wait_event(self._complete)
+        self._store.wait(self._complete)
+
+    def give_up(self) -> None:
+        """Do the same: a copy that was started cannot be stopped."""
+        self._store.wait(self._complete)
 
     def start(self) -> None:
         """Start to copy back."""
@@ -66,7 +78,7 @@ class PinnedCopy:
         """Return the bytes in new GPU memory, which the computation waits for."""
         self.start()
         (data, arrived), self._arriving = self._arriving, None
-        torch.cuda.current_stream(data.device).wait_event(arrived)
+        self._store.wait(arrived)
         return data
 
 
@@ -92,6 +104,7 @@ class StagedCopy:
     def __init__(self, store: StagedStore, data: Tensor) -> None:
         self._store = store
         host, complete = store.pinned.to_host(data)
+        self._on_host = complete
 
         def source() -> Tensor:
             complete.synchronize()
@@ -103,6 +116,11 @@ class StagedCopy:
         """Wait until the bytes are written: page-locked memory for more than that would have no limit."""
         self._copy.finish()
 
+    def give_up(self) -> None:
+        """Write nothing, and have the computation wait before it uses the memory again."""
+        self._store.pinned.wait(self._on_host)
+        self._copy.give_up()
+
     def start(self) -> None:
         """Start to read the bytes."""
         self._copy.start()
@@ -110,7 +128,7 @@ class StagedCopy:
     def take(self) -> Tensor:
         """Return the bytes in new GPU memory, which the computation waits for."""
         data, arrived = self._store.pinned.to_device(self._copy.take())
-        torch.cuda.current_stream(data.device).wait_event(arrived)
+        self._store.pinned.wait(arrived)
         return data
 
 

@@ -138,6 +138,10 @@ class SavedStorage:
         self._tensors: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self._unread: weakref.WeakSet[SavedTensor] = weakref.WeakSet()  # in the present backward pass
 
+    def __del__(self) -> None:
+        if self.is_resident and self._copy is not None:
+            self._copy.give_up()
+
     def add(self, tensor: SavedTensor) -> None:
         """Add a tensor of this memory, saved by the latest layer."""
         self.layer = tensor.layer

@@ -28,6 +28,9 @@ class Copy(Protocol):
     def finish(self) -> None:
         """Wait until it is complete, so that the memory that was copied may be used again."""
 
+    def give_up(self) -> None:
+        """Let the memory that is copied be freed before `finish`: nobody needs the copy."""
+
     def start(self) -> None:
         """Start to bring the bytes back."""
 
@@ -119,12 +122,15 @@ class FileCopy:
 
     def __del__(self) -> None:
         # A later copy may take the space while this one is being written: the same thread writes it afterwards.
-        self._write.cancel()
         self._store.space.give_back(self._place, self._length)
 
     def finish(self) -> None:
         """Wait until the bytes are written."""
         self._write.result()
+
+    def give_up(self) -> None:
+        """Write nothing, unless the thread that writes has begun to, which keeps the memory until it ends."""
+        self._write.cancel()
 
     def start(self) -> None:
         """Start to read the bytes."""
