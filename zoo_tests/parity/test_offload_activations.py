@@ -46,7 +46,9 @@ def _trained(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tens
     with mock.patch.object(stores.FileCopy, "take", autospec=True, side_effect=stores.FileCopy.take) as reads:
         for step in range(case.recipe.steps):
             batch = boosted.share(case.recipe.batch(step))
-            losses.append((boosted.ordinary_backward if case.ordinary_loop else boosted.pipeline_backward)(batch).item())
+            losses.append(
+                (boosted.ordinary_backward if case.ordinary_loop else boosted.pipeline_backward)(batch).item()
+            )
             gradients = gradients or {name: each.clone() for name, each in boosted.optimizer.full_gradients().items()}
             boosted.finish_step()
     with boosted.model.summon_full_params():
