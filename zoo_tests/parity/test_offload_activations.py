@@ -56,11 +56,10 @@ def _trained(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tens
     return losses, gradients, weights, reads.call_count
 
 
-def compare(case: Case, directory: Path) -> int:
+def compare(case: Case, place: Path | str) -> int:
     """Train with and without; return how often a copy was read."""
     plain = _trained(case)
-    moved = dataclasses.replace(case, options=(*case.options, ("offload_activations", directory)))
-    found = _trained(moved)
+    found = _trained(dataclasses.replace(case, options=(*case.options, ("offload_activations", place))))
     assert plain[-1] == 0
     assert found[0] == plain[0], "losses"
     for what, mine, others in zip(("gradients", "weights"), found[1:3], plain[1:3], strict=True):

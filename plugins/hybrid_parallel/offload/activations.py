@@ -123,20 +123,20 @@ class OffloadedActivations:
         """Send off what the layer before has saved, and let go of what the one before that has."""
         self._is_first = False
         self._held_storages = {tensor.untyped_storage()._cdata for tensor in self._held}
-        for storage in self._leaving.storages:
-            if storage.layer is self._leaving and storage.is_resident:
+        number = self._current.number + 1
+        if not any(layer.is_held for layer in self._numbered.values()):  # a new step
+            number, self._read = 0, None
+        left, self._leaving, self._current = self._leaving, self._current, SavedLayer(number)
+        self._numbered[number] = self._current
+        for storage in left.storages:
+            if storage.layer is left:
                 storage.leave()
         self._known = weakref.WeakValueDictionary(
             {key: storage for key, storage in self._known.items() if storage.is_resident}
         )
-        self._leaving = self._current
         for storage in self._leaving.storages:
             if storage.layer is self._leaving:
                 storage.copy_to(self.store)
-        number = self._leaving.number + 1
-        if not any(layer.is_held for layer in self._numbered.values()):  # a new step
-            number, self._read = 0, None
-        self._current = self._numbered[number] = SavedLayer(number)
 
     def _pack(self, tensor: Tensor) -> KeptTensor:
         if self._is_first and not _in_backward():

@@ -1,4 +1,4 @@
-"""What autograd holds in the place of a saved tensor whose memory is elsewhere, and the memory that they share."""
+"""What autograd holds for a saved tensor whose memory is elsewhere, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ class SavedStorage:
             self._copy = store.put(data.set_(self._source))
 
     def leave(self) -> None:
-        """Let go of the original once it is copied."""
+        """Let go of the original once it is copied, if that was started: an error may have come before."""
+        if self._copy is None or not self.is_resident:
+            return
         self._copy.finish()
         self._source, self.is_resident = None, False
         for tensor in self._tensors:

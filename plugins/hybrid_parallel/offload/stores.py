@@ -29,7 +29,7 @@ class Copy(Protocol):
         """Wait until it is complete, so that the memory that was copied may be used again."""
 
     def give_up(self) -> None:
-        """Let the memory that is copied be freed before `finish`: nobody needs the copy."""
+        """Let the memory that is copied be freed before `finish`, because no copy is needed."""
 
     def start(self) -> None:
         """Start to bring the bytes back."""
