@@ -11,12 +11,14 @@ from unittest import mock
 
 import pytest
 
+from plugins.hybrid_parallel.offload.gpu_stores import PinnedCopy
 from shardformer import record_module_init
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, run_on_ranks
 from zoo_tests.hybrid_parallel.compat.atorch import test_auto_accelerate as auto
-from zoo_tests.simcuda import test_training
+from zoo_tests.parity import test_offload_activations
+from zoo_tests.simcuda import rules, test_training
 from zoo_tests.simcuda.test_training import LAYOUTS, STEPS, Training, reference, train
 from zoo_tests.zoo import FAMILIES
 
@@ -95,6 +97,28 @@ def test_lazy_initialisation(layout: str) -> None:
     expected = run_on_ranks(1, train_recorded, {}, device="cpu")[0]
     for losses in run_on_ranks(world_size, train_recorded, options, device="simcuda"):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# ----- activations elsewhere -----
+
+
+def compare_offloaded(case: Case, place: str) -> tuple[int, int]:
+    """Train with and without; return how often copies were read from page-locked memory and from a file."""
+    take = mock.patch.object(PinnedCopy, "take", autospec=True, side_effect=PinnedCopy.take)
+    # What goes and what comes are in order on one stream, without a wait of the host.
+    with take as pinned, rules.without("late_copies"):
+        files = test_offload_activations.compare(case, place)
+    return pinned.call_count, files
+
+
+@pytest.mark.parametrize("where", ["cpu", "directory"])
+def test_offloaded_activations(where: str, tmp_path: Path) -> None:
+    recipe = Recipe(family="bert", head="masked_lm", precision="fp32", config=(("num_hidden_layers", 4),))
+    place = "cpu" if where == "cpu" else str(tmp_path)
+    ((pinned, files),) = run_on_ranks(
+        1, compare_offloaded, Case(recipe=recipe, layout="single"), place, device="simcuda"
+    )
+    assert bool(pinned) == (where == "cpu") and bool(files) == (where == "directory")
 
 
 # ----- checkpoints between layouts -----

@@ -29,6 +29,8 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
+from plugins.hybrid_parallel.offload.activations import OffloadedActivations
+from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
@@ -90,6 +92,7 @@ class HybridParallelModel(ModelSurface):
         if watch is not None:
             runtime.register_microbatch_hook(watch.begin_microbatch)
         self.gathers, self.batches_seen = ParameterGathers(), 0
+        self.activations: OffloadedActivations | None = None
         self.checked_full_batch = False
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
@@ -169,6 +172,14 @@ class HybridParallelModel(ModelSurface):
                 self.gathers.units.add(self.module)
         self.runtime.register_microbatch_hook(lambda index: self.gathers.release_all())
 
+    def offload_activations(self, store: Store) -> None:
+        """Move what layers save for the backward pass to a store until it is needed."""
+        self.activations = OffloadedActivations(store, self.mesh.device)
+        for stage in self.runtime.stages:
+            with self.runtime.viewing(stage):
+                self.activations.add(self.module)
+        self.runtime.register_microbatch_hook(lambda index: self.activations.begin_pass())
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Prepare a pass through the model: its parameters are gathered, and it draws from its own random stream.
@@ -181,6 +192,8 @@ class HybridParallelModel(ModelSurface):
             optimizer.wait_for_parameters()
         with ExitStack() as stack:
             stack.enter_context(self.gathers.running())
+            if self.activations is not None:
+                stack.enter_context(self.activations.running())
             if self.stream is not None and self.training:
                 stack.enter_context(self.stream.active())
             yield

@@ -134,6 +134,11 @@ class HybridParallelConfig:
                 "compile_layers=True cannot trace parameters that zero_stage=3 gathers; use zero_stage=2, or "
                 "compile_layers=False"
             )
+        if self.offload.offload_activations is not None:
+            problems.append(
+                f"offload_activations={str(self.offload.offload_activations)!r} moves what the operators of a layer "
+                "save, which compile_layers=True merges; use offload_activations=None, or compile_layers=False"
+            )
         if self.debugging.debug:
             problems.append("debug=True looks into every module, which compile_layers=True merges; use one of them")
         breaks = self._breaks_of_graphs()

@@ -48,7 +48,7 @@ class PagedFile(SharedSegment):
         self.directory, self.option = directory, option
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="page_out")
         self._unwritten: deque[tuple[Future[None], int]] = deque()
-        super().__init__(_open(directory, option))
+        super().__init__(open_unnamed(directory, option))
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """Allocate [count] zeros at the start of a page.
@@ -98,22 +98,23 @@ class PagedFile(SharedSegment):
 
     def _allocate(self, place: int, size: int) -> None:
         """Take space on the disk for a part of the file."""
-        free = _free_bytes(self.directory)
         try:
             # Asked first: a file system may take all that is left before it finds that this is too little.
-            if size > free:
+            if size > _free_bytes(self.directory):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.file, place, size)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full(error):
                 raise
-            raise ConfigurationError(
-                f"{self.option}={str(self.directory)!r} has no space for {size / 2**20:.1f} MiB more of this rank: "
-                f"{free / 2**20:.1f} MiB are free; free some, or name a directory with more"
-            ) from error
+            raise ConfigurationError(no_space(self.option, self.directory, size)) from error
 
 
-def _open(directory: Path, option: str) -> int:
+def open_unnamed(directory: Path, option: str) -> int:
+    """Open a new file without a name in a directory, which is created if its parent exists.
+
+    Raises:
+        ConfigurationError: if the directory cannot be created or written to.
+    """
     try:
         directory.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):  # some file systems know only files with names
@@ -127,6 +128,19 @@ def _open(directory: Path, option: str) -> int:
             f"{option}={str(directory)!r} cannot hold the file of a rank ({reason}); name a directory "
             "that every rank can write to"
         ) from error
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether a file system has refused to hold more."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_space(option: str, directory: Path, size: int) -> str:
+    """Return the sentence about a directory that cannot hold `size` bytes more."""
+    return (
+        f"{option}={str(directory)!r} has no space for {size / 2**20:.1f} MiB more of this rank: "
+        f"{_free_bytes(directory) / 2**20:.1f} MiB are free; free some, or name a directory with more"
+    )
 
 
 def _free_bytes(directory: Path) -> int:

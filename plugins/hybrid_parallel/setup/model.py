@@ -22,6 +22,7 @@ from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.device import current_device
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
 from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
+from plugins.hybrid_parallel.offload.activations import activation_store, check_layers
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
@@ -108,6 +109,7 @@ def check_options_against_model(
     check_shared_parameters(optimizers, names)
     warn_of_untrained(optimizers, model.named_parameters())
     check_recomputation(config.kernels.gradient_checkpointing, model)
+    check_layers(config.offload.offload_activations, model)
     if config.kernels.compile_layers:
         check_compilation(model, current_device())
     if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):
@@ -155,6 +157,9 @@ def build_model(
     """
     if config.mixed_precision.precision != "fp32":
         raise_on_all_ranks(lambda: _check_precision(mesh.device, config.mixed_precision.precision))
+    store = None
+    if (place := config.offload.offload_activations) is not None:
+        store = raise_on_all_ranks(lambda: activation_store(place, mesh.device))
     recompute(config.kernels.gradient_checkpointing, model)
     pipeline = config.pipeline
     parts = (pipeline.num_microbatches or mesh.size("pp")) * mesh.size("dp")
@@ -180,7 +185,10 @@ def build_model(
         recompute_share(model, config.kernels.gradient_checkpointing)
     keep_format(model)
     model.to(mesh.device)
-    return wrap_model(model, config, mesh, seed, origin, shared, held)
+    built = wrap_model(model, config, mesh, seed, origin, shared, held)
+    if store is not None:
+        built.model.offload_activations(store)
+    return built
 
 
 def _check_precision(device: torch.device, precision: str) -> None:

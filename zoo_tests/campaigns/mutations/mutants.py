@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.shard_spec import spec_of
 from zoo_tests.campaigns.mutations.edits import Edit
+from zoo_tests.campaigns.mutations.edits_of_activations import EDITS_OF_ACTIVATIONS
 from zoo_tests.campaigns.mutations.edits_of_integrations import EDITS_OF_INTEGRATIONS
 from zoo_tests.campaigns.mutations.edits_of_models import EDITS_OF_MODELS
 from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
@@ -246,6 +247,7 @@ MUTANTS: dict[str, Mutant | Edit] = {
     **EDITS_OF_SHARDFORMER,
     **EDITS_OF_PLUGIN,
     **EDITS_OF_ZERO,
+    **EDITS_OF_ACTIVATIONS,
     **EDITS_OF_TRAINERS,
     **EDITS_OF_MODELS,
     **EDITS_OF_INTEGRATIONS,

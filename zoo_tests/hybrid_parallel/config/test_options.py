@@ -49,6 +49,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"pp_style": "interleaved", "num_model_chunks": 0}, r"num_model_chunks=0 is not a positive integer"),
     ({"zero_stage": 4}, r"zero_stage=4 is not available; use 0 or 1 or 2"),
     ({"zero_stage": 3, "precision": "fp8"}, r"precision='fp8' rounds all weights once a step, .* use zero_stage=2"),
+    (
+        {"offload_activations": "cpu", "compile_layers": True},
+        r"offload_activations='cpu' moves what .* use offload_activations=None, or compile_layers=False",
+    ),
     ({"zero_stage": 3, "compile_layers": True}, r"compile_layers=True cannot trace parameters that zero_stage=3 gath"),
     (
         {"zero_stage": 0, "zero_size": 2},
