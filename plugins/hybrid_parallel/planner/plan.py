@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.offload import CPU
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.kernel_timing import Case
-from plugins.hybrid_parallel.planner.layout import Space
+from plugins.hybrid_parallel.planner.space import Space
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.search import Plan, search
@@ -21,6 +22,7 @@ from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 
 _TIMEOUT_S = 600.0
+_LEAST_TOKENS = 1024  # of a sample on a rank: with fewer, keys and values take longer to send than to use
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Job:
         length: tokens of a sample.
         precision: "fp32", "bf16" or "fp16".
         largest_tp: maximum tensor-parallel size; None for the number of devices of a node.
+        largest_cp: maximum context-parallel size; None for as many ranks as have 1024 tokens of a sample each.
+        offload: where layouts may offload to if no other layout fits: "cpu" or a directory; None for nowhere.
     """
 
     world_size: int
@@ -40,6 +44,8 @@ class Job:
     length: int
     precision: str
     largest_tp: int | None = None
+    largest_cp: int | None = None
+    offload: str | None = None
 
 
 def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) -> tuple[Plan, Device]:
@@ -99,8 +105,28 @@ def _search(
 
 
 def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
-    largest_tp = job.largest_tp or (device.node_size if device is not None else job.world_size)
-    return Space(job.world_size, job.global_batch, job.precision, model.num_layers, largest_tp)
+    node_size = device.node_size if device is not None else job.world_size
+    if job.offload == CPU and device is not None and device.type == "cpu":
+        raise ConfigurationError(f"offload to '{CPU}' changes nothing on CPU ranks; give a directory")
+    return Space(
+        job.world_size,
+        job.global_batch,
+        job.precision,
+        model.num_layers,
+        job.largest_tp or node_size,
+        _context_sizes(model, job),
+        node_size=node_size,
+        place=job.offload,
+    )
+
+
+def _context_sizes(model: ModelMap, job: Job) -> tuple[int, ...]:
+    """Return the context-parallel sizes: powers of two that cut samples into two equal parts for each rank."""
+    largest = job.largest_cp or job.length // _LEAST_TOKENS
+    if not model.shares_sequences:
+        return (1,)
+    sizes = [2**power for power in range(job.world_size.bit_length())]
+    return tuple(size for size in sizes if size == 1 or (size <= largest and job.length % (2 * size) == 0))
 
 
 def _extremes(space: Space) -> tuple[int, int]:

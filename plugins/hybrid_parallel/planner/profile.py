@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.planner.proxy_model import (
 )
 from plugins.hybrid_parallel.planner.pruned_model import LayerList
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
+from plugins.hybrid_parallel.zero.gather_units import is_sharded
 from shardformer.cross_entropy.chunking import planned_for
 from shardformer.shard_spec import grad_group_of, spec_of
 
@@ -93,12 +94,14 @@ class LocalParameter:
         itemsize: bytes per element in training.
         trains: whether the parameter gets a gradient.
         kind: key for bucketing; parameters of different kinds are in different buckets.
+        is_sharded: whether ranks keep a shard of it under ZeRO stage 3.
     """
 
     size: int
     itemsize: int
     trains: bool
     kind: tuple
+    is_sharded: bool = False
 
     def numel(self) -> int:
         """Return the number of local elements."""
@@ -303,7 +306,8 @@ def _local(param: nn.Parameter) -> LocalParameter:
         size=param.numel(),
         itemsize=param.element_size(),
         trains=param.requires_grad,
-        kind=(grad_group_of(param) is not None, spec_of(param).is_owner),
+        kind=(grad_group_of(param) is not None, spec_of(param).is_owner, spec_of(param).axis),
+        is_sharded=is_sharded(param),
     )
 
 

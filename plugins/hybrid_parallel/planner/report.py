@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from plugins.hybrid_parallel.inspect.shard_report import in_bytes
-from plugins.hybrid_parallel.planner.costs import Prediction
+from plugins.hybrid_parallel.planner.costs import MEMORY_PARTS, SECONDS_PARTS, Prediction
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.search import Plan, Rejection
 
-_MEMORY = ("parameters", "gradients", "optimizer", "activations", "temporary")
-_SECONDS = ("compute", "comm", "bubble", "reduction", "optimizer")
-_COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#bab0ac")
+_COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#e45756", "#bab0ac", "#b279a2")
 
 
 def to_text(plan: Plan, device: Device, tokens: float, top: int) -> str:
@@ -73,10 +71,10 @@ def draw(plan: Plan, device: Device, path: str | Path, title: str, top: int) -> 
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, sharey=True)
     names = [str(each.layout) for each in shown]
-    _bars(left, names, _MEMORY, [asdict(each.memory) for each in shown], 2**30)
+    _bars(left, names, MEMORY_PARTS, [asdict(each.memory) for each in shown], 2**30)
     left.axvline(device.memory / 2**30, color="black", linestyle="--", linewidth=1)
     left.set_xlabel("memory of the fullest rank, GiB")
-    _bars(right, names, _SECONDS, [asdict(each.seconds) for each in shown], 1.0)
+    _bars(right, names, SECONDS_PARTS, [asdict(each.seconds) for each in shown], 1.0)
     right.set_xlabel("time of a step, s")
     left.invert_yaxis()
     figure.savefig(path, dpi=120)
@@ -86,7 +84,7 @@ def _bars(
     axes: Any, names: Sequence[str], keys: Sequence[str], values: Sequence[dict[str, float]], unit: float
 ) -> None:
     begin = [0.0] * len(names)
-    for key, color in zip(keys, _COLORS, strict=True):
+    for key, color in zip(keys, _COLORS, strict=False):
         lengths = [each[key] / unit for each in values]
         axes.barh(names, lengths, left=begin, color=color, label=key, height=0.7)
         begin = [start + length for start, length in zip(begin, lengths, strict=True)]
@@ -115,7 +113,7 @@ def _reasons(rejected: Sequence[Rejection]) -> str:
         kinds.setdefault(re.sub(r"\d[\d.,]*( [KMG]iB| B)?", "#", each.reason), []).append(each)
     lines = []
     for members in sorted(kinds.values(), key=len, reverse=True):
-        nearest = min(members, key=lambda each: each.need or 0.0)
+        nearest = min(members, key=lambda each: each.memory.needed if each.memory is not None else 0.0)
         count = "1 layout" if len(members) == 1 else f"{len(members)} layouts, as"
         lines.append(f"{count} {nearest.layout}: {nearest.reason}")
     return "\n".join(lines)

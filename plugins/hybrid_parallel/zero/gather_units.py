@@ -77,7 +77,7 @@ class GatherUnits:
 
         The model itself gets no hooks, which could change its loss: its own parameters are gathered when they are read.
         """
-        for module, owner in _owners(model, None):
+        for module, owner in owners_of(model):
             for param in module._parameters.values():
                 if param is None or not is_sharded(param):
                     continue
@@ -88,8 +88,8 @@ class GatherUnits:
                     self.of_module.setdefault(owner, {})[self.of_parameter[param]] = None
 
 
-def _owners(module: nn.Module, layer: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module]]:
+def owners_of(module: nn.Module, layer: nn.Module | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each module and the module whose forward pass uses its parameters: its layer, or itself."""
     yield module, layer or module
     for child in module.children():
-        yield from _owners(child, child if layer is None and isinstance(module, nn.ModuleList) else layer)
+        yield from owners_of(child, child if layer is None and isinstance(module, nn.ModuleList) else layer)

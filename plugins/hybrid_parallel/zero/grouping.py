@@ -87,7 +87,17 @@ def build_buckets(
                 if bucket.sharded is not None:
                     gathers.own(bucket.params, bucket.sharded)
                 return_freed_memory()  # of the parameters that are now in the bucket
-    return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
+    # Small parameters of all layers share a bucket, which is complete at the end of a pass: layers would wait for it.
+    return sorted(buckets, key=lambda bucket: order_of_reduction(_is_tied(bucket, tied), bucket.sharded is not None))
+
+
+def order_of_reduction(is_tied: bool, is_sharded: bool) -> int:
+    """Return the rank of a bucket in the order of reductions: layers, what stays whole, what stages share."""
+    return 2 if is_tied else int(not is_sharded)
+
+
+def _is_tied(bucket: Bucket, tied: Mapping[nn.Parameter, TiedParameter]) -> bool:
+    return any(param in tied for param in bucket.params)
 
 
 def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:

@@ -40,13 +40,14 @@ def _check_states(case: Case) -> None:
     """Of the first tensor-parallel rank of each place: the others have no more."""
     config = HybridParallelConfig.from_options(**{**case.plugin_options, "dp_size": None})
     world_size, precision = case.sizes.world_size, config.mixed_precision.precision
-    pp_size, dp_size, _, tp_size = config.parallel.mesh_shape(world_size)
+    pp_size, dp_size, cp_size, tp_size = config.parallel.mesh_shape(world_size)
+    replicas = dp_size * cp_size
     profile = Profiler(case.recipe.model, _LENGTH, _HERE, precision).profile(tp_size, False)
     stages = ModelMap(case.recipe.model).stages(pp_size * config.chunks_per_rank)
     for rank in range(0, world_size, tp_size):
-        place, replica = divmod(rank // tp_size, dp_size)
+        place, replica = divmod(rank // tp_size, replicas)
         own = config.schedule.stages_of(place, pp_size, config.chunks_per_rank)
-        counted = count_static({stage: stages[stage] for stage in own}, profile, config, dp_size, replica)
+        counted = count_static({stage: stages[stage] for stage in own}, profile, config, replicas, replica)
         built = static_memory(case.recipe.model, config, world_size, rank)
         names = ("parameters", "masters", "gradients", "states")
         assert {name: getattr(counted, name) for name in names} == {name: getattr(built, name) for name in names}, rank
@@ -68,6 +69,11 @@ def test_counted_states_are_the_built_ones(family: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("family", "layout", "options"),
     [
+        pytest.param("llama", "tp2dp2", {"zero_stage": 3, "precision": "bf16"}, marks=()),
+        ("llama", "pp2dp2", {"precision": "bf16", "pp_style": "zbv", "num_microbatches": 4, "zero_stage": 3}),
+        ("gpt2", "pp2dp2", {"precision": "bf16", "zero_stage": 2}),
+        ("bert", "dp4", {"zero_stage": 3, "zero_size": 2}),
+        ("gpt2", "cp2dp2", {"zero_stage": 3}),
         ("llama", "pp2dp2", {"precision": "bf16", "pp_style": "zbv", "num_microbatches": 4}),
         ("bert", "tp2dp2", {"precision": "fp16", "zero_stage": 0}),
         ("gpt2", "dp4", {"precision": "bf16", "master_weights": False}),
