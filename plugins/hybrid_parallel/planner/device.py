@@ -10,8 +10,6 @@ import torch
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.offload import CPU
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Link:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -36,6 +36,7 @@ class Job:
         precision: "fp32", "bf16" or "fp16".
         largest_tp: maximum tensor-parallel size; None for the number of devices of a node.
         largest_cp: maximum context-parallel size; None for as many ranks as have 1024 tokens of a sample each.
+        memory: bytes that a rank may use; None for those of the device.
         offload: where layouts may offload to if no other layout fits: "cpu" or a directory; None for nowhere.
     """
 
@@ -45,6 +46,7 @@ class Job:
     precision: str
     largest_tp: int | None = None
     largest_cp: int | None = None
+    memory: float | None = None
     offload: str | None = None
 
 
@@ -95,12 +97,12 @@ def _search(
 ) -> tuple[Plan, Device]:
     model = ModelMap(build)
     batch_of(model.model, 1, job.length, "meta")  # fail early: an error here affects every layout
-    space = _space(model, job, device)
-    if calibration is None:
-        profiler = Profiler(build, job.length, device, job.precision)
-    else:
-        device = calibration.device
-        profiler = Profiler(build, job.length, device, job.precision, _extremes(space), calibration.parts)
+    space, rows, measured = _space(model, job, device), (1, 2), {}
+    if calibration is not None:
+        device, rows, measured = calibration.device, _extremes(space), calibration.parts
+    if job.memory is not None:
+        device = replace(device, memory=job.memory)
+    profiler = Profiler(build, job.length, device, job.precision, rows, measured)
     return search(Predictor(model, profiler), space), device
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from booster.errors import ConfigurationError
@@ -70,6 +71,12 @@ class Predictor:
     def device(self) -> Device:
         """The kind of device that costs are predicted for."""
         return self.profiler.device
+
+    def within(self, memory: float) -> Predictor:
+        """Return a predictor for the same kind of device with `memory` bytes, which shares what is computed."""
+        other = copy.copy(self)
+        other.profiler = replace(self.profiler, device=replace(self.device, memory=memory))
+        return other
 
     def predict(self, layout: Layout, exact: bool = True, limit: float | None = None) -> Prediction:
         """Predict the cost of a layout.

@@ -13,6 +13,18 @@ from plugins.hybrid_parallel.planner.costs import MEMORY_PARTS, SECONDS_PARTS, P
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.search import Plan, Rejection
 
+_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "gathered": "parameters of single layers",
+    "temporary": "temporary buffers of a pass",
+}
+_REMEDIES = {
+    **dict.fromkeys(("parameters", "gradients", "optimizer", "gathered"), "--offload"),
+    **dict.fromkeys(("activations", "temporary"), "a smaller --sequence-length"),
+}
 _COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#e45756", "#bab0ac", "#b279a2")
 
 
@@ -23,13 +35,27 @@ def to_text(plan: Plan, device: Device, tokens: float, top: int) -> str:
         tokens: tokens of a step.
     """
     if not plan.ranked:
-        return "no layout fits\n\n" + _reasons(plan.rejected)
+        return _reasons(plan.rejected)
     header = ("", "layout", "memory", "step", "tokens/s", "MFU", "comm", "bubble")
     rows = [header, *(_row(number, each, device, tokens) for number, each in enumerate(plan.ranked[:top], 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     more = f"{len(plan.ranked)} layouts fit, {len(plan.rejected)} do not"
     return "\n".join([*lines, "", more, "", _reasons(plan.rejected)]).rstrip()
+
+
+def shortage(plan: Plan, device: Device) -> str:
+    """Say in one sentence that no layout fits: which one is nearest, what it lacks, and which part is the largest."""
+    nearest = plan.nearest
+    if nearest is None:
+        return f"no layout of {device.name} suits this model: {_reasons(plan.rejected).splitlines()[0]}"
+    memory = nearest.memory
+    largest = max(memory.parts, key=memory.parts.__getitem__)
+    return (
+        f"no layout fits the {in_bytes(device.memory)} of a device: the nearest, {nearest.layout}, needs "
+        f"{in_bytes(memory.needed)}, {in_bytes(memory.needed - device.memory)} more, and {in_bytes(memory.parts[largest])} "
+        f"of them are {_PARTS[largest]}; use {_REMEDIES[largest]}, more --devices, or more --memory"
+    )
 
 
 def to_json(plan: Plan, device: Device, tokens: float) -> dict[str, Any]:
@@ -40,7 +66,7 @@ def to_json(plan: Plan, device: Device, tokens: float) -> dict[str, Any]:
             {
                 "layout": str(each.layout),
                 "options": each.layout.description(),
-                "memory_bytes": {**asdict(each.memory), "total": each.memory.total},
+                "memory_bytes": {**asdict(each.memory), "total": each.memory.total, "needed": each.memory.needed},
                 "fullest_stage": each.rank,
                 "seconds": {**asdict(each.seconds), "total": each.seconds.total},
                 "tokens_per_second": tokens / each.seconds.total,

@@ -219,7 +219,7 @@ def test_the_plan_is_ranked_and_everything_else_has_a_reason() -> None:
 
 
 def test_a_layout_that_is_too_large_says_where() -> None:
-    with pytest.raises(TooLarge, match=r"needs .* of 1 MiB on rank 0 of the pipeline: parameters .*, temporary "):
+    with pytest.raises(TooLarge, match=r"needs .* of 1 MiB on rank 1 of the pipeline: parameters .*, temporary "):
         _predictor().predict(Layout(1, 1, 2, num_microbatches=2), limit=2**20)
 
 
