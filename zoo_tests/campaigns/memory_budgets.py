@@ -91,8 +91,8 @@ class Outcome:
 
     @property
     def is_over(self) -> bool:
-        """Whether the budget was exceeded."""
-        return self.counted > self.case.budget
+        """Whether a rank had more than the plan needs, which is at most the budget."""
+        return self.counted > self.case.plan.memory.needed
 
 
 def cases(count: int, seed: int) -> Iterator[Budgeted]:

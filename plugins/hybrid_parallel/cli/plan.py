@@ -8,20 +8,23 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
 from plugins.hybrid_parallel.cli.arguments import count
-from plugins.hybrid_parallel.cli.models import model_builder
+from plugins.hybrid_parallel.cli.models import adapter_config, model_builder, model_of
 from plugins.hybrid_parallel.config.offload import CPU
 from plugins.hybrid_parallel.config.precision import PRECISIONS
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link, preset
+from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.plan import Job, plan_for
+from plugins.hybrid_parallel.planner.quantised_base import KINDS, QuantisedBase, quantised_by, with_adapter
 from plugins.hybrid_parallel.planner.report import draw, shortage, to_json, to_text
 
 _HERE = "this-machine"
@@ -39,9 +42,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--choose {options.choose} says which row is written, and no file is; add --output")
     if sys.stderr.isatty():
         _show_progress()
-    build = model_builder(options.model, options.head)
+    build, quantised = _model(options)
     gc.freeze()  # exclude imported modules from garbage collection: scanning them takes a fifth of the time
-    plan, device = plan_for(build, job := _job(options), _device(options))
+    plan, device = plan_for(build, job := _job(options, quantised), _device(options))
     tokens = float(job.global_batch * job.length)
     title = (
         f"{options.model} on {job.world_size} x {device.name}, {job.global_batch} samples of {job.length} tokens, "
@@ -65,11 +68,32 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _job(options: argparse.Namespace) -> Job:
+def _model(options: argparse.Namespace) -> tuple[Callable[[], nn.Module], QuantisedBase | None]:
+    """Return the function that builds the model, and how its base is stored."""
+    build = model_builder(options.model, options.head)
+    quantised = quantised_by(model_of(options.model, options.head)[0], options.quantised)
+    if options.adapter is None:
+        if quantised is not None:
+            raise ConfigurationError(
+                f"a base in {quantised.kind} is frozen, and nothing else would be trained; give --adapter, the directory "
+                "of an adapter of peft"
+            )
+        return build, None
+    return with_adapter(build, adapter_config(options.adapter)), quantised
+
+
+def _job(options: argparse.Namespace, quantised: QuantisedBase | None) -> Job:
     on_cpus = options.device == _HERE and not torch.cuda.is_available()
     offload = options.offload or (None if on_cpus else CPU)
     if offload == CPU and on_cpus:
         raise ConfigurationError("--offload cpu changes nothing on CPU ranks, whose memory it is; give a directory")
+    if options.varlen and options.packed_documents is None:
+        raise ConfigurationError(
+            "--varlen is about documents of packed rows; give their mean length, --packed-documents"
+        )
+    packing = None
+    if options.packed_documents is not None:
+        packing = Packing(options.packed_documents, options.sequence_length, options.varlen)
     return Job(
         options.devices,
         options.global_batch,
@@ -77,8 +101,10 @@ def _job(options: argparse.Namespace) -> Job:
         options.precision,
         options.max_tp,
         options.max_cp,
-        options.memory,
-        None if offload == "none" else offload,
+        memory=options.memory,
+        packing=packing,
+        quantised=quantised,
+        offload=None if offload == "none" else offload,
     )
 
 
@@ -123,6 +149,10 @@ def parser() -> CommandParser:
     )
     command.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
     command.add_argument("--head", help="the model's class, such as LlamaForCausalLM, or what it is for, as CausalLM")
+    command.add_argument(
+        "--adapter", help="an adapter of peft, or its configuration, which is trained instead of the base"
+    )
+    command.add_argument("--quantised", choices=KINDS, help="how bitsandbytes stores the base (as config.json says)")
     command.add_argument("--devices", type=count, default=8, help="how many (8)")
     command.add_argument("--device", default="H100", help=f"{', '.join(PRESETS)} or {_HERE}, which is measured (H100)")
     command.add_argument("--memory", type=_size, help="memory of a device, such as 24GiB or 24GB; GiB without a unit")
@@ -133,6 +163,12 @@ def parser() -> CommandParser:
     command.add_argument("--disk", type=_positive, help="GB/s of the directory of --offload, for each device")
     command.add_argument("--global-batch", type=count, default=256, help="samples of a step (256)")
     command.add_argument("--sequence-length", type=count, default=2048, help="tokens of a sample (2048)")
+    command.add_argument(
+        "--packed-documents", type=count, help="a sample is a packed row, of documents of this many tokens in the mean"
+    )
+    command.add_argument(
+        "--varlen", action="store_true", help="flash-attn keeps packed documents apart, without a mask"
+    )
     command.add_argument("--precision", choices=PRECISIONS[:3], default="bf16", help="of training (bf16)")
     command.add_argument("--max-tp", type=count, help="tensor-parallel ranks at most (those of a node)")
     command.add_argument("--max-cp", type=count, help="context-parallel ranks at most (1024 tokens of a sample each)")

@@ -12,12 +12,13 @@ from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.profile import PartCost
 
-_ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved")
+_ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved", "deferred")
 # Parts of the memory of a rank, and of the seconds of a step.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
 SECONDS_PARTS = ("compute", "comm", "bubble", "gathers", "reduction", "optimizer", "offload")
 _ALWAYS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 _RESERVE = 0.1  # the accuracy of activations, see docs/planner.md
+_SMALL_TENSORS = 2**16
 _PEAKS = ("forward_peak", "backward_peak")
 
 
@@ -53,8 +54,11 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Bytes that a device must have: activations and temporary memory are known to within a tenth."""
-        return self.total + _RESERVE * (self.activations + self.temporary)
+        """Bytes that a device must have: activations and temporary memory are known to within a tenth.
+
+        Ids, positions, masks and numbers that no part of the model saves come on top.
+        """
+        return self.total + _RESERVE * (self.activations + self.temporary) + _SMALL_TENSORS
 
 
 class TooLarge(ConfigurationError):

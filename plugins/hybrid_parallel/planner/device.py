@@ -109,10 +109,10 @@ class Device:
 # Peak FLOP/s, memory and links are from the vendors' specifications (one direction of NVLink; the usual network of such
 # a node: eight adapters of 200, 400, 400 and 400 Gb/s). Efficiencies are those that large kernels and NCCL reach in
 # published measurements of bf16 matmuls and all-reduces; docs/planner.md compares the predictions with published runs.
-# The link to the host is PCIe 4.0 x16 (32 GB/s) of A100 and PCIe 5.0 x16 (64 GB/s) of the others, four fifths of it. The
-# host's memory is that of two sockets of eight channels of DDR4-3200 or DDR5-4800, shared by eight devices. A directory
-# is on eight NVMe drives of 6.4 GB/s for eight devices, of which a quarter is written as fast as it is read; give your
-# own by `--disk`.
+# The link to the host is four fifths of PCIe 4.0 x16 (32 GB/s) for A100 and of PCIe 5.0 x16 (64 GB/s) for the others.
+# The memory of the host is that of two sockets with eight channels of DDR4-3200 or DDR5-4800, half of which streams,
+# shared by eight devices. The directory of a device is assumed to have half of what an NVMe drive of PCIe 3.0 x4 reads
+# (3.2 GB/s), since as much is written as read; `--disk` gives another number.
 PRESETS: dict[str, Device] = {
     device.name: device
     for device in (

@@ -11,33 +11,38 @@ from plugins.hybrid_parallel.zero.reducer import IN_FLIGHT, KEPT_BUFFERS
 
 @dataclass
 class _Pool:
-    """Bytes of the buffers of a `GradBufferPool`, of which the pages that were never written are not in memory.
+    """Bytes of the buffers of a `GradBufferPool`, whose pages are in memory once a bucket has written them.
+
+    Any bucket may get any buffer that is large enough, so that sooner or later the largest of them has been in it.
 
     Attributes:
-        unit: minimum size of a buffer in bytes; 0 where buffers go back to torch's cache, as on a GPU.
-        free: [size, written bytes] of each free buffer.
-        taken: bucket -> the same of its buffer.
-        peak: the most bytes at once.
+        sizes: bytes of the gradients of each bucket.
+        unit: minimum bytes of a buffer.
+        free: bytes of the free buffers.
+        taken: bucket -> bytes of its buffer.
+        peak: the most bytes in memory at once.
     """
 
+    sizes: Sequence[int]
     unit: int
-    free: list[list[int]] = field(default_factory=list)
-    taken: dict[int, list[int]] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    taken: dict[int, int] = field(default_factory=dict)
     peak: int = 0
 
-    def take(self, number: int, size: int) -> None:
-        """Take the smallest buffer that is large enough, or a new one."""
-        fits = [each for each in self.free if each[0] >= size]
-        buffer = min(fits) if fits else [max(size, self.unit), 0]
+    def take(self, number: int) -> None:
+        """Take the smallest buffer that is large enough for a bucket, or a new one."""
+        fits = [each for each in self.free if each >= self.sizes[number]]
         if fits:
-            self.free.remove(buffer)
-        buffer[1] = max(buffer[1], size)
-        self.taken[number] = buffer
-        self.peak = max(self.peak, sum(each[1] for each in (*self.free, *self.taken.values())))
+            self.free.remove(min(fits))
+        self.taken[number] = min(fits, default=max(self.sizes[number], self.unit))
+        self.peak = max(self.peak, sum(map(self._written, (*self.free, *self.taken.values()))))
 
     def give(self, number: int) -> None:
         """Give the buffer of a bucket back."""
         self.free.append(self.taken.pop(number))
+
+    def _written(self, buffer: int) -> int:
+        return max(size for size in self.sizes if size <= buffer)
 
 
 def grad_buffer_bytes(
@@ -58,34 +63,33 @@ def grad_buffer_bytes(
     """
     if held.num_shards == 1:
         return 0
-    whole = sum(bucket.grad_bytes for bucket in held.buckets)
-    reduces_early = zero_stage >= 2 or num_passes == 1
-    in_flight = whole
-    if reduces_early and has_one_stage and device_type == "cpu":
-        in_flight = _in_flight(held.buckets, bucket_bytes)
+    whole = in_flight = sum(bucket.grad_bytes for bucket in held.buckets)
+    if device_type == "cpu":
+        reduces_early = has_one_stage and (zero_stage >= 2 or num_passes == 1)
+        in_flight = _in_flight(held.buckets, bucket_bytes, reduces_early)
     # From the second pass on, its reduced shards are there in addition to the sum of those before.
     return in_flight + (whole // held.num_shards if zero_stage >= 2 and num_passes > 1 else 0)
 
 
-def _in_flight(buckets: Sequence[PlannedBucket], unit: int) -> int:
+def _in_flight(buckets: Sequence[PlannedBucket], unit: int, reduces_early: bool) -> int:
     """Run the reducer's order of launches and releases over two passes; see `GradientReducer._launch_next`."""
-    pool = _Pool(unit)
+    pool = _Pool([bucket.grad_bytes for bucket in buckets], unit)
     for _ in range(2):
         missing = [len(bucket.members) for bucket in buckets]
         launched = 0
         for number, is_last in _arrivals(buckets):
             if number not in pool.taken:
-                pool.take(number, buckets[number].grad_bytes)
+                pool.take(number)
             missing[number] -= is_last
-            while launched < len(buckets) and missing[launched] == 0:
+            while reduces_early and launched < len(buckets) and missing[launched] == 0:
                 launched = _launch(pool, launched)
         while launched < len(buckets):
             if launched not in pool.taken:  # no gradient has reached it
-                pool.take(launched, buckets[launched].grad_bytes)
-            launched = _launch(pool, launched)
+                pool.take(launched)
+            launched = _launch(pool, launched) if reduces_early else launched + 1
         for number in sorted(pool.taken):
             pool.give(number)
-        pool.free = sorted(pool.free, reverse=True)[:KEPT_BUFFERS]
+        pool.free = sorted(pool.free, reverse=True)[: KEPT_BUFFERS if reduces_early else None]
     return pool.peak
 
 

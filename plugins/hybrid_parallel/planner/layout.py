@@ -8,6 +8,7 @@ from typing import Any
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 
+
 @dataclass(frozen=True)
 class Layout:
     """Parallel layout of a training job.

@@ -14,10 +14,13 @@ from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.kernel_timing import Case
-from plugins.hybrid_parallel.planner.space import Space
+from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.pruned_model import name_in_skeleton
+from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.search import Plan, search
+from plugins.hybrid_parallel.planner.space import Space
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 
@@ -37,6 +40,8 @@ class Job:
         largest_tp: maximum tensor-parallel size; None for the number of devices of a node.
         largest_cp: maximum context-parallel size; None for as many ranks as have 1024 tokens of a sample each.
         memory: bytes that a rank may use; None for those of the device.
+        packing: the documents of packed rows; None for one document in each sample.
+        quantised: how the frozen base is stored; None if it is not quantised.
         offload: where layouts may offload to if no other layout fits: "cpu" or a directory; None for nowhere.
     """
 
@@ -47,6 +52,8 @@ class Job:
     largest_tp: int | None = None
     largest_cp: int | None = None
     memory: float | None = None
+    packing: Packing | None = None
+    quantised: QuantisedBase | None = None
     offload: str | None = None
 
 
@@ -102,7 +109,9 @@ def _search(
         device, rows, measured = calibration.device, _extremes(space), calibration.parts
     if job.memory is not None:
         device = replace(device, memory=job.memory)
-    profiler = Profiler(build, job.length, device, job.precision, rows, measured)
+    quantised = frozenset() if job.quantised is None else job.quantised.names(model.model)
+    names = frozenset(name_in_skeleton(name, model.lists) for name in quantised)
+    profiler = Profiler(build, job.length, device, job.precision, rows, measured, job.quantised, names, job.packing)
     return search(Predictor(model, profiler), space), device
 
 

@@ -109,7 +109,9 @@ def plan_buckets(
         num_shards: number of ranks that share the optimizer states.
         device_type: "cpu" or "cuda", on which the default size of buckets depends.
     """
-    shards_parameters = config.zero.zero_stage == 3 and (num_shards > 1 or config.offload.offload_parameters is not None)
+    shards_parameters = config.zero.zero_stage == 3 and (
+        num_shards > 1 or config.offload.offload_parameters is not None
+    )
     held = _held(stages, profile, config, shards_parameters)
     kinds: dict[tuple, list[Held]] = {}
     frozen: dict[tuple, list[int]] = {}
@@ -128,7 +130,7 @@ def plan_buckets(
         units[unit] = units.get(unit, 0) + places_in_bucket(sizes, num_shards, False)[1] * itemsize
     return RankParameters(
         sorted(buckets, key=lambda bucket: order_of_reduction(bucket.members[0].order >= 0, bucket.unit is not None)),
-        sum(each.param.size * each.param.itemsize for each in held if not each.param.trains and each.unit is None),
+        sum(each.param.bytes for each in held if not each.param.trains and each.unit is None),
         units,
         num_shards,
     )

@@ -131,7 +131,10 @@ def activations(
 
     def total(name: str) -> float:
         return max(
-            sum(count * getattr(costs[stage], name) for stage, count in zip(own, counts, strict=True))
+            sum(
+                waiting * getattr(costs[stage], name) + left * costs[stage].cost.deferred
+                for stage, waiting, left in zip(own, counts, counts[len(own) :], strict=False)
+            )
             for counts in alive
         )
 

@@ -1,7 +1,7 @@
-"""Time of what replicas exchange and of what a rank keeps elsewhere: gradients, gathered parameters, offloaded states.
+"""Time of what replicas exchange, and of what a rank keeps elsewhere: gradients, gathered parameters, states.
 
-The volumes are those of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 7): of P parameters, a reduce-scatter and an
-all-gather move P elements each, an all-reduce 2 P. Stage 3 gathers the parameters twice for each micro-batch.
+The volumes are those of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 7): of P parameters, a reduce-scatter and
+an all-gather move P elements each, an all-reduce 2 P. Stage 3 gathers the parameters twice for each micro-batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from plugins.hybrid_parallel.planner.costs import StageCost
 from plugins.hybrid_parallel.planner.device import Device
-from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.rank_memory import RankStates, activations
 
 
@@ -48,7 +47,7 @@ def replica_seconds(
     backward = sum(costs[stage].cost.backward for stage in own)
     gathers = _gathers(device, states, forward, backward)
     reads = states.shard_bytes * 2 * passes if layout.offload_parameters is not None else 0.0
-    moved = 2 * passes * activations(layout, own, costs, {(1,) * len(own)})[1]
+    moved = 2 * passes * activations(layout, own, costs, {(1,) * len(own) + (0,) * len(own)})[1]
     copies = reads / device.place_bandwidth(layout.offload_parameters)
     copies += moved / device.place_bandwidth(layout.offload_activations)
     update, copied = _update(device, states)

@@ -51,10 +51,11 @@ def shortage(plan: Plan, device: Device) -> str:
         return f"no layout of {device.name} suits this model: {_reasons(plan.rejected).splitlines()[0]}"
     memory = nearest.memory
     largest = max(memory.parts, key=memory.parts.__getitem__)
+    missing = in_bytes(memory.needed - device.memory)
     return (
         f"no layout fits the {in_bytes(device.memory)} of a device: the nearest, {nearest.layout}, needs "
-        f"{in_bytes(memory.needed)}, {in_bytes(memory.needed - device.memory)} more, and {in_bytes(memory.parts[largest])} "
-        f"of them are {_PARTS[largest]}; use {_REMEDIES[largest]}, more --devices, or more --memory"
+        f"{in_bytes(memory.needed)}, {missing} more, and {in_bytes(memory.parts[largest])} of it are {_PARTS[largest]}; "
+        f"use {_REMEDIES[largest]}, more --devices, or more --memory"
     )
 
 

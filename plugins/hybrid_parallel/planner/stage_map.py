@@ -17,6 +17,7 @@ from plugins.hybrid_parallel.planner.proxy_model import quiet
 from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, name_in_skeleton
 from plugins.hybrid_parallel.zero.gather_units import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
+from shardformer.peft import adapters_aside, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import ModelSharder
 from shardformer.stages.stage import StagePartitioner
@@ -61,7 +62,7 @@ class ModelMap:
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         with quiet(), torch.device("meta"):
-            self.model = build()
+            self.model = model_inside(build())  # names and paths are those inside of peft's wrapper
         self.name = type(self.model).__name__
         self.config = getattr(self.model, "config", None)
         self._stages: dict[int, list[StageParts] | ConfigurationError] = {}
@@ -139,7 +140,9 @@ class ModelMap:
         manager = PipelineStageManager(0, count)
         with fake_rank(0, 1):
             config = ShardConfig(pipeline_stage_manager=manager, enable_tensor_parallelism=False)
-            ModelSharder(self.model, config).check()
+            sharder = ModelSharder(self.model, config)
+            with adapters_aside(self.model, sharder.config, sharder.policy):
+                sharder.check()
         cut = StagePartitioner(self.model, self.policy.base_path, self.policy.stages, manager)
         held: list[list[str]] = [[] for _ in range(count)]
         owners: list[list[int]] = [[] for _ in range(count)]

@@ -110,8 +110,8 @@ def test_long_pipelines_go_on_as_they_began(style: str, chunks: int, m: int) -> 
 
 
 def test_activations_in_flight() -> None:
-    assert [max(each) for each in peak_activations("1f1b", 4, 16, 1)] == [(4,), (3,), (2,), (1,)]
-    assert [max(each) for each in peak_activations("gpipe", 4, 16, 1)] == [(16,)] * 4
+    assert [max(each) for each in peak_activations("1f1b", 4, 16, 1)] == [(4, 0), (3, 0), (2, 0), (1, 0)]
+    assert [max(each) for each in peak_activations("gpipe", 4, 16, 1)] == [(16, 0)] * 4
     assert max(sum(each) for rank in peak_activations("zbv", 4, 16, 2) for each in rank) == 8
 
 
