@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.planned_buckets import PlannedBucket, RankParameters
 from plugins.hybrid_parallel.zero.reducer import IN_FLIGHT, KEPT_BUFFERS
 
@@ -35,19 +36,18 @@ class _Pool:
         if fits:
             self.free.remove(min(fits))
         self.taken[number] = min(fits, default=max(self.sizes[number], self.unit))
-        self.peak = max(self.peak, sum(map(self._written, (*self.free, *self.taken.values()))))
+        self.peak = max(self.peak, sum(map(self.written, (*self.free, *self.taken.values()))))
 
     def give(self, number: int) -> None:
         """Give the buffer of a bucket back."""
         self.free.append(self.taken.pop(number))
 
-    def _written(self, buffer: int) -> int:
-        return max(size for size in self.sizes if size <= buffer)
+    def written(self, buffer: int) -> int:
+        """Return the bytes of a buffer that are in memory."""
+        return max((size for size in self.sizes if size <= buffer), default=0)
 
 
-def grad_buffer_bytes(
-    held: RankParameters, zero_stage: int, num_passes: int, has_one_stage: bool, bucket_bytes: int, device_type: str
-) -> int:
+def grad_buffer_bytes(held: RankParameters, layout: Layout, device_type: str) -> int:
     """Return the bytes beyond the rank's shard of gradients that a step needs for gradients.
 
     On a CPU a rank reduces buckets while the backward pass computes the next ones, and reuses their memory, unless it
@@ -55,25 +55,25 @@ def grad_buffer_bytes(
 
     Args:
         held: the rank's parameters.
-        zero_stage: 0 to 3.
-        num_passes: backward passes of a step.
-        has_one_stage: whether replicas of one stage are alone, so that ranks may wait for each other in a pass.
-        bucket_bytes: the limit of a bucket.
+        layout: the layout.
         device_type: "cpu" or "cuda".
     """
     if held.num_shards == 1:
         return 0
+    zero_stage, num_passes = layout.zero_stage, layout.num_microbatches
     whole = in_flight = sum(bucket.grad_bytes for bucket in held.buckets)
-    if device_type == "cpu":
-        reduces_early = has_one_stage and (zero_stage >= 2 or num_passes == 1)
-        in_flight = _in_flight(held.buckets, bucket_bytes, reduces_early)
+    if device_type == "cpu" and held.buckets:
+        waits = layout.pp_size == layout.cp_size == 1
+        pool = _Pool([bucket.grad_bytes for bucket in held.buckets], layout.config.zero.bucket_bytes(device_type))
+        in_flight = _in_flight(held.buckets, pool, waits and (zero_stage >= 2 or num_passes == 1))
+        # Ranks that do not own the copies of a parameter have a bucket of their own for them.
+        in_flight += pool.written(pool.unit) if layout.tp_size > 1 else 0
     # From the second pass on, its reduced shards are there in addition to the sum of those before.
     return in_flight + (whole // held.num_shards if zero_stage >= 2 and num_passes > 1 else 0)
 
 
-def _in_flight(buckets: Sequence[PlannedBucket], unit: int, reduces_early: bool) -> int:
+def _in_flight(buckets: Sequence[PlannedBucket], pool: _Pool, reduces_early: bool) -> int:
     """Run the reducer's order of launches and releases over two passes; see `GradientReducer._launch_next`."""
-    pool = _Pool([bucket.grad_bytes for bucket in buckets], unit)
     for _ in range(2):
         missing = [len(bucket.members) for bucket in buckets]
         launched = 0

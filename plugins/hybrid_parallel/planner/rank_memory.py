@@ -52,15 +52,7 @@ class RankStates:
     @cached_property
     def gradients(self) -> int:
         """Bytes of whole gradients and of summands that exist beyond this rank's shard."""
-        layout = self.layout
-        return grad_buffer_bytes(
-            self.held,
-            layout.zero_stage,
-            layout.num_microbatches,
-            layout.pp_size == layout.cp_size == 1,
-            layout.config.zero.bucket_bytes(self.device_type),
-            self.device_type,
-        )
+        return grad_buffer_bytes(self.held, self.layout, self.device_type)
 
     @cached_property
     def update(self) -> int:
