@@ -75,8 +75,8 @@ def _model(options: argparse.Namespace) -> tuple[Callable[[], nn.Module], Quanti
     if options.adapter is None:
         if quantised is not None:
             raise ConfigurationError(
-                f"a base in {quantised.kind} is frozen, and nothing else would be trained; give --adapter, the directory "
-                "of an adapter of peft"
+                f"a base in {quantised.kind} is frozen, and nothing else would be trained; give --adapter, the "
+                "directory of an adapter of peft"
             )
         return build, None
     return with_adapter(build, adapter_config(options.adapter)), quantised

@@ -54,8 +54,8 @@ def shortage(plan: Plan, device: Device) -> str:
     missing = in_bytes(memory.needed - device.memory)
     return (
         f"no layout fits the {in_bytes(device.memory)} of a device: the nearest, {nearest.layout}, needs "
-        f"{in_bytes(memory.needed)}, {missing} more, and {in_bytes(memory.parts[largest])} of it are {_PARTS[largest]}; "
-        f"use {_REMEDIES[largest]}, more --devices, or more --memory"
+        f"{in_bytes(memory.needed)}, {missing} more, and {in_bytes(memory.parts[largest])} of it are "
+        f"{_PARTS[largest]}; use {_REMEDIES[largest]}, more --devices, or more --memory"
     )
 
 
