@@ -23,7 +23,7 @@ _ROTARY_OF_LENGTH = ("dynamic", "longrope")
 def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
     """Return the reasons why the sequences of a model cannot be sharded over ranks; empty if there are none."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
-    reason = next(_reasons(model, policy), None)
+    reason = reason_against_sharing(model, policy)
     if reason is not None:
         return [f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"]
     if config.context_parallel_mode == "ring_attn":
@@ -37,6 +37,11 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
         f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({kv_heads} of keys) out over {asked} ranks, "
         "which does not divide them; use 'ring_attn'"
     ]
+
+
+def reason_against_sharing(model: nn.Module, policy: Policy) -> str | None:
+    """Return why ranks cannot share the sequences of a model, as "whose tokens meet outside of attention"; or None."""
+    return next(_reasons(model, policy), None)
 
 
 def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:

@@ -19,7 +19,8 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.memory_model import StaticMemory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
-from plugins.hybrid_parallel.setup.optimizer import build_optimizer
+from plugins.hybrid_parallel.setup.optimizer import build_optimizer, shard_frozen_parameters
+from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.utils.parameter_names import names_of_parameters
 
 
@@ -54,9 +55,10 @@ def static_memory(
         shared = shard_model(model, config, mesh)
         built = wrap_model(model, config, mesh, 0, origin, shared)
         wrapped = build_optimizer(optim, groups, names, built, config, mesh)
+        shard_frozen_parameters(built, config, mesh)
         for bucket in wrapped.buckets:
             for index, param in enumerate(bucket.params):
-                bucket.accumulate(index, torch.empty_like(param))
+                bucket.accumulate(index, torch.empty(param.shape, dtype=param.dtype, device="meta"))
             bucket.launch()
             bucket.finish(set(range(len(bucket.params))), None)
             bucket.assign_grads(None)
@@ -80,9 +82,10 @@ def memory_of(model: HybridParallelModel) -> StaticMemory:
         return total
 
     module = model.unwrap()
+    members = sharded_members(model)
     buckets = [bucket for optimizer in model.optimizers for bucket in optimizer.buckets]
     return StaticMemory(
-        parameters=count(module.parameters()),
+        parameters=count(module.parameters()) + count(member.shard for member in members),
         masters=count(piece.parameter for bucket in buckets for piece in bucket.pieces),
         gradients=count(grads for bucket in buckets for grads in (bucket.flat_grads, bucket.shard_grads))
         + count(piece.parameter.grad for bucket in buckets for piece in bucket.pieces),
@@ -95,3 +98,9 @@ def memory_of(model: HybridParallelModel) -> StaticMemory:
         ),
         buffers=count(module.buffers()),
     )
+
+
+def sharded_members(model: HybridParallelModel) -> list[ShardedParameters]:
+    """The memory of the parameters of which this rank keeps a shard (ZeRO stage 3)."""
+    units = dict.fromkeys(model.gathers.units.of_parameter.values())
+    return [member for unit in units for member in unit.members]

@@ -54,6 +54,23 @@ def model_of(name: str, head: str | None = None) -> tuple[Any, type[nn.Module] |
     raise ConfigurationError(f"transformers has no model class '{chosen}'; give one with --head, as BertForMaskedLM")
 
 
+def adapter_config(name: str) -> Any:
+    """Return the configuration of an adapter of peft, from its directory or its adapter_config.json.
+
+    Raises:
+        ConfigurationError: peft is not installed, or there is no such configuration.
+    """
+    try:
+        from peft import PeftConfig
+    except ImportError:
+        raise ConfigurationError(f"--adapter {name} needs peft, which is not installed; pip install peft") from None
+    path = Path(name)
+    path = path.parent if path.is_file() else path
+    if not (path / "adapter_config.json").is_file():
+        raise ConfigurationError(f"{name} has no adapter_config.json; give the directory of an adapter that peft saved")
+    return PeftConfig.from_pretrained(str(path))
+
+
 def _config(name: str) -> Any:
     from transformers import AutoConfig
 

@@ -12,7 +12,9 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 def peak_activations(style: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[set[tuple[int, ...]]]:
     """Return, for each rank, the peak numbers of live activations of its chunks.
 
-    Each element is a set of tuples with one count per chunk; none of them is exceeded by another one in every chunk.
+    Each element is a set of tuples; none of them is exceeded by another one in every position. A tuple has the number
+    of micro-batches of each chunk that wait for their backward pass, and then the number of those of which a split
+    backward pass has left the weight gradients.
     """
     schedule = SCHEDULES[style] if num_ranks > 1 else SCHEDULES["1f1b"]
     # More micro-batches only repeat the steady state, except for GPipe, which keeps the activations of all of them.
@@ -25,13 +27,16 @@ def peak_activations(style: str, num_ranks: int, num_microbatches: int, num_chun
 
 
 def _alive(actions: Sequence[Action], own: Sequence[int]) -> set[tuple[int, ...]]:
-    counts, seen = dict.fromkeys(own, 0), set()
+    counts, deferred, seen = dict.fromkeys(own, 0), dict.fromkeys(own, 0), set()
     for action in actions:
         if action.kind is Kind.FORWARD:
             counts[action.stage] += 1
-            seen.add(tuple(counts.values()))
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            deferred[action.stage] -= 1
+        else:
             counts[action.stage] -= 1
+            deferred[action.stage] += action.kind is Kind.BACKWARD_INPUT
+        seen.add((*counts.values(), *deferred.values()))
     return seen
 
 

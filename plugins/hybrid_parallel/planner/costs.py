@@ -12,7 +12,13 @@ from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.profile import PartCost
 
-_ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved")
+_ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved", "deferred")
+# Parts of the memory of a rank, and of the seconds of a step.
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
+SECONDS_PARTS = ("compute", "comm", "bubble", "gathers", "reduction", "optimizer", "offload")
+_ALWAYS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+_RESERVE = 0.1  # the accuracy of activations, see docs/planner.md
+_SMALL_TENSORS = 2**16
 _PEAKS = ("forward_peak", "backward_peak")
 
 
@@ -23,7 +29,9 @@ class Memory:
     Attributes:
         parameters, gradients, optimizer: persistent memory; `optimizer` counts states and fp32 master weights.
         activations: the peak of the activations saved for backward passes.
-        temporary: additional memory of the pass that needs the most.
+        gathered: parameters that are gathered at once under ZeRO stage 3.
+        temporary: additional memory of the pass, or the update, that needs the most.
+        host: bytes that the rank keeps in the memory of the machine or in a file instead; not part of the sum.
     """
 
     parameters: float
@@ -31,27 +39,40 @@ class Memory:
     optimizer: float
     activations: float
     temporary: float
+    gathered: float = 0.0
+    host: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Name of each part of the device's memory -> its bytes."""
+        return {name: getattr(self, name) for name in MEMORY_PARTS}
 
     @property
     def total(self) -> float:
         """Sum of all parts, in bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+        return sum(self.parts.values())
+
+    @property
+    def needed(self) -> float:
+        """Bytes that a device must have: activations and temporary memory are known to within a tenth.
+
+        Ids, positions, masks and numbers that no part of the model saves come on top.
+        """
+        return self.total + _RESERVE * (self.activations + self.temporary) + _SMALL_TENSORS
 
 
 class TooLarge(ConfigurationError):
     """A layout needs more memory than a device has.
 
     Attributes:
-        need: bytes that the fullest rank needs.
+        memory: memory of the fullest rank.
     """
 
     def __init__(self, memory: Memory, rank: int, limit: float) -> None:
-        self.need = memory.total
+        self.memory = memory
+        parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in memory.parts.items() if size or name in _ALWAYS)
         super().__init__(
-            f"needs {in_bytes(memory.total)} of {in_bytes(limit)} on rank {rank} of the pipeline: parameters "
-            f"{in_bytes(memory.parameters)}, gradients {in_bytes(memory.gradients)}, optimizer "
-            f"{in_bytes(memory.optimizer)}, activations {in_bytes(memory.activations)}, temporary "
-            f"{in_bytes(memory.temporary)}"
+            f"needs {in_bytes(memory.needed)} of {in_bytes(limit)} on rank {rank} of the pipeline: {parts}"
         )
 
 
@@ -66,6 +87,8 @@ class Seconds:
         reduction: seconds of the reduction of gradients and the all-gather of parameters over replicas that do not
             overlap with a backward pass.
         optimizer: seconds of the update.
+        gathers: seconds of the all-gathers of parameters before passes (ZeRO stage 3) that do not overlap with them.
+        offload: seconds of copies to and from the memory of the machine, or a file, that do not overlap.
     """
 
     compute: float
@@ -73,11 +96,18 @@ class Seconds:
     bubble: float
     reduction: float
     optimizer: float
+    gathers: float = 0.0
+    offload: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Name of each part -> its seconds."""
+        return {name: getattr(self, name) for name in SECONDS_PARTS}
 
     @property
     def total(self) -> float:
         """Sum of all parts: the seconds of a step."""
-        return self.compute + self.comm + self.bubble + self.reduction + self.optimizer
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -107,15 +137,28 @@ class StageCost:
         cost: the sum over the parts of the stage; peaks are the maximum over the parts.
         output: bytes that the stage sends to the next one.
         seconds: time of each kind of pass, including its collectives.
+        largest_layer: bytes that the layer which saves most saves.
+        outside: bytes saved by what is no layer, such as the head.
     """
 
     cost: PartCost
     output: float
     seconds: Mapping[Kind, float]
+    largest_layer: float = 0.0
+    outside: float = 0.0
+
+    @property
+    def saved(self) -> float:
+        """Bytes that the stage saves."""
+        return self.cost.saved
 
     @staticmethod
-    def of(cost: PartCost, output: float) -> StageCost:
-        """Split the backward pass into its input half and its weight half; the latter is at most 60 % of it."""
+    def of(layers: Sequence[tuple[PartCost, int]], gaps: Sequence[tuple[PartCost, int]], output: float) -> StageCost:
+        """Add up the parts of a stage, given as pairs (cost, number of runs).
+
+        The backward pass has an input half and a weight half; the latter is at most 60 % of it.
+        """
+        cost = added([*gaps, *layers])
         late = min(cost.weights, 0.6 * cost.backward)
         seconds = {
             Kind.FORWARD: cost.forward + cost.forward_talk,
@@ -123,7 +166,8 @@ class StageCost:
             Kind.BACKWARD_INPUT: cost.backward - late + cost.backward_talk,
             Kind.BACKWARD_WEIGHT: late,
         }
-        return StageCost(cost, output, seconds)
+        largest = max((each.saved for each, _ in layers), default=0.0)
+        return StageCost(cost, output, seconds, largest, sum(each.saved * count for each, count in gaps))
 
 
 def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> PartCost:

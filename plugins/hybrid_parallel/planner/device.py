@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from booster.errors import ConfigurationError
-
-GIB = 2**30
+from plugins.hybrid_parallel.config.offload import CPU
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,10 @@ class Device:
             of transformers, less if they are fused.
         operator: minimum seconds of an operator launched from Python.
         optimizer_bytes: bytes that an optimizer step moves per updated parameter element.
-        overlap: fraction of the last backward pass that the reduction of gradients can overlap with.
+        overlap: fraction of a pass that collectives over replicas and copies to the host can overlap with.
+        host_link: bytes per second between the device and the memory of its machine, in one direction.
+        host_bandwidth: bytes per second of the memory of the machine, for each device.
+        disk: bytes per second of a directory, for each device.
     """
 
     name: str
@@ -78,6 +80,15 @@ class Device:
     operator: float = 6e-6
     optimizer_bytes: float = 40.0
     overlap: float = 0.7
+    host_link: float = 0.8 * 32e9
+    host_bandwidth: float = 25e9
+    disk: float = 1.6e9
+
+    def place_bandwidth(self, place: str | None) -> float:
+        """Return the bytes per second between the device and a place of offload: "cpu", or a directory."""
+        if place is None:
+            return float("inf")
+        return self.host_link if place == CPU else min(self.host_link, self.disk)
 
     @property
     def type(self) -> str:
@@ -98,6 +109,10 @@ class Device:
 # Peak FLOP/s, memory and links are from the vendors' specifications (one direction of NVLink; the usual network of such
 # a node: eight adapters of 200, 400, 400 and 400 Gb/s). Efficiencies are those that large kernels and NCCL reach in
 # published measurements of bf16 matmuls and all-reduces; docs/planner.md compares the predictions with published runs.
+# The link to the host is four fifths of PCIe 4.0 x16 (32 GB/s) for A100 and of PCIe 5.0 x16 (64 GB/s) for the others.
+# The memory of the host is that of two sockets with eight channels of DDR4-3200 or DDR5-4800, half of which streams,
+# shared by eight devices. The directory of a device is assumed to have half of what an NVMe drive of PCIe 3.0 x4 reads
+# (3.2 GB/s), since as much is written as read; `--disk` gives another number.
 PRESETS: dict[str, Device] = {
     device.name: device
     for device in (
@@ -119,6 +134,8 @@ PRESETS: dict[str, Device] = {
             bandwidth=0.85 * 3.35e12,
             inside=Link(5e-6, 0.80 * 450e9),
             between=Link(12e-6, 0.85 * 50e9),
+            host_link=0.8 * 64e9,
+            host_bandwidth=38e9,
         ),
         Device(
             name="H200",
@@ -129,6 +146,8 @@ PRESETS: dict[str, Device] = {
             bandwidth=0.85 * 4.8e12,
             inside=Link(5e-6, 0.80 * 450e9),
             between=Link(12e-6, 0.85 * 50e9),
+            host_link=0.8 * 64e9,
+            host_bandwidth=38e9,
         ),
         Device(
             name="B200",
@@ -139,6 +158,8 @@ PRESETS: dict[str, Device] = {
             bandwidth=0.85 * 8e12,
             inside=Link(5e-6, 0.80 * 900e9),
             between=Link(12e-6, 0.85 * 50e9),
+            host_link=0.8 * 64e9,
+            host_bandwidth=38e9,
         ),
     )
 }

@@ -1,15 +1,12 @@
-"""Parallel layouts, and the space of layouts that a plan chooses from."""
+"""Parallel layouts that a plan chooses from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-
-RECOMPUTATIONS = (None, 0.5, "full")
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,10 @@ class Layout:
         rows: samples of a micro-batch.
         num_microbatches: micro-batches of a step, for each replica.
         recomputation: value of the option `gradient_checkpointing`.
-        zero_stage: 0 or 1.
+        zero_stage: 0 to 3.
+        zero_size: ranks that share the optimizer states; None for all that hold the same parameters.
+        offload_optimizer, offload_parameters, offload_activations: None, "cpu" or a directory, where these are between
+            their uses.
         precision: precision of parameters and activations.
     """
 
@@ -38,12 +38,31 @@ class Layout:
     num_microbatches: int = 1
     recomputation: str | float | None = None
     zero_stage: int = 1
+    zero_size: int | None = None
+    offload_optimizer: str | None = None
+    offload_parameters: str | None = None
+    offload_activations: str | None = None
     precision: str = "bf16"
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp_size * self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that hold the same parameters and see other tokens."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that share the optimizer states."""
+        return self.config.zero.num_shards(self.num_replicas)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is kept outside of the devices."""
+        return any((self.offload_optimizer, self.offload_parameters, self.offload_activations))
 
     @property
     def num_stages(self) -> int:
@@ -70,7 +89,8 @@ class Layout:
             options["enable_sequence_parallelism"] = True
         if self.recomputation is not None:
             options["gradient_checkpointing"] = self.recomputation
-        return options
+        further = ("zero_size", "offload_optimizer", "offload_parameters", "offload_activations")
+        return options | {name: getattr(self, name) for name in further if getattr(self, name) is not None}
 
     @cached_property
     def config(self) -> HybridParallelConfig:
@@ -97,108 +117,11 @@ class Layout:
         words.append(f"micro {self.num_microbatches}x{self.rows}")
         if self.recomputation is not None:
             words.append(f"recompute {self.recomputation}")
-        return " ".join([*words, f"zero{self.zero_stage}"])
-
-
-@dataclass(frozen=True)
-class Space:
-    """Search space of layouts.
-
-    Attributes:
-        world_size: number of devices.
-        global_batch: samples of a step, over all replicas.
-        precision: precision of parameters and activations.
-        num_layers: number of layers, which limits the number of pipeline stages.
-        largest_tp: maximum tensor-parallel size; usually the number of devices of a node.
-        cp_sizes: context-parallel sizes.
-        styles: pairs (pipeline schedule, stages per rank).
-        rows: micro-batch sizes, in samples.
-        zero_stages: ZeRO stages, 0, 1 or both.
-    """
-
-    world_size: int
-    global_batch: int
-    precision: str
-    num_layers: int
-    largest_tp: int = 8
-    cp_sizes: tuple[int, ...] = (1,)
-    styles: tuple[tuple[str, int], ...] = (
-        ("1f1b", 1),
-        ("gpipe", 1),
-        ("interleaved", 2),
-        ("interleaved", 4),
-        ("zero_bubble", 1),
-        ("zero_bubble", 2),
-        ("zbv", 2),
-        ("dualpipev", 2),
-    )
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
-    zero_stages: tuple[int, ...] = (0, 1)
-
-    def layouts(self) -> Iterator[Layout]:
-        """Iterate over all layouts, whether or not they fit into memory."""
-        for tp_size, cp_size, pp_size in self._grids():
-            dp_size = self.world_size // (tp_size * pp_size * cp_size)
-            if self.global_batch % dp_size:
-                continue
-            share = self.global_batch // dp_size
-            for style, chunks in self._styles(pp_size):
-                for rows in self._rows(share):
-                    for sequence in (False, True) if tp_size > 1 else (False,):
-                        for recomputation in RECOMPUTATIONS:
-                            for zero_stage in self.zero_stages if dp_size > 1 else (max(self.zero_stages),):
-                                yield Layout(
-                                    dp_size=dp_size,
-                                    tp_size=tp_size,
-                                    pp_size=pp_size,
-                                    cp_size=cp_size,
-                                    sequence=sequence,
-                                    pp_style=style,
-                                    num_chunks=chunks,
-                                    rows=rows,
-                                    num_microbatches=share // rows,
-                                    recomputation=recomputation,
-                                    zero_stage=zero_stage,
-                                    precision=self.precision,
-                                )
-
-    def left_out(self) -> list[tuple[str, str]]:
-        """Return (mesh, reason) for each mesh whose layouts are all excluded."""
-        found = []
-        for tp_size, cp_size, pp_size in self._grids():
-            dp_size = self.world_size // (tp_size * pp_size * cp_size)
-            if self.global_batch % dp_size:
-                grid = f"dp{dp_size} tp{tp_size} pp{pp_size}"
-                found.append(
-                    (grid, f"a global batch of {self.global_batch} samples does not divide by dp_size={dp_size}")
-                )
-        return found
-
-    def cuts(self) -> list[tuple[int, bool]]:
-        """Return the pairs (tensor-parallel size, whether activations are sequence-sharded) of the layouts."""
-        sizes = sorted({tp_size for tp_size, _, _ in self._grids()})
-        return [(size, sequence) for size in sizes for sequence in ((False, True) if size > 1 else (False,))]
-
-    def _grids(self) -> Iterator[tuple[int, int, int]]:
-        for tp_size in divisors(self.world_size):
-            if tp_size > self.largest_tp:
-                continue
-            for cp_size in self.cp_sizes:
-                if self.world_size // tp_size % cp_size:
-                    continue
-                for pp_size in divisors(self.world_size // tp_size // cp_size):
-                    if pp_size <= max(self.num_layers, 1):
-                        yield tp_size, cp_size, pp_size
-
-    def _styles(self, pp_size: int) -> list[tuple[str, int]]:
-        if pp_size == 1:
-            return [("1f1b", 1)]
-        return [(style, chunks) for style, chunks in self.styles if pp_size * chunks <= self.num_layers]
-
-    def _rows(self, share: int) -> list[int]:
-        return [rows for rows in self.rows if share % rows == 0]
-
-
-def divisors(count: int) -> list[int]:
-    """Return all divisors of `count` in ascending order."""
-    return [size for size in range(1, count + 1) if count % size == 0]
+        words.append(f"zero{self.zero_stage}" + ("" if self.zero_size is None else f"/{self.zero_size}"))
+        places = {
+            "optimizer": self.offload_optimizer,
+            "parameters": self.offload_parameters,
+            "activations": self.offload_activations,
+        }
+        words += [f"{what} to {place}" for what, place in places.items() if place is not None]
+        return " ".join(words)

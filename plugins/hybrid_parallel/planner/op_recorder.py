@@ -39,12 +39,14 @@ class Operator:
         flops: multiplications and additions; 0 for memory-bound operators.
         bytes: bytes read and written.
         early: whether it computes gradients during the forward pass.
+        is_causal: whether it is attention that skips the pairs above the diagonal.
     """
 
     kind: str
     flops: float
     bytes: float
     early: bool = False
+    is_causal: bool = False
 
 
 @dataclass
@@ -69,12 +71,15 @@ class PartRecord:
     Attributes:
         forward, backward: its passes.
         saved: bytes that its forward pass saves for the backward pass.
+        deferred: bytes of the inputs of its products with weights, and of the gradients of their outputs, which the
+            first half of a split backward pass leaves to the second.
         output: bytes of the hidden state that it returns.
     """
 
     forward: PassRecord = field(default_factory=PassRecord)
     backward: PassRecord = field(default_factory=PassRecord)
     saved: float = 0.0
+    deferred: float = 0.0
     output: float = 0.0
 
 
@@ -112,6 +117,7 @@ class Recorder(TorchDispatchMode):
         self.num_operators = 0
         self._own = {_key(param) for param in parameters}
         self._saved: dict[int, Tensor] = {}
+        self._deferred: set[int] = set()
         self._alive: dict[int, int] = {}
         self._alive_bytes = self._base = self._peak = 0
 
@@ -154,8 +160,21 @@ class Recorder(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._communicate(name.partition("::")[2], inputs)
         elif not func.is_view and not any(word in name.partition("::")[2] for word in _MOVES_NOTHING):
-            self._pass.operators.append(count_operator(func, args, kwargs or {}, inputs, outputs, result))
+            operator = count_operator(func, args, kwargs or {}, inputs, outputs, result)
+            self._pass.operators.append(operator)
+            if operator.kind == "matmul" and not operator.early and not self.backwards:
+                self._defer(inputs, outputs)
         return result
+
+    def _defer(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Record what a product with a weight leaves for its weight gradient."""
+        others = {_key(tensor): tensor for tensor in inputs if _key(tensor) not in self._own}
+        if len(others) == len({_key(tensor) for tensor in inputs}):
+            return  # of two activations
+        for key in others.keys() - self._deferred:  # several products share an input
+            self._deferred.add(key)
+            self._record.deferred += _bytes(others[key])
+        self._record.deferred += sum(map(_bytes, outputs))
 
     @property
     def _record(self) -> PartRecord:
@@ -222,7 +241,8 @@ def count_operator(
     name = func._schema.name.partition("::")[2]
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
-        return Operator("attention", _attention_flops(name, args, inputs), size)
+        is_causal = any(value is True for value in args)
+        return Operator("attention", _attention_flops(name, is_causal, inputs), size, is_causal=is_causal)
     if name == "_grouped_mm":
         return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size)
     if name.rstrip("_") in _MATMULS:
@@ -237,14 +257,13 @@ def _functional(name: str) -> Any:
     return getattr(torch.ops.aten, name.rstrip("_"))
 
 
-def _attention_flops(name: str, args: tuple, inputs: list[Tensor]) -> float:
+def _attention_flops(name: str, is_causal: bool, inputs: list[Tensor]) -> float:
     """Count the FLOPs of two matmuls (five in the backward pass), halved if the operator is marked as causal."""
     backward = "backward" in name
     query, key = inputs[1 if backward else 0], inputs[2 if backward else 1]
     *batch_and_heads, length, width = query.shape
     flops = 4.0 * math.prod(batch_and_heads) * length * key.shape[-2] * width
-    causal = any(value is True for value in args)
-    return flops * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
+    return flops * (2.5 if backward else 1.0) * (0.5 if is_causal else 1.0)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.offload import CPU
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.kernel_timing import Case
-from plugins.hybrid_parallel.planner.layout import Space
+from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.pruned_model import name_in_skeleton
+from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.search import Plan, search
+from plugins.hybrid_parallel.planner.space import Space
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 
 _TIMEOUT_S = 600.0
+_LEAST_TOKENS = 1024  # of a sample on a rank: with fewer, keys and values take longer to send than to use
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,11 @@ class Job:
         length: tokens of a sample.
         precision: "fp32", "bf16" or "fp16".
         largest_tp: maximum tensor-parallel size; None for the number of devices of a node.
+        largest_cp: maximum context-parallel size; None for as many ranks as have 1024 tokens of a sample each.
+        memory: bytes that a rank may use; None for those of the device.
+        packing: the documents of packed rows; None for one document in each sample.
+        quantised: how the frozen base is stored; None if it is not quantised.
+        offload: where layouts may offload to if no other layout fits: "cpu" or a directory; None for nowhere.
     """
 
     world_size: int
@@ -40,6 +50,11 @@ class Job:
     length: int
     precision: str
     largest_tp: int | None = None
+    largest_cp: int | None = None
+    memory: float | None = None
+    packing: Packing | None = None
+    quantised: QuantisedBase | None = None
+    offload: str | None = None
 
 
 def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) -> tuple[Plan, Device]:
@@ -89,18 +104,40 @@ def _search(
 ) -> tuple[Plan, Device]:
     model = ModelMap(build)
     batch_of(model.model, 1, job.length, "meta")  # fail early: an error here affects every layout
-    space = _space(model, job, device)
-    if calibration is None:
-        profiler = Profiler(build, job.length, device, job.precision)
-    else:
-        device = calibration.device
-        profiler = Profiler(build, job.length, device, job.precision, _extremes(space), calibration.parts)
+    space, rows, measured = _space(model, job, device), (1, 2), {}
+    if calibration is not None:
+        device, rows, measured = calibration.device, _extremes(space), calibration.parts
+    if job.memory is not None:
+        device = replace(device, memory=job.memory)
+    quantised = frozenset() if job.quantised is None else job.quantised.names(model.model)
+    names = frozenset(name_in_skeleton(name, model.lists) for name in quantised)
+    profiler = Profiler(build, job.length, device, job.precision, rows, measured, job.quantised, names, job.packing)
     return search(Predictor(model, profiler), space), device
 
 
 def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
-    largest_tp = job.largest_tp or (device.node_size if device is not None else job.world_size)
-    return Space(job.world_size, job.global_batch, job.precision, model.num_layers, largest_tp)
+    node_size = device.node_size if device is not None else job.world_size
+    if job.offload == CPU and device is not None and device.type == "cpu":
+        raise ConfigurationError(f"offload to '{CPU}' changes nothing on CPU ranks; give a directory")
+    return Space(
+        job.world_size,
+        job.global_batch,
+        job.precision,
+        model.num_layers,
+        job.largest_tp or node_size,
+        _context_sizes(model, job),
+        node_size=node_size,
+        place=job.offload,
+    )
+
+
+def _context_sizes(model: ModelMap, job: Job) -> tuple[int, ...]:
+    """Return the context-parallel sizes: powers of two that cut samples into two equal parts for each rank."""
+    largest = job.largest_cp or job.length // _LEAST_TOKENS
+    if not model.shares_sequences:
+        return (1,)
+    sizes = [2**power for power in range(job.world_size.bit_length())]
+    return tuple(size for size in sizes if size == 1 or (size <= largest and job.length % (2 * size) == 0))
 
 
 def _extremes(space: Space) -> tuple[int, int]:

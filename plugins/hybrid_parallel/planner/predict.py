@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from booster.errors import ConfigurationError
@@ -18,15 +19,17 @@ from plugins.hybrid_parallel.planner.costs import (
     Seconds,
     StageCost,
     TooLarge,
-    added,
     recomputed,
     shared_over,
 )
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.memory_model import StaticMemory, count_static, updated_elements
+from plugins.hybrid_parallel.planner.memory_model import StaticMemory, static_of
 from plugins.hybrid_parallel.planner.op_recorder import Part
+from plugins.hybrid_parallel.planner.planned_buckets import RankParameters, plan_buckets
 from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
+from plugins.hybrid_parallel.planner.rank_memory import RankStates, memory_of_rank
+from plugins.hybrid_parallel.planner.replica_time import replica_seconds
 from plugins.hybrid_parallel.planner.stage_map import ModelMap, StageParts
 
 _logger = get_logger(__name__)
@@ -38,16 +41,14 @@ class _Placed:
 
     Attributes:
         layout: the layout.
-        stages: the stages of the model.
         ranks: for each rank of the pipeline, the indices of its stages.
-        profile: the profile for the layout's way of sharding layers.
+        states: what each rank of the pipeline keeps.
         costs: cost of each stage, for one micro-batch.
     """
 
     layout: Layout
-    stages: Sequence[StageParts]
     ranks: Sequence[Sequence[int]]
-    profile: Profile
+    states: Sequence[RankStates]
     costs: Sequence[StageCost]
 
 
@@ -64,12 +65,18 @@ class Predictor:
         self._profiles: dict[tuple[int, bool], Profile | ConfigurationError] = {}
         self._parts: dict[tuple, dict[Part, PartCost]] = {}
         self._costs: dict[tuple, StageCost] = {}
-        self._static: dict[tuple, tuple[StaticMemory, int]] = {}
+        self._kept: dict[tuple, tuple[RankParameters, StaticMemory]] = {}
 
     @property
     def device(self) -> Device:
         """The kind of device that costs are predicted for."""
         return self.profiler.device
+
+    def within(self, memory: float) -> Predictor:
+        """Return a predictor for the same kind of device with `memory` bytes, which shares what is computed."""
+        other = copy.copy(self)
+        other.profiler = replace(self.profiler, device=replace(self.device, memory=memory))
+        return other
 
     def predict(self, layout: Layout, exact: bool = True, limit: float | None = None) -> Prediction:
         """Predict the cost of a layout.
@@ -85,9 +92,9 @@ class Predictor:
         """
         placed = self._place(layout)
         memories = self._memories(placed)
-        rank = max(range(len(memories)), key=lambda each: memories[each].total)
+        rank = max(range(len(memories)), key=lambda each: memories[each].needed)
         memory = memories[rank]
-        if limit is not None and memory.total > limit:
+        if limit is not None and memory.needed > limit:
             raise TooLarge(memory, rank, limit)
         return Prediction(layout, memory, rank, self._seconds(placed, exact), self._flops(layout))
 
@@ -111,7 +118,8 @@ class Predictor:
         schedule, stages = layout.config.schedule, self.model.stages(layout.num_stages)
         ranks = [schedule.stages_of(rank, layout.pp_size, layout.num_chunks) for rank in range(layout.pp_size)]
         profile = self.profile(layout.tp_size, layout.sequence)
-        return _Placed(layout, stages, ranks, profile, self._stage_costs(layout, stages, ranks))
+        states = self._states(layout, stages, ranks, profile)
+        return _Placed(layout, ranks, states, self._stage_costs(layout, stages, ranks))
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
         """Return the profile of the parts for a tensor-parallel size; profiles and errors are cached.
@@ -156,10 +164,12 @@ class Predictor:
         key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows, kept, again, gaps)
         if key not in self._costs:
             parts = self.parts(layout)
-            costs = [(parts[part], count) for part, count in Counter((*kept, *gaps)).items()]
-            costs += [(recomputed(parts[part]), count) for part, count in Counter(again).items()]
+            layers = [(parts[part], count) for part, count in Counter(kept).items()]
+            layers += [(recomputed(parts[part]), count) for part, count in Counter(again).items()]
             last = (*again, *kept)[-1:]
-            self._costs[key] = StageCost.of(added(costs), parts[last[0]].output if last else 0.0)
+            self._costs[key] = StageCost.of(
+                layers, [(parts[gap], 1) for gap in gaps], parts[last[0]].output if last else 0.0
+            )
         return self._costs[key]
 
     def parts(self, layout: Layout) -> dict[Part, PartCost]:
@@ -191,44 +201,35 @@ class Predictor:
     # ----- memory -----
 
     def _memories(self, placed: _Placed) -> list[Memory]:
-        layout, costs = placed.layout, placed.costs
-        alive = peak_activations(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
-        found = []
-        for rank, own in enumerate(placed.ranks):
-            static, elements = self._states(placed, own)
-            # Static memory has only this rank's gradient shard; during a step the whole fp32 gradients are alive.
-            unreduced = elements * 4 if layout.zero_stage and layout.dp_size > 1 else 0
-            saved = max(
-                sum(count * costs[stage].cost.saved for stage, count in zip(own, counts, strict=True))
-                for counts in alive[rank]
-            )
-            peak = max(max(costs[stage].cost.forward_peak, costs[stage].cost.backward_peak) for stage in own)
-            found.append(
-                Memory(
-                    static.parameters + static.buffers,
-                    static.gradients + unreduced,
-                    static.masters + static.states,
-                    saved,
-                    peak,
+        return [
+            memory_of_rank(states, own, placed.costs, alive)
+            for states, own, alive in zip(placed.states, placed.ranks, self._alive(placed.layout), strict=True)
+        ]
+
+    @staticmethod
+    def _alive(layout: Layout) -> Sequence[set[tuple[int, ...]]]:
+        """Return the numbers of live micro-batches of each rank at its peaks."""
+        return peak_activations(layout.pp_style, layout.pp_size, layout.num_microbatches, layout.num_chunks)
+
+    def _states(
+        self, layout: Layout, stages: Sequence[StageParts], ranks: Sequence[Sequence[int]], profile: Profile
+    ) -> list[RankStates]:
+        """Return what each rank keeps; most ranks of a pipeline are equal."""
+        number = layout.num_shards
+        shards_parameters = layout.zero_stage == 3 and (number > 1 or layout.offload_parameters is not None)
+        cut = (layout.num_stages, layout.pp_style, layout.tp_size, number, shards_parameters)
+        found: dict[tuple[int, ...], RankStates] = {}
+        for own in ranks:
+            shapes = tuple(stages[stage].shape for stage in own)
+            if shapes in found:
+                continue
+            if (cut, shapes) not in self._kept:
+                held = plan_buckets(
+                    {stage: stages[stage] for stage in own}, profile, layout.config, number, self.device.type
                 )
-            )
-        return found
-
-    def _states(self, placed: _Placed, own: Sequence[int]) -> tuple[StaticMemory, int]:
-        """Return the persistent memory and the trained elements of a rank that holds the stages `own`.
-
-        Results are cached, because most ranks are equal.
-        """
-        layout, stages, profile = placed.layout, placed.stages, placed.profile
-        shapes = tuple(stages[stage].shape for stage in own)
-        key = (layout.num_stages, layout.pp_style, shapes, layout.tp_size, layout.dp_size, layout.zero_stage)
-        if key not in self._static:
-            held = {stage: stages[stage] for stage in own}
-            self._static[key] = (
-                count_static(held, profile, layout.config, layout.dp_size, device_type=self.device.type),
-                updated_elements(held, profile, layout.config),
-            )
-        return self._static[key]
+                self._kept[cut, shapes] = held, static_of(held, profile, layout.config)
+            found[shapes] = RankStates(*self._kept[cut, shapes], layout, self.device.type)
+        return [found[tuple(stages[stage].shape for stage in own)] for own in ranks]
 
     # ----- time -----
 
@@ -244,14 +245,16 @@ class Predictor:
             costs[stage].cost.forward_talk + costs[stage].cost.backward_talk for stage in ranks[longest]
         )
         pipeline = self._pipeline(layout, costs, busy[longest], exact)
-        elements = [self._states(placed, own)[1] for own in ranks]
-        reductions = [self._reduction(layout, *each, costs) for each in zip(elements, ranks, strict=True)]
+        pairs = zip(placed.states, ranks, strict=True)
+        shares = [replica_seconds(self.device, states, own, costs) for states, own in pairs]
         return Seconds(
             compute=busy[longest] - comm,
             comm=comm,
             bubble=max(0.0, pipeline - busy[longest]),
-            reduction=max(exposed for exposed, _ in reductions),
-            optimizer=max(update for _, update in reductions),
+            gathers=max(each.gathers for each in shares),
+            reduction=max(each.reduction for each in shares),
+            optimizer=max(each.optimizer for each in shares),
+            offload=max(each.offload for each in shares),
         )
 
     def _pipeline(self, layout: Layout, costs: Sequence[StageCost], busy: float, exact: bool) -> float:
@@ -276,25 +279,6 @@ class Predictor:
         # In the steady state every further round takes the same time, so extrapolate from a short schedule.
         few = 4 * period + count % period
         return length(few) + (count - few) // period * (length(few + period) - length(few))
-
-    def _reduction(
-        self, layout: Layout, elements: int, own: Sequence[int], costs: Sequence[StageCost]
-    ) -> tuple[float, float]:
-        """Return (exposed seconds of the reduction, seconds of the update) of a rank that trains `elements`."""
-        shards = layout.dp_size if layout.zero_stage else 1
-        update = elements / shards * self.device.optimizer_bytes / self.device.bandwidth
-        if layout.dp_size == 1:
-            return 0.0, update
-        span = (layout.dp_size * layout.cp_size - 1) * layout.tp_size
-        link, itemsize = self.device.link(span), 2 if layout.precision in ("bf16", "fp16") else 4
-        gradients = elements * 4.0
-        if layout.zero_stage:
-            reduce = link.collective("reduce_scatter", gradients, layout.dp_size)
-            gather = link.collective("all_gather", elements * itemsize, layout.dp_size)
-        else:
-            reduce, gather = link.collective("all_reduce", gradients, layout.dp_size), 0.0
-        last = sum(costs[stage].cost.backward for stage in own)
-        return max(0.0, reduce - self.device.overlap * last) + gather, update
 
 
 def estimated_bubble(layout: Layout, costs: Sequence[StageCost]) -> float:

@@ -26,6 +26,7 @@ from plugins.hybrid_parallel.planner.op_recorder import (
     Recorder,
     TooManyOperators,
 )
+from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.proxy_model import (
     build_proxy_model,
     give_memory,
@@ -34,8 +35,11 @@ from plugins.hybrid_parallel.planner.proxy_model import (
     watch_layers,
 )
 from plugins.hybrid_parallel.planner.pruned_model import LayerList
+from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
+from plugins.hybrid_parallel.zero.gather_units import is_sharded
 from shardformer.cross_entropy.chunking import planned_for
+from shardformer.peft import model_inside
 from shardformer.shard_spec import grad_group_of, spec_of
 
 _SHORT = 8, 16  # sample lengths in tokens at which any model is profiled within seconds
@@ -51,6 +55,7 @@ class PartCost:
         forward_talk, backward_talk: seconds of collectives over the tensor-parallel ranks.
         flops: FLOPs of the forward pass.
         saved: bytes saved for the backward pass.
+        deferred: bytes that the first half of a split backward pass leaves to the second.
         output: bytes of the hidden state that the part returns.
         forward_peak, backward_peak: additional bytes while the part runs.
     """
@@ -62,6 +67,7 @@ class PartCost:
     backward_talk: float = 0.0
     flops: float = 0.0
     saved: float = 0.0
+    deferred: float = 0.0
     output: float = 0.0
     forward_peak: float = 0.0
     backward_peak: float = 0.0
@@ -93,12 +99,21 @@ class LocalParameter:
         itemsize: bytes per element in training.
         trains: whether the parameter gets a gradient.
         kind: key for bucketing; parameters of different kinds are in different buckets.
+        is_sharded: whether ranks keep a shard of it under ZeRO stage 3.
+        stored: bytes of a quantised weight, with its scales; None for any other.
     """
 
     size: int
     itemsize: int
     trains: bool
     kind: tuple
+    is_sharded: bool = False
+    stored: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.size * self.itemsize if self.stored is None else self.stored
 
     def numel(self) -> int:
         """Return the number of local elements."""
@@ -138,6 +153,9 @@ class Profiler:
         precision: training precision.
         rows: the two micro-batch sizes that are profiled.
         measured: measured times of the parts; times of missing cases are derived from the operators.
+        quantised: how the base is stored; None if it is not quantised.
+        quantised_names: the quantised weights, by their names in the pruned model.
+        packing: the documents of packed rows; None for one document in each sample.
     """
 
     build: Callable[[], nn.Module]
@@ -146,6 +164,9 @@ class Profiler:
     precision: str
     rows: tuple[int, int] = (1, 2)
     measured: Mapping[Case, MeasuredParts] = field(default_factory=dict)
+    quantised: QuantisedBase | None = None
+    quantised_names: frozenset[str] = frozenset()
+    packing: Packing | None = None
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
         """Profile tensor-parallel rank 0 of `tp_size`.
@@ -162,7 +183,8 @@ class Profiler:
         )
         with fake_rank(0, tp_size):
             model, lists, wrapped = build_proxy_model(self.build, config)
-            local = {name: _local(param) for name, param in model.named_parameters(remove_duplicate=False)}
+            named = model_inside(model).named_parameters(remove_duplicate=False)
+            local = {name: self._local(name, each) for name, each in named}
             buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
             link = self.device.link(tp_size - 1)
             with _mistakes_of(type(model).__name__, self.length):
@@ -177,7 +199,36 @@ class Profiler:
                 {part: cost.taking(each.parts.get(part)) for part, cost in found.items()}
                 for found, each in zip(costs, taken, strict=True)
             )
+        costs = tuple(self._with_dequantised(found, local) for found in costs)
+        costs = tuple(self._with_masks(found, rows) for found, rows in zip(costs, self.rows, strict=True))
         return Profile(self.rows, costs, local, buffers)
+
+    def _local(self, name: str, param: nn.Parameter) -> LocalParameter:
+        found = _local(param)
+        if name not in self.quantised_names:
+            return found
+        return replace(found, stored=self.quantised.stored_bytes(param.numel(), param.shape[0]), is_sharded=False)
+
+    def _with_dequantised(
+        self, costs: Mapping[Part, PartCost], local: Mapping[str, LocalParameter]
+    ) -> dict[Part, PartCost]:
+        """Add the temporary memory of layers that dequantise one weight after the other in both passes."""
+        weights = [each.size * each.itemsize for each in local.values() if each.stored is not None]
+        largest = max(weights, default=0)
+        return {
+            part: replace(cost, forward_peak=cost.forward_peak + largest, backward_peak=cost.backward_peak + largest)
+            for part, cost in costs.items()
+        }
+
+    def _with_masks(self, costs: Mapping[Part, PartCost], rows: int) -> dict[Part, PartCost]:
+        """Add the masks of packed rows, which are made before the first layer, and saved by every layer."""
+        if self.packing is None:
+            return dict(costs)
+        mask, saved = self.packing.mask_bytes(rows, 4 if self.precision == "fp32" else 2)
+        return {
+            part: replace(cost, saved=cost.saved + (saved if part[0] == "layer" else mask if part[1] == 0 else 0))
+            for part, cost in costs.items()
+        }
 
     def _cost(self, record: PartRecord, link: Any, tp_size: int) -> PartCost:
         forward, backward = record.forward, record.backward
@@ -191,8 +242,9 @@ class Profiler:
             weights=max(0.0, sum(self._operator(each) * (-0.5 if each.early else 1.0) for each in matmuls)),
             forward_talk=_talk(forward, link, tp_size),
             backward_talk=_talk(backward, link, tp_size),
-            flops=sum(each.flops for each in forward.operators if not each.early),
+            flops=sum(self._useful(each) for each in forward.operators if not each.early),
             saved=record.saved,
+            deferred=record.deferred,
             output=record.output,
             forward_peak=forward.peak,
             backward_peak=backward.peak,
@@ -202,7 +254,12 @@ class Profiler:
         # Kernel launches are serial and overlap with execution, so the slower of the two determines the time.
         return max(sum(map(self._operator, operators)), len(operators) * self.device.operator)
 
+    def _useful(self, operator: Operator) -> float:
+        return operator.flops if self.packing is None else self.packing.useful(operator)
+
     def _operator(self, operator: Operator) -> float:
+        if self.packing is not None:
+            operator = self.packing.executed(operator)
         memory = operator.bytes / self.device.bandwidth
         if operator.kind == "matmul":
             return self.device.matmul_seconds(operator.flops, operator.bytes, self.precision)
@@ -303,7 +360,8 @@ def _local(param: nn.Parameter) -> LocalParameter:
         size=param.numel(),
         itemsize=param.element_size(),
         trains=param.requires_grad,
-        kind=(grad_group_of(param) is not None, spec_of(param).is_owner),
+        kind=(grad_group_of(param) is not None, spec_of(param).is_owner, spec_of(param).axis),
+        is_sharded=is_sharded(param),
     )
 
 

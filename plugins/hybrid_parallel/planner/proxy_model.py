@@ -19,6 +19,7 @@ from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, prune_layers
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
+from shardformer.peft import model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.utils.parameter_names import names_of_parameters
 
@@ -48,7 +49,7 @@ def build_proxy_model(
         optimizer: builds an optimizer, which is wrapped too; None for no optimizer.
 
     Returns:
-        The sharded module, its lists of layers, and the wrapped model.
+        The sharded module, its lists of layers by their paths inside of peft's wrapper, and the wrapped model.
 
     Raises:
         ConfigurationError: the model cannot be sharded like this.
@@ -57,10 +58,11 @@ def build_proxy_model(
     with quiet(), torch.device("meta"):
         model = build()
     try:
-        policy = policy_for(model)
-        policy.set_model(model)
-        lists = layer_lists(model, policy.base_path, policy.stages)
-        prune_layers(model, lists)
+        inside = model_inside(model)
+        policy = policy_for(inside)
+        policy.set_model(inside)
+        lists = layer_lists(inside, policy.base_path, policy.stages)
+        prune_layers(inside, lists)
     except ValueError as error:
         if config.parallel.tp_size > 1:
             raise ConfigurationError(str(error)) from error
@@ -115,7 +117,7 @@ def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Ten
 
 def watch_layers(module: nn.Module, lists: Sequence[LayerList], listener: PartListener) -> list[Any]:
     """Register hooks that tell `listener` which part runs, in forward and backward passes; return their handles."""
-    hooks = []
+    hooks, module = [], model_inside(module)
     for number, each in enumerate(lists):
         layers = [list(module.get_submodule(path)) for path in each.paths]
         for kind, parts in enumerate(zip(*layers, strict=True)):

@@ -15,10 +15,13 @@ from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import quiet
 from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, name_in_skeleton
+from plugins.hybrid_parallel.zero.gather_units import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
+from shardformer.peft import adapters_aside, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import ModelSharder
 from shardformer.stages.stage import StagePartitioner
+from shardformer.transforms.context_parallel import reason_against_sharing
 from shardformer.utils.parameter_names import alias_groups
 
 
@@ -31,6 +34,8 @@ class StageParts:
         gaps: the other parts that it runs: those before, between and after the lists of layers.
         names: the parameters that it holds, in the model's order, by their names in the skeleton.
         tied: index in `names` -> (index among the parameters that several stages hold, those stages).
+        owners: for each parameter, the number of the module whose passes gather it under ZeRO stage 3.
+        repeated: indices in `names` of the parameters that several modules of the model hold.
         shape: an ID that stages with the same parameters share.
     """
 
@@ -38,6 +43,8 @@ class StageParts:
     gaps: tuple[Part, ...]
     names: tuple[str, ...]
     tied: dict[int, tuple[int, tuple[int, ...]]]
+    owners: tuple[int, ...] = ()
+    repeated: frozenset[int] = frozenset()
     shape: int = 0
 
     @property
@@ -55,7 +62,7 @@ class ModelMap:
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         with quiet(), torch.device("meta"):
-            self.model = build()
+            self.model = model_inside(build())  # names and paths are those inside of peft's wrapper
         self.name = type(self.model).__name__
         self.config = getattr(self.model, "config", None)
         self._stages: dict[int, list[StageParts] | ConfigurationError] = {}
@@ -79,6 +86,11 @@ class ModelMap:
             return None
         policy.set_model(self.model)
         return policy
+
+    @cached_property
+    def shares_sequences(self) -> bool:
+        """Whether context-parallel ranks can share the sequences of the model."""
+        return self.policy is not None and reason_against_sharing(self.model, self.policy) is None
 
     @cached_property
     def lists(self) -> list[LayerList]:
@@ -105,19 +117,36 @@ class ModelMap:
         layers = [("layer", number, kind) for number, each in enumerate(self.lists) for kind in each.kinds]
         gaps = [("gap", number) for number in range(len(self.lists) + 1)]
         names = [name_in_skeleton(names[0], self.lists) for names in self._names]
-        return StageParts(tuple(layers), tuple(gaps), tuple(names), {})
+        owners = [self._owners[names[0]] for names in self._names]
+        repeated = frozenset(index for index, names in enumerate(self._names) if len(names) > 1)
+        return StageParts(tuple(layers), tuple(gaps), tuple(names), {}, tuple(owners), repeated)
 
     @cached_property
     def _names(self) -> list[list[str]]:
         return alias_groups(self.model)
 
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        """Name of each parameter -> number of the module that gathers it."""
+        paths = {module: path for path, module in self.model.named_modules()}
+        numbers: dict[nn.Module, int] = {}
+        return {
+            f"{paths[module]}.{name}" if paths[module] else name: numbers.setdefault(owner, len(numbers))
+            for module, owner in owners_of(self.model)
+            for name in module._parameters
+        }
+
     def _cut(self, count: int) -> list[StageParts]:
         manager = PipelineStageManager(0, count)
         with fake_rank(0, 1):
             config = ShardConfig(pipeline_stage_manager=manager, enable_tensor_parallelism=False)
-            ModelSharder(self.model, config).check()
+            sharder = ModelSharder(self.model, config)
+            with adapters_aside(self.model, sharder.config, sharder.policy):
+                sharder.check()
         cut = StagePartitioner(self.model, self.policy.base_path, self.policy.stages, manager)
         held: list[list[str]] = [[] for _ in range(count)]
+        owners: list[list[int]] = [[] for _ in range(count)]
+        repeated: list[list[int]] = [[] for _ in range(count)]
         tied: list[dict[int, tuple[int, tuple[int, ...]]]] = [{} for _ in range(count)]
         order = 0
         for names in self._names:
@@ -126,7 +155,10 @@ class ModelMap:
                 if len(stages) > 1:
                     tied[stage][len(held[stage])] = order, stages
                 # A stage may hold a tied parameter only under one of its other names.
-                own = next((name for name in names if stage in cut.holders(name)), names[0])
+                present = [name for name in names if stage in cut.holders(name)] or [names[0]]
+                own = present[0]
+                repeated[stage] += [len(held[stage])] if len(present) > 1 else []
+                owners[stage].append(self._owners[own])
                 held[stage].append(name_in_skeleton(own, self.lists))
             order += len(stages) > 1
         shapes: dict[tuple, int] = {}
@@ -136,6 +168,8 @@ class ModelMap:
                 self._gaps_of(cut, layers, stage, count),
                 tuple(held[stage]),
                 tied[stage],
+                tuple(owners[stage]),
+                frozenset(repeated[stage]),
                 shapes.setdefault((tuple(held[stage]), tuple(tied[stage].items())), len(shapes)),
             )
             for stage, layers in enumerate(cut.ranges)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from shardformer.peft import model_inside
 
 # Heads with one label per sample; all other text heads have one per token.
 _ONE_LABEL = ("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")
@@ -20,6 +21,7 @@ def batch_of(model: nn.Module, rows: int, length: int, device: str = "cpu") -> d
     Raises:
         ConfigurationError: the model reads neither text nor images, has no loss, or has fewer than `length` positions.
     """
+    model = model_inside(model)
     name, config = type(model).__name__, model.config
     positions = _positions(config)
     if positions is not None and length > positions:

@@ -86,7 +86,7 @@ class GatherUnits:
         The model itself gets no hooks, which could change its loss: its own parameters are gathered when they are read.
         """
         quantised = dict(packed_layers(model))
-        for module, owner in _owners(model, None):
+        for module, owner in owners_of(model):
             tensors: list[Tensor] = [each for each in module._parameters.values() if each is not None]
             tensors = [param for param in tensors if is_sharded(param)]
             if module in quantised:
@@ -108,8 +108,8 @@ class GatherUnits:
                 kind.follow(module)
 
 
-def _owners(module: nn.Module, layer: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module]]:
+def owners_of(module: nn.Module, layer: nn.Module | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each module and the module whose forward pass uses its parameters: its layer, or itself."""
     yield module, layer or module
     for child in module.children():
-        yield from _owners(child, child if layer is None and isinstance(module, nn.ModuleList) else layer)
+        yield from owners_of(child, child if layer is None and isinstance(module, nn.ModuleList) else layer)

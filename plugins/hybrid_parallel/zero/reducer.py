@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks
 
 # Number of launched reductions whose local gradients are kept on a CPU.
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 # Buffers kept from step to step: those in flight, the one being written and the one being released. Buffers that have
 # accumulated several passes are all kept: fresh pages for them would cost more than the reduction.
-_KEPT = _IN_FLIGHT + 2
+KEPT_BUFFERS = IN_FLIGHT + 2
 
 
 class GradientReducer:
@@ -137,7 +137,7 @@ class GradientReducer:
             self._complete[bucket].clear()
         self._next, self._queue = 0, None
         for pool in {bucket.options.grad_buffers for bucket in self.buckets if bucket.reduces_each_pass}:
-            pool.trim(_KEPT)
+            pool.trim(KEPT_BUFFERS)
 
     def _of_pass(self, parameters: Collection[nn.Parameter] | None) -> list[Bucket]:
         return [
@@ -184,7 +184,7 @@ class GradientReducer:
         for bucket, indices in zip(self.buckets, used, strict=True):
             bucket.keep(indices)
         for pool in () if accumulated else {bucket.options.grad_buffers for bucket in self.buckets}:
-            pool.trim(_KEPT)
+            pool.trim(KEPT_BUFFERS)
 
     # Weak references: strong ones form a cycle through the parameter's hooks that the collector cannot free.
 
@@ -243,7 +243,7 @@ class GradientReducer:
         queue = self._queue
         queue[self._next].launch()
         self._next += 1
-        earlier = self._next - 1 - _IN_FLIGHT
+        earlier = self._next - 1 - IN_FLIGHT
         # On a GPU, waiting would stall the next kernels too.
         if not self.waits or earlier < 0 or queue[earlier].flat.device.type != "cpu":
             return

@@ -53,7 +53,7 @@ def test_plan(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     first = document["layouts"][0]
     assert first["options"] == json.loads(file.read_text())
     assert first["seconds"]["total"] > 0 and sum(first["memory_bytes"].values()) > 0
-    none = _document(capsys, "booster plan", "plan", model, *_SIZES, "--memory", "0.0001", code=1)
+    none = _document(capsys, "booster plan", "plan", model, *_SIZES, "--memory", "100KiB", code=2)
     assert none["layouts"] == [] and none["rejected"]
 
 

@@ -54,10 +54,36 @@ def test_a_device_as_the_user_describes_it(model: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_nothing_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = outcome(capsys, "plan", model, *_SIZES, "--memory", "0.0001")
-    assert (code, err) == (1, "")
-    assert "no layout fits" in out and "of 104.9 KiB" in out
+def test_nothing_fits(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    code, out, err = outcome(capsys, "plan", model, *_SIZES, "--memory", "100KiB", "--table", str(table))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    rejected = [row["memory"] for row in json.loads(table.read_text())["rejected"] if row["memory"] is not None]
+    assert any(memory["host"] for memory in rejected), "layouts with offload were tried too"
+    assert err.startswith("error: no layout fits the 100 KiB of a device: the nearest, dp1 tp4+sp pp1 ")
+    assert " optimizer to cpu" in err and " more, and " in err and "; use " in err
+
+
+@pytest.mark.slow
+def test_offload_where_nothing_else_fits(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A budget between the need of the smallest layout without offload and that of the smallest with it."""
+    table, chosen = tmp_path / "table.json", tmp_path / "plan.json"
+    sizes = ("--devices", "2", "--global-batch", "2", "--sequence-length", "32", "--max-tp", "1")
+    outcome(capsys, "plan", model, *sizes, "--memory", "1KiB", "--table", str(table))
+    needs: dict[bool, list[float]] = {False: [], True: []}
+    for row in json.loads(table.read_text())["rejected"]:
+        if row["memory"] is not None:
+            parts = [size for part, size in row["memory"].items() if part != "host"]
+            needs[bool(row["memory"]["host"])].append(sum(parts))
+    budget = int(min(needs[False]))  # without the reserve
+    assert min(needs[True]) < 0.8 * budget
+    files = ("--output", str(chosen), "--table", str(table))
+    code, out, _ = outcome(capsys, "plan", model, *sizes, "--memory", f"{budget / 1024}KiB", *files)
+    assert code == 0 and " to cpu" in out
+    config = HybridParallelPlugin.from_config(chosen).config
+    assert "cpu" in (config.offload.offload_optimizer, config.offload.offload_activations)
+    rows = json.loads(table.read_text())["layouts"]
+    assert all(row["memory_bytes"]["needed"] <= budget for row in rows)
 
 
 @pytest.mark.slow
@@ -72,7 +98,12 @@ def test_this_machine_is_measured(model: str, capsys: pytest.CaptureFixture[str]
     ("options", "sentence"),
     [
         (("--device", "V100"), "no device 'V100' is known; use A100, H100, H200, B200 or this-machine"),
-        (("--device", "this-machine", "--memory", "4"), "--memory changes what this-machine is measured to be"),
+        (("--device", "this-machine", "--flops", "4"), "--flops changes what this-machine is measured to be"),
+        (("--memory", "24 gigs"), "'24 gigs' is no amount of memory, such as 24GiB, 24GB or 24"),
+        (("--memory", "0"), "'0' is no amount of memory, such as 24GiB, 24GB or 24"),
+        (("--quantised", "nf4"), "a base in nf4 is frozen, and nothing else would be trained; give --adapter"),
+        (("--adapter", "/nowhere"), "/nowhere has no adapter_config.json; give the directory of an adapter that peft"),
+        (("--varlen",), "--varlen is about documents of packed rows; give their mean length, --packed-documents"),
         (("--devices", "0"), "'0' is not a positive integer"),
         (("--inter", "fast"), "'fast' is not a positive number, such as 80"),
         (("--head", "LlamaForNothing"), "transformers has no model class 'LlamaForNothing'"),

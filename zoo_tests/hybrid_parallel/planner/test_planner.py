@@ -21,11 +21,12 @@ from plugins.hybrid_parallel.planner.activations_in_flight import peak_activatio
 from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
 from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
-from plugins.hybrid_parallel.planner.layout import Layout, Space
+from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.report import draw, to_json, to_text, utilization
 from plugins.hybrid_parallel.planner.search import search
+from plugins.hybrid_parallel.planner.space import Space
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer.cross_entropy import chunking, deferred_logits
 
@@ -109,8 +110,8 @@ def test_long_pipelines_go_on_as_they_began(style: str, chunks: int, m: int) -> 
 
 
 def test_activations_in_flight() -> None:
-    assert [max(each) for each in peak_activations("1f1b", 4, 16, 1)] == [(4,), (3,), (2,), (1,)]
-    assert [max(each) for each in peak_activations("gpipe", 4, 16, 1)] == [(16,)] * 4
+    assert [max(each) for each in peak_activations("1f1b", 4, 16, 1)] == [(4, 0), (3, 0), (2, 0), (1, 0)]
+    assert [max(each) for each in peak_activations("gpipe", 4, 16, 1)] == [(16, 0)] * 4
     assert max(sum(each) for rank in peak_activations("zbv", 4, 16, 2) for each in rank) == 8
 
 
@@ -218,7 +219,7 @@ def test_the_plan_is_ranked_and_everything_else_has_a_reason() -> None:
 
 
 def test_a_layout_that_is_too_large_says_where() -> None:
-    with pytest.raises(TooLarge, match=r"needs .* of 1 MiB on rank 0 of the pipeline: parameters .*, temporary "):
+    with pytest.raises(TooLarge, match=r"needs .* of 1 MiB on rank 1 of the pipeline: parameters .*, temporary "):
         _predictor().predict(Layout(1, 1, 2, num_microbatches=2), limit=2**20)
 
 

@@ -1,0 +1,159 @@
+"""The buckets that training creates, and the frozen parameters that it leaves out of them, from sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.planner.profile import LocalParameter, Profile
+from plugins.hybrid_parallel.planner.stage_map import StageParts
+from plugins.hybrid_parallel.zero.bucket_layout import places_in_bucket
+from plugins.hybrid_parallel.zero.grouping import chunks_of
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameter on a rank.
+
+    Attributes:
+        param: its local shard.
+        place: position in the model, from its first parameter on.
+        order: index among the parameters that other ranks of the pipeline hold too; -1 if none does.
+        unit: the module that gathers it under ZeRO stage 3; None if it stays whole.
+        is_repeated: whether several modules of this rank hold it, so that its gradient has several summands.
+    """
+
+    param: LocalParameter
+    place: int
+    order: int
+    unit: tuple | None
+    is_repeated: bool
+
+    def numel(self) -> int:
+        """Return the number of local elements."""
+        return self.param.size
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """Bucket of trained parameters.
+
+    Attributes:
+        members: its parameters, in the order of the backward pass.
+        starts: the offset of each.
+        size: elements, with the gaps.
+        unit: the module that gathers it; None if its parameters stay whole.
+    """
+
+    members: Sequence[Held]
+    starts: Sequence[int]
+    size: int
+    unit: tuple | None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the parameters."""
+        return self.members[0].param.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of its whole gradients, in at least fp32."""
+        return self.size * max(self.itemsize, 4)
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters of a rank.
+
+    Attributes:
+        buckets: those that are trained, in the order in which they are reduced.
+        frozen_whole: bytes of the frozen ones that stay whole.
+        frozen_units: module -> bytes of the frozen ones that it gathers.
+        num_shards: number of ranks that share the optimizer states, and the parameters that are gathered.
+    """
+
+    buckets: Sequence[PlannedBucket]
+    frozen_whole: int
+    frozen_units: Mapping[tuple, int]
+    num_shards: int
+
+    @property
+    def trained(self) -> int:
+        """Trained elements, before they are sharded."""
+        return sum(held.param.size for bucket in self.buckets for held in bucket.members)
+
+    @property
+    def units(self) -> dict[tuple, int]:
+        """Module -> bytes of the parameters that it gathers, in the order of the model."""
+        found = dict(self.frozen_units)
+        for bucket in self.buckets:
+            if bucket.unit is not None:
+                found[bucket.unit] = found.get(bucket.unit, 0) + bucket.size * bucket.itemsize
+        return dict(sorted(found.items()))
+
+
+def plan_buckets(
+    stages: Mapping[int, StageParts],
+    profile: Profile,
+    config: HybridParallelConfig,
+    num_shards: int,
+    device_type: str = "cpu",
+) -> RankParameters:
+    """Sort the parameters of a rank into buckets as `build_buckets` does.
+
+    Args:
+        stages: index of each stage of the rank -> its parts.
+        profile: the profile for the layout's tensor-parallel size.
+        config: the layout.
+        num_shards: number of ranks that share the optimizer states.
+        device_type: "cpu" or "cuda", on which the default size of buckets depends.
+    """
+    shards_parameters = config.zero.zero_stage == 3 and (
+        num_shards > 1 or config.offload.offload_parameters is not None
+    )
+    held = _held(stages, profile, config)
+    kinds: dict[tuple, list[Held]] = {}
+    frozen: dict[tuple, list[int]] = {}
+    for each in reversed(held):
+        if each.param.trains:
+            kinds.setdefault((each.order, each.param.itemsize, each.param.kind, each.unit), []).append(each)
+        elif each.unit is not None and shards_parameters:
+            frozen.setdefault((each.unit, each.param.itemsize), []).append(each.param.size)
+    buckets = []
+    for (_, _, _, unit), members in kinds.items():
+        for chunk in chunks_of(members, config.zero.bucket_bytes(device_type)):
+            starts, size = places_in_bucket([each.param.size for each in chunk], num_shards, False)
+            buckets.append(PlannedBucket(chunk, starts, size, unit if shards_parameters else None))
+    units: dict[tuple, int] = {}
+    for (unit, itemsize), sizes in frozen.items():
+        units[unit] = units.get(unit, 0) + places_in_bucket(sizes, num_shards, False)[1] * itemsize
+    return RankParameters(
+        sorted(buckets, key=lambda each: (each.members[0].order, -min(member.place for member in each.members))),
+        sum(each.param.bytes for each in held if not each.param.trains and not (each.unit and shards_parameters)),
+        units,
+        num_shards,
+    )
+
+
+def _held(stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig) -> list[Held]:
+    """Return the parameters of a rank in the order of the model."""
+    found: dict[tuple, Held] = {}
+    for number, stage in sorted(stages.items()):
+        for position, name in enumerate(stage.names):
+            order, holders = stage.tied.get(position, (None, ()))
+            ranks = {config.schedule.rank_of(each, config.parallel.pp_size) for each in holders}
+            param = profile.parameters[name]
+            # A tied parameter that several stages of this rank hold exists once; one that several ranks hold has a
+            # bucket of its own.
+            key = (order,) if order is not None else (None, number, position)
+            again = found.get(key)
+            unit = (number, stage.owners[position]) if config.zero.zero_stage == 3 and param.is_sharded else None
+            found[key] = Held(
+                param,
+                len(found) if again is None else again.place,
+                order if len(ranks) > 1 else -1,
+                unit if again is None else again.unit,
+                position in stage.repeated or again is not None,
+            )
+    return list(found.values())
