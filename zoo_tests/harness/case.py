@@ -49,7 +49,7 @@ class Recipe:
         adapter_options: (name, value) pairs of their configuration; "kind" for another kind than LoRA.
         quantisation: (name, value) pairs of the `BitsAndBytesConfig` by which the model is quantised, if any.
         stages: number of pipeline stages for which the model has layers, unevenly shared; None for all layers of the
-            family. A `Case` sets None where its layout or options want more.
+            family.
     """
 
     family: str
@@ -64,7 +64,7 @@ class Recipe:
     adapters: tuple[str, ...] = ()
     adapter_options: tuple[tuple[str, Any], ...] = ()
     quantisation: tuple[tuple[str, Any], ...] = ()
-    stages: int | None = 2
+    stages: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,10 +165,6 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     ordinary_loop: bool = False
 
-    def __post_init__(self) -> None:
-        if self.sizes.pp_size > 2 or _OPTIONS_OF_LAYERS & dict(self.options).keys():
-            object.__setattr__(self, "recipe", replace(self.recipe, stages=None))
-
     def __str__(self) -> str:
         parts = [self.recipe.family, self.recipe.head, self.layout, f"zero{self.zero_stage}"]
         parts += ["sp"] if self.sequence_parallel else []
@@ -209,7 +205,8 @@ class Case:
 
     def shallow(self) -> Case:
         """The same case with as few layers as its stages need: more of them only repeat the first ones."""
-        return self.but(stages=1) if self.sizes.pp_size == 1 and self.recipe.stages else self
+        special = _OPTIONS_OF_LAYERS & dict(self.options).keys()
+        return self if special else self.but(stages=self.sizes.pp_size)
 
     def but(self, **changes: Any) -> Case:
         """The same case with another value of some fields, its own or its recipe's."""

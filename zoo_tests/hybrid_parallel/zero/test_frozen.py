@@ -111,8 +111,7 @@ def test_equals_plain_torch(
     family: str, layout: str, zero_stage: int, ordinary: bool, frozen: tuple[str, ...] | None, options: tuple
 ) -> None:
     """`frozen`: what takes gradients when the model is boosted; None for all."""
-    head = {"bert": "masked_lm", "llama": "causal_lm"}[family]
-    recipe = Recipe(family=family, head=head, optimizer="momentum", stages=None)
+    recipe = Recipe(family=family, head={"bert": "masked_lm", "llama": "causal_lm"}[family], optimizer="momentum")
     case = Case(recipe=recipe, layout=layout, zero_stage=zero_stage, ordinary_loop=ordinary, options=options)
     run_on_ranks(LAYOUTS[layout].world_size, _train, case, frozen)
 
