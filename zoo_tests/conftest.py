@@ -20,6 +20,7 @@ from zoo_tests.simcuda import build
 
 _MANY_TESTS = 400
 
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-support", action="store_true", help="write docs/results/support.md from what passes")
     devices = "device of the ranks: simcuda is CUDA in host memory, gpu the GPUs of this machine"

@@ -6,7 +6,7 @@ import gc
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import plugins.hybrid_parallel.checkpoint.io
+import plugins.hybrid_parallel.checkpoint.io  # noqa: F401
 import zoo_tests.harness.train_sharded  # noqa: F401
 from shardformer.policies.registry import family_policies
 
