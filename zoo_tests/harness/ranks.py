@@ -35,7 +35,7 @@ _PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 ]
-_LAST = "zoo_tests.harness.preloaded"  # prepares what the imports leave to first use
+_PREPARED = ["zoo_tests.harness.preloaded"]  # imported last
 _DEVICES = {"simcuda": "zoo_tests.simcuda.device", "gpu": "zoo_tests.gpu.device"}
 DEVICE_VARIABLE = "ZOO_TESTS_DEVICE"  # set by `pytest --device`
 _GROUP_TIMEOUT_S = 60.0
@@ -93,7 +93,7 @@ def run_on_ranks(
 
 def rank_context() -> Any:
     """The context of `multiprocessing` whose processes start with all libraries imported."""
-    return fork_server((*_PRELOAD, _LAST))
+    return fork_server((*_PRELOAD, *_PREPARED))
 
 
 def start_server(modules: Iterable[str]) -> None:
@@ -156,7 +156,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._ranks = LocalRanks(self.world_size, timeout_s=_GROUP_TIMEOUT_S, preload=(*_PRELOAD, _LAST))
+        self._ranks = LocalRanks(self.world_size, timeout_s=_GROUP_TIMEOUT_S, preload=(*_PRELOAD, *_PREPARED))
         self._ranks.submit(_prepare, self._directory.name, self.mutant, self.device)
         self._num_tasks = 0
 
@@ -189,6 +189,7 @@ def use_mutant(name: str | None) -> None:
     """Start all ranks from now on with a fault in the library (None: with the library as it is)."""
     global _mutant
     stop_pools()
+    _PREPARED.clear()  # a rank imports more of the library when the fault is in it
     _mutant = name
 
 
