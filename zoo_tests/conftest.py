@@ -14,9 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zoo_tests.gpu import device as gpu
 from zoo_tests.harness.poison import poison_fresh_memory
-from zoo_tests.harness.ranks import DEVICE_VARIABLE, stop_pools
+from zoo_tests.harness.ranks import DEVICE_VARIABLE, start_server, stop_pools
 from zoo_tests.harness.support import SupportMatrix
 from zoo_tests.simcuda import build
+
+_MANY_TESTS = 400
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Collecting garbage takes long where all libraries are looked at each time."""
+    """Prepare for many tests: import once what every rank would, and look at no library when collecting garbage."""
+    if len(session.items) >= _MANY_TESTS and not session.config.option.collectonly:
+        start_server(dict.fromkeys(item.module.__name__ for item in session.items if isinstance(item, pytest.Function)))
     gc.collect()
     gc.freeze()
 

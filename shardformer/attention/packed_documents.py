@@ -11,7 +11,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -79,7 +79,6 @@ def reason_not_kept_apart(model: nn.Module) -> str:
     return "makes its masks without position_ids"
 
 
-@cache
 def _mask_calls(kind: type) -> tuple[bool, ...]:
     """Return, for each call in a class that makes a causal mask, whether it passes position ids on."""
     methods = (each for base in kind.__mro__ if not _is_of_torch(base) for each in vars(base).values())
@@ -91,22 +90,25 @@ def _is_of_torch(kind: type) -> bool:
     return kind.__module__.split(".")[0] in ("torch", "builtins")
 
 
-def _calls_in(method: Any) -> Iterator[bool]:
+@cache  # of a method, not of its class: sharding derives new classes for each model
+def _calls_in(method: Any) -> tuple[bool, ...]:
     try:
         text = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
     except (OSError, TypeError):  # the source is not available
-        return
+        return ()
     if not _CAUSAL_MASK.search(text):
-        return
+        return ()
     tree = ast.parse(text)
     keys = {key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if _is_text(key)}
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if not isinstance(call.func, ast.Name) or not re.fullmatch(
-            rf"{_CAUSAL_MASK.pattern}\w*|mask_\w+", call.func.id
-        ):
-            continue
-        names = {keyword.arg for keyword in call.keywords} | {getattr(each, "id", None) for each in call.args}
-        yield _POSITIONS in names or (None in names and _POSITIONS in keys)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    made = [call for call in calls if _MASK_FUNCTION.fullmatch(call.func.id)]
+    return tuple(_passes_positions(call, keys) for call in made)
+
+
+def _passes_positions(call: ast.Call, keys: set[str]) -> bool:
+    """Return whether a call has position ids among its arguments, or in a dictionary of them with these `keys`."""
+    names = {keyword.arg for keyword in call.keywords} | {getattr(each, "id", None) for each in call.args}
+    return _POSITIONS in names or (None in names and _POSITIONS in keys)
 
 
 def _is_text(node: ast.AST | None) -> bool:

@@ -22,6 +22,8 @@ from zoo_tests.zoo.base import num_rows
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
 LOSS_SCALE = 2.0**10  # of fp16 in these tests, fixed: small enough to never overflow
 
+_OPTIONS_OF_LAYERS = {"layers_per_stage", "num_model_chunks", "pp_style"}
+
 _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -46,6 +48,8 @@ class Recipe:
         adapters: ends of the paths of modules that get an adapter of peft; then only adapters are trained.
         adapter_options: (name, value) pairs of their configuration; "kind" for another kind than LoRA.
         quantisation: (name, value) pairs of the `BitsAndBytesConfig` by which the model is quantised, if any.
+        stages: number of pipeline stages for which the model has layers, unevenly shared; None for all layers of the
+            family.
     """
 
     family: str
@@ -60,6 +64,7 @@ class Recipe:
     adapters: tuple[str, ...] = ()
     adapter_options: tuple[tuple[str, Any], ...] = ()
     quantisation: tuple[tuple[str, Any], ...] = ()
+    stages: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,7 +90,8 @@ class Recipe:
 
     def base_model(self) -> nn.Module:
         """The whole model without adapters."""
-        model = self.zoo_family.build(self.head, self.dtype, **dict(self.config))
+        depth = {} if self.stages is None else self.zoo_family.shallow(self.head, self.stages)
+        model = self.zoo_family.build(self.head, self.dtype, **{**depth, **dict(self.config)})
         for name, param in model.named_parameters():
             if name.startswith(self.frozen):
                 param.requires_grad_(False)
@@ -196,6 +202,11 @@ class Case:
         if "microbatch_size" in dict(self.options):
             del options["num_microbatches"]
         return options | dict(self.options)
+
+    def shallow(self) -> Case:
+        """The same case with as few layers as its stages need: more of them only repeat the first ones."""
+        special = _OPTIONS_OF_LAYERS & dict(self.options).keys()
+        return self if special else self.but(stages=self.sizes.pp_size)
 
     def but(self, **changes: Any) -> Case:
         """The same case with another value of some fields, its own or its recipe's."""

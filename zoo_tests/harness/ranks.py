@@ -20,24 +20,26 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from plugins.hybrid_parallel.distributed.local_ranks import PRELOAD, LocalRanks, RankResult, fork_server
 
-_PRELOAD = (
+_PRELOAD = [
     *PRELOAD,
     "torch._dynamo",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
-)
+]
+_PREPARED = ["zoo_tests.harness.preloaded"]  # imported last
 _DEVICES = {"simcuda": "zoo_tests.simcuda.device", "gpu": "zoo_tests.gpu.device"}
 DEVICE_VARIABLE = "ZOO_TESTS_DEVICE"  # set by `pytest --device`
 _GROUP_TIMEOUT_S = 60.0
-_LOOK_AGAIN = 50  # tasks
+_LOOK_AGAIN = 100  # tasks
 # Layouts leave process groups behind. Each of gloo's has a thread that wakes up a hundred times a second and more: with
 # a hundred of them a rank, they took three quarters of both cores. Those of a new layout take 60 ms.
 _MOST_GROUPS = 24
@@ -91,7 +93,17 @@ def run_on_ranks(
 
 def rank_context() -> Any:
     """The context of `multiprocessing` whose processes start with all libraries imported."""
-    return fork_server(_PRELOAD)
+    return fork_server((*_PRELOAD, *_PREPARED))
+
+
+def start_server(modules: Iterable[str]) -> None:
+    """Start the server that forks all ranks of this process, with these modules imported as well.
+
+    Without it, each rank imports the modules of the tests that it runs. That pays where few tests are to run.
+    """
+    _PRELOAD.extend(modules)
+    rank_context()
+    forkserver.ensure_running()
 
 
 class RankPool:
@@ -116,7 +128,7 @@ class RankPool:
             self._start()
         if self._num_groups > _MOST_GROUPS:
             self.rest()
-        looks_again = self._num_tasks % _LOOK_AGAIN == 0
+        looks_again = self._num_tasks % _LOOK_AGAIN == _LOOK_AGAIN - 1
         self._num_tasks += 1
         try:
             self._ranks.submit(_run_task, function.__module__, function.__qualname__, args, kwargs, looks_again)
@@ -144,7 +156,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._ranks = LocalRanks(self.world_size, timeout_s=_GROUP_TIMEOUT_S, preload=_PRELOAD)
+        self._ranks = LocalRanks(self.world_size, timeout_s=_GROUP_TIMEOUT_S, preload=(*_PRELOAD, *_PREPARED))
         self._ranks.submit(_prepare, self._directory.name, self.mutant, self.device)
         self._num_tasks = 0
 
@@ -177,6 +189,7 @@ def use_mutant(name: str | None) -> None:
     """Start all ranks from now on with a fault in the library (None: with the library as it is)."""
     global _mutant
     stop_pools()
+    _PREPARED.clear()  # a rank imports more of the library when the fault is in it
     _mutant = name
 
 

@@ -50,7 +50,7 @@ def _case(family: str, layout: str, *, sp: bool = False, **options: Any) -> Case
         precision=zoo_family.precision,
         config=tuple(_DROPOUT[family].items()),
     )
-    return Case(recipe=recipe, layout=layout, sequence_parallel=sp, options=tuple(options.items()))
+    return Case(recipe=recipe, layout=layout, sequence_parallel=sp, options=tuple(options.items())).shallow()
 
 
 def _train(case: Case, directory: Path, name: str) -> list[RankReport]:

@@ -171,6 +171,7 @@ class _PlainWithCapacity(_Plain):
 
 @pytest.mark.parametrize("case", _parameters(WITH_CAPACITY, SLOW_WITH_CAPACITY))
 def test_what_an_expert_has_no_room_for_is_dropped(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case.shallow()
     plain = _PlainWithCapacity(case.recipe, dict(case.options)["expert_capacity_factor"])
 
     def train(_: Recipe) -> Trace:

@@ -22,6 +22,9 @@ LENGTHS = (13, 10, 17, 7)  # of the sequences at step 0, 1, 2, ...
 
 Batch = dict[str, Tensor]
 
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")  # as configurations name the number of layers
+_TWO_STACKS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
+
 
 @dataclass(frozen=True)
 class Head:
@@ -85,6 +88,20 @@ class Family:
     @property
     def main_head(self) -> str:
         return next(iter(self.heads))
+
+    def shallow(self, head: str, stages: int) -> dict[str, int]:
+        """Configuration values for as few layers as that many stages share unevenly; none where depths are special."""
+        own = self.heads[head].config
+        if "out_indices" in {**self.config, **own}:  # of layers
+            return {}
+        for name in _LAYERS:
+            if self.config.get(name) == 5 and name not in own:
+                return {name: stages + 1}
+        for encoder, decoder in _TWO_STACKS:
+            if encoder in self.config and decoder in self.config and stages < 4:
+                # A head of the decoder alone counts its layers by the name of the encoder's.
+                return {encoder: stages + 1 if encoder in own else 2, decoder: stages + 1}
+        return {}
 
     def build(self, head: str, dtype: torch.dtype = torch.float64, **config: Any) -> nn.Module:
         """A model with weights that depend on nothing but the arguments, in training mode."""

@@ -27,8 +27,8 @@ def assert_no_noise(result: Ended) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_join_alike() -> None:
-    result = start_job("nothing", "all").ended()
+def test_all_ranks_join_alike_and_an_error_that_the_script_handles_ends_nothing() -> None:
+    result = start_job("handled", "all").ended()
     assert (result.code, result.err) == (0, "")
     said = sorted(re.findall(r"rank (\d): pid \d+, met (\d), random (\S+), threads (\d+)", result.out))
     assert [(rank, met, threads) for rank, met, _, threads in said] == [("0", "2", "1"), ("1", "2", "1")]
@@ -61,12 +61,6 @@ def test_users_mistake_is_one_line(where: str) -> None:
     result = start_job("mistake", where).ended()
     assert (result.code, result.err) == (1, f"error: {SENTENCE}\n")
     assert result.seconds < LIMIT_S
-
-
-@pytest.mark.slow
-def test_an_error_that_the_script_handles_ends_nothing() -> None:
-    result = start_job("handled", "all").ended()
-    assert (result.code, result.err) == (0, "")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from zoo_tests.campaigns.fuzz.shrink import shrink
 from zoo_tests.campaigns.fuzz.space import draw
 from zoo_tests.campaigns.fuzz.trial import Outcome, Trials
 
-_CASES = 6
+_CASES = 4
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from zoo_tests.campaigns.mutations.__main__ import main
 from zoo_tests.campaigns.mutations.edits import Edit
 from zoo_tests.campaigns.mutations.mutants import MUTANTS
 
@@ -40,9 +41,8 @@ def test_mutants_are_noticed(names: tuple[str, ...]) -> None:
     assert f"{len(names)} of {len(names)} mutants noticed" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_name_that_is_no_mutant_is_refused() -> None:
-    command = [sys.executable, "-m", "zoo_tests.campaigns.mutations", "nothing"]
-    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "'nothing' is not a mutant" in done.stderr
+def test_a_name_that_is_no_mutant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["nothing"])
+    assert refused.value.code == 2
+    assert "'nothing' is not a mutant" in capsys.readouterr().err

@@ -27,7 +27,7 @@ _ALL = {"output_attentions": True, "output_hidden_states": True}
 
 def _case(family: str, layout: str, config: dict[str, Any] | None = None, **options: Any) -> Case:
     config = {"attn_implementation": "eager", **(config or {})}
-    recipe = Recipe(family=family, head=_HEADS[family], config=tuple(config.items()))
+    recipe = Recipe(family=family, head=_HEADS[family], config=tuple(config.items()), stages=2)
     return Case(recipe=recipe, layout=layout, options=tuple(options.items()))
 
 

@@ -26,7 +26,7 @@ from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.reference import loss_of
 from zoo_tests.harness.toy import Pair
 
-DECAY, STEPS, HALF = 0.8, 20, 10
+DECAY, STEPS, HALF = 0.8, 8, 4
 RECIPE = Recipe(family="llama", head="causal_lm", config=(("num_hidden_layers", 2), ("tie_word_embeddings", True)))
 
 

@@ -24,7 +24,7 @@ from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.reference import loss_of
 from zoo_tests.harness.toy import Pair, global_batch, share_of
 
-STEPS = 20
+STEPS = 8
 
 
 def _train(pair: Pair, ordinary: bool = False, steps: int = STEPS) -> list[int]:

@@ -74,7 +74,7 @@ def _shapes(directory: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def _check(family: str, layout: str, directory: Path) -> None:
-    recipe = Recipe(family=family, head=next(iter(FAMILIES[family].heads)))
+    recipe = Recipe(family=family, head=next(iter(FAMILIES[family].heads)), stages=2)
     plain: Any = recipe.model()
     run_on_ranks(LAYOUTS[layout].world_size, _save, Case(recipe=recipe, layout=layout), directory / "ours")
     plain.save_pretrained(directory / "theirs")

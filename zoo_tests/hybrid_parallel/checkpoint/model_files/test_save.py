@@ -35,7 +35,8 @@ HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
 
 
 def _case(family: str, layout: str, head: str | None = None, **config: object) -> Case:
-    return Case(recipe=Recipe(family=family, head=head or HEADS[family], config=tuple(config.items())), layout=layout)
+    recipe = Recipe(family=family, head=head or HEADS[family], config=tuple(config.items()), stages=2)
+    return Case(recipe=recipe, layout=layout)
 
 
 def _logits(boosted: Boosted, case: Case) -> Tensor:
