@@ -36,10 +36,10 @@ class BucketOptions:
         exchange: the collectives that move shards of gradients and parameters between ranks.
         grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
         updates: keeps updates of sharded parameters apart from gathers of them.
-        states: memory of master weights, reduced gradients and optimizer states.
         keeps_local: whether local gradients are kept until the step is known to be finite, for reports on nan and inf.
             Where ranks learn that before, as between CPUs, only those of a bad step are kept.
         hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
+        states: memory of master weights, reduced gradients and optimizer states.
     """
 
     dp_group: ProcessGroup
@@ -52,9 +52,9 @@ class BucketOptions:
     exchange: ZeroCollectives
     grad_buffers: GradBufferPool
     updates: ShardUpdates
-    states: StateMemory = field(default_factory=StateMemory)
     keeps_local: bool = True
     hidden_by: str | None = None
+    states: StateMemory = field(default_factory=StateMemory)
 
     @property
     def num_shards(self) -> int:

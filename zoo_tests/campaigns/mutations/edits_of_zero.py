@@ -27,7 +27,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         "plugins.hybrid_parallel.zero.step_in_parts",
         "if index:",
         "if False:",
-        (f"{_OFFLOAD}::test_a_step_in_parts_is_one_step[schedule_free]",),
+        (f"{_OFFLOAD}::test_loaded_states_averages_and_unfrozen_parameters",),
     ),
     "states stay in memory after their step": Edit(
         "plugins.hybrid_parallel.zero.stepper",

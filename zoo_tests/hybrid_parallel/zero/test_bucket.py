@@ -23,6 +23,7 @@ from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
+from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from zoo_tests.cuda_trace.recorder import StepRecorder
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -38,6 +39,7 @@ def _options(num_shards: int = 1, shard_index: int = 0, whole: bool = False) -> 
         dp_group=None,
         exchange=ZeroCollectives(None),
         grad_buffers=GradBufferPool(ZeroCollectives(None)),
+        states=StateMemory(),
     )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from booster.failure.peers import machine
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
 from plugins.hybrid_parallel.zero.comm.signal_sockets import Listener, SignalSocket, SignalSockets, connect
 from shardformer.distributed.collectives import world_timeout
@@ -35,7 +35,10 @@ def open_segments(segment: SharedSegment, group: ProcessGroup) -> dict[int, Peer
     """Open the other ranks' segments, rank of the group -> its memory; must be called on all of `meet_neighbours`."""
     there = all_gather_json((os.getpid(), segment.file, segment.token), group)
     own = dist.get_rank(group)
-    return {rank: PeerSegment(*address) for rank, address in enumerate(there) if rank != own}
+    # All wait until all are done: a rank that needs no memory closes its file.
+    return raise_on_all_ranks(
+        lambda: {rank: PeerSegment(*address) for rank, address in enumerate(there) if rank != own}, group
+    )
 
 
 def meet_neighbours(group: ProcessGroup) -> LocalPeers | None:
