@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from shardformer.shard_spec import ShardSpec
 from shardformer.utils.json import read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_AT_ONCE = 2**22  # elements of a full tensor that are read at a time
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -110,7 +112,7 @@ def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
     with open_tensors(path) as file:
         check_shape(file, name, path, spec)
         if spec.dim is None:
-            return file.get_tensor(name).clone()  # a view of the memory map would keep the file open
+            return _read_whole(path, name, file)
         view, parts = file.get_slice(name), []
         for start, stop, padding in spec.pieces():
             part = view[(slice(None),) * spec.dim + (slice(start, stop),)]
@@ -118,6 +120,21 @@ def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
             shape[spec.dim] = padding
             parts += [part, part.new_zeros(shape)]
         return torch.cat(parts, dim=spec.dim)
+
+
+def _read_whole(path: Path, name: str, file: Any) -> Tensor:
+    """Read a full tensor of an open file, a large one in parts: pages of a mapping are resident until it is closed."""
+    view = file.get_slice(name)
+    shape = view.get_shape()
+    of_row = math.prod(shape[1:])
+    rows = max(1, _AT_ONCE // max(1, of_row))
+    if not shape or shape[0] <= rows:
+        return file.get_tensor(name).clone()  # a view of the memory map would keep the file open
+    whole = torch.empty(shape, dtype=view[:0].dtype)
+    for start in range(0, shape[0], rows):
+        with open_tensors(path) as part:
+            whole[start : start + rows] = part.get_slice(name)[start : start + rows]
+    return whole
 
 
 def check_shape(file: Any, name: str, path: Path, spec: ShardSpec) -> None:

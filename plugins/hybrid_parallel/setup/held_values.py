@@ -1,7 +1,7 @@
 """Values that a model does without until ZeRO stage 3 shards them, one parameter at a time.
 
 The tensor- and pipeline-parallel part of a rank is thus never whole in its memory. Parameters have their shape, dtype
-and device meanwhile, and storage without bytes.
+and device meanwhile, and no values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
 from plugins.hybrid_parallel.setup.offload import offloads_parameters
 from plugins.hybrid_parallel.zero.gather_units import is_sharded
-from plugins.hybrid_parallel.zero.initial_values import Source, hollow
+from plugins.hybrid_parallel.zero.initial_values import Source, without_values
 from shardformer.lazy import RecordedValues, WeightReader, read_values
 from shardformer.shard_spec import EXPERTS, TENSOR, annotate, grad_group_of, parameter_like, spec_of
 
@@ -59,7 +59,7 @@ def hold_values(
             continue
         has_master = config.mixed_precision.master_weights and param.requires_grad
         kept = param.dtype if dtype is None or has_master else dtype
-        empty = hollow(param.shape, dtype or param.dtype, mesh.device)
+        empty = without_values(param.shape, dtype or param.dtype, mesh.device)
         if not param.is_meta:
             held[param] = partial(param.data.to, kept)
             param.data = empty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,8 +17,6 @@ def take_source(param: nn.Parameter, initial: dict[nn.Parameter, Source]) -> Sou
     return initial.pop(param, lambda: values)
 
 
-def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor whose storage has no bytes yet."""
-    made = torch.empty(*shape, dtype=dtype, device=device)
-    made.untyped_storage().resize_(0)
-    return made
+def without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of one element in memory, repeated: nan, so that code that reads it too early is noticed."""
+    return torch.full((1,), math.nan, dtype=dtype, device=device).expand(*shape)

@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, EXPERT_REPLICAS, HybridMesh
 from shardformer.peft import model_inside
 from shardformer.shard_spec import EXPERTS, spec_of
+from shardformer.utils.freed_memory import FreedMemory
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _AGREE_EVERY = 2**30  # bytes that a rank writes between two error checks over all ranks
@@ -162,7 +163,7 @@ def _write(
     turns = [turn for turn in _turns(files, mesh.size(EXPERT_REPLICAS)) if gathering.takes_part(turn)]
     output = _Output(files[writer :: mesh.size(EXPERT_REPLICAS)], model_inside(model.unwrap()))
     on_its_way = [gathering.begin(turn) for turn in turns[:1]]
-    asked = 0
+    asked, freed = 0, FreedMemory(0)
     try:
         for index, turn in enumerate(turns):
             while asked < min(turn.checks, rounds - 1):
@@ -172,6 +173,8 @@ def _write(
             full = {name: gather.finish() for name, gather in on_its_way.pop(0).items()}
             if turn.writer == writer and mesh.rank(EXPERTS) == 0:
                 output.put(turn.item, full)
+            del full
+            freed.add(turn.item.size)
         for _ in range(rounds - asked):
             raise_on_all_ranks(output.check)
     finally:
