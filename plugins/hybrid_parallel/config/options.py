@@ -108,7 +108,7 @@ class HybridParallelConfig:
                 "precision='fp8' rounds all weights once a step, of which zero_stage=3 keeps a part; use zero_stage=2, "
                 "or precision='bf16'"
             )
-        if self.offload.offload_parameters is not None and self.zero.zero_stage != 3:
+        if self.offload.offload_parameters and self.zero.zero_stage != 3:
             problems.append(
                 f"offload_parameters={str(self.offload.offload_parameters)!r} needs zero_stage=3, which gathers "
                 "parameters before use; use it, or offload_parameters=None"

@@ -1,9 +1,10 @@
-"""Mutants that change one line of ZeRO stages 2 and 3, of states that some replicas repeat, and of offload."""
+"""Mutants that change one line of ZeRO stages 2 and 3, of states that some replicas repeat, of offload, and of plans."""
 
 from __future__ import annotations
 
 from zoo_tests.campaigns.mutations.edits import Edit
 
+_PLANNED = "zoo_tests/hybrid_parallel/planner/test_memory.py"
 _STAGES = "zoo_tests/parity/test_zero_stages.py::test_trains_like_plain_training"
 _LAZY = "zoo_tests/shardformer/lazy/test_materialize.py"
 _FILES = "zoo_tests/hybrid_parallel/checkpoint/test_stage_3.py::test_files_are_those_of_stage_1"
@@ -64,5 +65,23 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         "self.units.follow(params)\n",
         "pass\n",
         (f"{_PACKED}[quantisation1]",),
+    ),
+    "gradients of layers wait for those of the norms": Edit(
+        "plugins.hybrid_parallel.zero.grouping",
+        "max(arrival[param] for param in item[1])",
+        "min(arrival[param] for param in item[1])",
+        ("zoo_tests/hybrid_parallel/zero/test_memory.py::test_few_whole_gradients_at_once_under_stage_three",),
+    ),
+    "a plan counts whole parameters under stage 3": Edit(
+        "plugins.hybrid_parallel.planner.memory_model",
+        "(bucket.size if bucket.unit is None else shard) * itemsize",
+        "bucket.size * itemsize",
+        (f"{_PLANNED}::test_counted_states_with_options[llama-tp2dp2-options0]",),
+    ),
+    "a plan forgets activations": Edit(
+        "plugins.hybrid_parallel.planner.rank_memory",
+        "activations=saved,",
+        "activations=0.0,",
+        (f"{_PLANNED}::test_plans_keep_within_their_budgets",),
     ),
 }

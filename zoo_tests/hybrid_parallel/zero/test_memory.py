@@ -1,4 +1,4 @@
-"""What ZeRO-1 is for: every data-parallel rank holds its share of the optimizer's state and no more.
+"""What ZeRO is for: every data-parallel rank holds its share of the states and no more, and few whole gradients.
 
 What breaks here first: padding, or a state that is kept on every rank. Look in
 `plugins/hybrid_parallel/zero/bucket.py`.
@@ -7,6 +7,7 @@ What breaks here first: padding, or a state that is kept on every rank. Look in
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.harness.case import Recipe
+from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.reducer import KEPT_BUFFERS
+from zoo_tests.harness.case import Recipe, share_of
 from zoo_tests.harness.ranks import distributed
 
 
@@ -52,3 +55,26 @@ def test_each_of_two_replicas_holds_half_of_the_state() -> None:
 @distributed(4)
 def test_each_of_four_replicas_holds_a_quarter_of_the_state() -> None:
     _check_memory()
+
+
+@distributed(2)
+def test_few_whole_gradients_at_once_under_stage_three() -> None:
+    """Norms of all layers share a bucket, which is complete at the end of a pass: the layers do not wait for it."""
+    recipe = Recipe(family="llama", head="causal_lm", precision="fp32")
+    model = recipe.model()
+    booster = Booster(plugin=HybridParallelPlugin(zero_stage=3, num_microbatches=1))
+    model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    share = share_of(recipe.batch(0), dist.get_rank(), 2)
+    most = 0
+
+    def take(pool: GradBufferPool, *args: Any) -> Tensor:
+        nonlocal most
+        buffer = native(pool, *args)
+        most = max(most, len(pool._taken))
+        return buffer
+
+    native = GradBufferPool.take
+    with patch.object(GradBufferPool, "take", take):
+        booster.execute_pipeline(iter([share]), model, optimizer=optimizer)
+    assert len(optimizer.buckets) == 8  # five layers, embedding, head, norms
+    assert most <= KEPT_BUFFERS + 1  # and that of the norms, which is small
