@@ -16,6 +16,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -226,6 +227,8 @@ def _prepare(directory: str, mutant: str | None, device: str) -> None:
     stacks = os.open(_stack_file(directory, dist.get_rank()), os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     poison_fresh_memory()
+    # Workers of data loaders start as in a script, by fork; from the server, ranks inherit its way, and its imports.
+    multiprocessing.set_start_method("fork", force=True)
     torch._dynamo.config.disable = True  # one test compiles the fused operators; all others would only wait
     if mutant is not None:
         importlib.import_module("zoo_tests.campaigns.mutations.mutants").apply(mutant)
