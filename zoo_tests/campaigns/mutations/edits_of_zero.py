@@ -1,4 +1,4 @@
-"""Mutants that change one line of ZeRO stages 2 and 3, of states that some replicas repeat, of offload, and of plans."""
+"""Mutants that change one line of ZeRO stages 2 and 3, of copies of states, of offload, and of plans."""
 
 from __future__ import annotations
 
