@@ -247,10 +247,12 @@ class Bucket(GradientsByHand):
         self.collect()
         self.release_local_grads()
         if self._sum_of_passes is not None:
-            if self._result is not None:
-                self._sum_of_passes.add_(self._result)
-                self.results.give(self._result)
-            self._result, self._sum_of_passes, self.norm = self._sum_of_passes, None, None
+            if self._result is None:
+                self._result = self._sum_of_passes
+            else:
+                self._result.add_(self._sum_of_passes)
+                self.results.give(self._sum_of_passes)
+            self._sum_of_passes = self.norm = None
         for group in self.sum_groups:
             dist.all_reduce(self._result, group=group)
         if factor is not None:

@@ -311,14 +311,13 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "masters rounded before every step": Edit(
         "plugins.hybrid_parallel.zero.optimizer_shard",
-        '            if present.device.type != "cpu" or not torch.equal(rounded, present):\n'
-        "                torch.where(rounded == present, master, present.to(master.dtype), out=master)\n",
-        "            master.copy_(rounded)\n",
+        "            rounded = master.to(present.dtype)\n",
+        "            rounded = master.to(present.dtype)\n            own.copy_(rounded)\n",
         (f"{_PRECISION}::test_small_updates_add_up_in_master_weights[1]",),
     ),
     "parameters do not follow their masters": Edit(
         "plugins.hybrid_parallel.zero.optimizer_shard",
-        "            self._parameters.copy_(self.values)\n",
+        "            self._parameters.copy_(self.values, non_blocking=True)\n",
         "            pass\n",
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
     ),

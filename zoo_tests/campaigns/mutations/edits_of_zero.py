@@ -24,12 +24,6 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         "(grad_group, tied_group)",
         (f"{_STAGES}[bert-masked_lm-dp4-zero1-adamw-clip-zero_size=2]",),
     ),
-    "every part of a step counts as a step": Edit(
-        "plugins.hybrid_parallel.zero.step_in_parts",
-        "if index:",
-        "if False:",
-        (f"{_OFFLOAD}::test_loaded_states_averages_and_unfrozen_parameters",),
-    ),
     "states stay in memory after their step": Edit(
         "plugins.hybrid_parallel.zero.stepper",
         "state[key], moved = place.copy_(value), True",
