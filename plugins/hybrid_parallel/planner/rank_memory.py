@@ -104,13 +104,14 @@ def memory_of_rank(states: RankStates, own: Sequence[int], costs: Sequence[Stage
         update = states.largest_bucket // (1 if layout.offload_optimizer != "cpu" else 2)
         passes += states.largest_bucket // 3
     transient = states.gradients
-    during_passes = transient + saved + states.gathered + passes
+    # Buffers of gradients stay for the next step on a CPU; a GPU has given them back before the update.
+    given_back = saved + states.gathered + (0 if states.device_type == "cpu" else transient)
     return Memory(
         parameters=parameters,
         gradients=gradients + transient,
         optimizer=optimizer,
         activations=saved,
-        temporary=max(passes, update - (during_passes - passes)),
+        temporary=max(passes, update - given_back),
         gathered=states.gathered,
         host=host,
     )
