@@ -51,8 +51,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "pieces start with the first values of their parameter": Edit(
         "plugins.hybrid_parallel.zero.optimizer_shard",
-        "view.copy_(sources[index].reshape(-1)[start:stop])",
-        "view.copy_(sources[index].reshape(-1)[: stop - start])",
+        "view.copy_(sources[index]().reshape(-1)[start:stop])",
+        "view.copy_(sources[index]().reshape(-1)[: stop - start])",
         (f"{PARITY}[llama-causal_lm-dp2-zero1]",),
     ),
     "sum of replicas keeps the first two": Edit(
