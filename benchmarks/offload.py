@@ -24,6 +24,7 @@ from benchmarks.memory_budget import ResidentPeak, cgroup_root, join, memory_bud
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure
+from shardformer.lazy import record_module_init
 
 PLACES = {
     "offload_optimizer": {"zero_stage": 1},
@@ -58,7 +59,8 @@ def _batch() -> dict[str, torch.Tensor]:
 
 def ours(layers: int, width: int, **options: Any) -> Step:
     """Return a training step of this package."""
-    model = llama(layers, width)
+    with record_module_init():
+        model = llama(layers, width)
     booster = Booster(plugin=HybridParallelPlugin(seed=0, zero_bucket_size_in_mb=4, **options))
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters()))[:2]
     batch = _batch()
@@ -73,15 +75,19 @@ def ours(layers: int, width: int, **options: Any) -> Step:
 
 def other(name: str, layers: int, width: int) -> Step:
     """Return a training step of a system of torch."""
-    model = llama(layers, width)
     if name == "DDP":
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(llama(layers, width))
     else:
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+        with torch.device("meta"):  # values arrive when parameters are sharded, as in ours
+            model = llama(layers, width)
         for layer in model.model.layers:
             fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.02)
     optimizer, batch = torch.optim.AdamW(model.parameters()), _batch()
 
     def step() -> None:
@@ -146,7 +152,7 @@ def largest(name: str, width: int, ranks: int, budget: int, most: int) -> tuple[
 
 
 def report(quick: bool) -> str:
-    layers, width, repeats, budget, most = (2, 64, 2, 2**28, 4) if quick else (12, 512, 5, 2**30, 512)
+    layers, width, repeats, budget, most = (2, 64, 2, 2**28, 4) if quick else (12, 512, 3, 2**30, 128)
     rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as directory:
         for ranks in (1, 2):
