@@ -21,10 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import ratio, run_ranks, table, turns
 from benchmarks.memory_budget import ResidentPeak, cgroup_root, join, memory_budget
-from booster import Booster
+from booster import Booster, record_module_init
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure
-from shardformer.lazy import record_module_init
 
 PLACES = {
     "offload_optimizer": {"zero_stage": 1},
