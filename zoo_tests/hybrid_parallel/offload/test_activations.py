@@ -258,7 +258,7 @@ def refusals(directory: str) -> str:
 def test_a_directory_that_one_rank_cannot_use(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, refusals, str(tmp_path))
     assert first == second and f"{OPTION}='{tmp_path}' has no space for 0.0 MiB more" in first
-    with pytest.raises(ConfigurationError, match="cannot hold the file of a rank .no such file or directory."):
+    with pytest.raises(ConfigurationError, match="cannot hold the file of a rank .No such file or directory."):
         FileStore(tmp_path / "not" / "there", OPTION)
 
 

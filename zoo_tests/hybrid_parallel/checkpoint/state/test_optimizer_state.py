@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import OptimizerLoad
+from plugins.hybrid_parallel.zero.stepper import StepAtOnce
 
 PRESENT = {"lr": 0.1, "fused": None, "capturable": False}
 
@@ -27,6 +28,7 @@ def test_the_number_of_steps_is_where_the_optimizer_reads_it(saved: dict[str, An
         buckets=[bucket],
         updated=[bucket],
         wholes=(),
+        stepper=StepAtOnce(None),
         averages={},
         names={param: "weight"},
         aliases={},
