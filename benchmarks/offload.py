@@ -151,7 +151,7 @@ def largest(name: str, width: int, ranks: int, budget: int, most: int) -> tuple[
 
 
 def report(quick: bool) -> str:
-    layers, width, repeats, budget, most = (2, 64, 2, 2**28, 4) if quick else (12, 512, 3, 2**30, 128)
+    layers, width, repeats, budget, most = (2, 64, 2, 2**28, 4) if quick else (12, 512, 3, 2**29, 64)
     rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as directory:
         for ranks in (1, 2):

@@ -27,7 +27,7 @@ def received(name: str, layers: int) -> float:
     """Return what this rank reads of other ranks' memory in a step, in sizes of the model."""
     import torch.distributed as dist
 
-    whole, batch = model_and_batch("Llama", layers, dist.get_world_size())
+    whole, batch = model_and_batch("Llama", layers, dist.get_world_size(), dist.get_rank())
     size = sum(param.numel() * param.element_size() for param in whole.parameters())
     step, count, windows = STAGES[name](whole), 0, collectives._windows
 

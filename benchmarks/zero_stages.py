@@ -30,9 +30,9 @@ _SYSTEMS = STAGES | COMBINED
 COLUMNS = ["model", "dp", "ours", "other", "our speed / its speed", "its peak / ours", "our peak MiB"]
 
 
-def model_and_batch(name: str, layers: int, replicas: int) -> tuple[nn.Module, Batch]:
-    """Create a model and this rank's share of a global batch."""
-    generator = torch.Generator().manual_seed(dist.get_rank() * replicas // dist.get_world_size())
+def model_and_batch(name: str, layers: int, replicas: int, replica: int) -> tuple[nn.Module, Batch]:
+    """Create a model and the share of a global batch of one replica."""
+    generator = torch.Generator().manual_seed(replica)
     rows = _ROWS // replicas
     ids = torch.randint(1, 30000, (rows, _LENGTH), generator=generator).to(device())
     if name == "Llama":
@@ -40,10 +40,17 @@ def model_and_batch(name: str, layers: int, replicas: int) -> tuple[nn.Module, B
     return bert(layers), {"input_ids": ids, "labels": torch.randint(0, 2, (rows,), generator=generator).to(device())}
 
 
+def replica_of(system: str, replicas: int) -> int:
+    """Return the replica of this rank: those of a pipeline are stage by stage, others are neighbours."""
+    rank = dist.get_rank()
+    return rank % replicas if "pp2" in system else rank * replicas // dist.get_world_size()
+
+
 def speed(model: str, mine: str, other: str, layers: int, replicas: int, repeats: int) -> float:
     """Return the ratio of our speed to the other system's."""
-    _, batch = model_and_batch(model, 1, replicas)
-    steps = {name: _SYSTEMS[name](model_and_batch(model, layers, replicas)[0]) for name in (mine, other)}
+    replica = replica_of(mine, replicas)
+    _, batch = model_and_batch(model, 1, replicas, replica)
+    steps = {name: _SYSTEMS[name](model_and_batch(model, layers, replicas, replica)[0]) for name in (mine, other)}
     times = turns({name: lambda step=step: step(batch) for name, step in steps.items()}, repeats, warm_up=1)
     return ratio(times, mine, other)
 
@@ -51,7 +58,7 @@ def speed(model: str, mine: str, other: str, layers: int, replicas: int, repeats
 def peak(model: str, name: str, layers: int, replicas: int) -> int:
     """Return the increase of peak memory in bytes since before the model was created, maximum over ranks."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    whole, batch = model_and_batch(model, layers, replicas)
+    whole, batch = model_and_batch(model, layers, replicas, replica_of(name, replicas))
     step = _SYSTEMS[name](whole)
     del whole
     for _ in range(3):
