@@ -19,6 +19,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.debug.finding import BACKWARD, MODULE, Finding, describe, is_bad
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket_parameter import native_grad
+from shardformer.utils.backward_pass import in_backward
 
 _logger = get_logger(__name__)
 
@@ -112,7 +113,7 @@ class ModuleWatch:
     # ----- forward -----
 
     def _before(self, title: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if _in_backward():  # recomputation: already checked the first time
+        if in_backward():  # recomputation: already checked the first time
             return _mapped(args, _view), _mapped(kwargs, _view)
         call = _Call(module, title)
         self._calls.append(call)
@@ -131,7 +132,7 @@ class ModuleWatch:
         return view
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if _in_backward():
+        if in_backward():
             return
         while self._calls and self._calls[-1].module is not module:
             self._calls.pop()
@@ -199,10 +200,6 @@ def _view(tensor: Tensor) -> Tensor:
     its identity, and must do so both times.
     """
     return tensor.view_as(tensor) if tensor.requires_grad and _may_look(tensor) else tensor
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _may_look(tensor: Tensor) -> bool:

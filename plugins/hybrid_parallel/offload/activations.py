@@ -23,6 +23,7 @@ from plugins.hybrid_parallel.config.offload import directory_of
 from plugins.hybrid_parallel.offload.gpu_stores import PinnedStore, StagedStore
 from plugins.hybrid_parallel.offload.saved_tensors import KeptTensor, SavedLayer, SavedStorage, SavedTensor
 from plugins.hybrid_parallel.offload.stores import FileStore, Store
+from shardformer.utils.backward_pass import in_backward
 
 OPTION = "offload_activations"
 _LEAST = 4096  # bytes: what is smaller stays
@@ -116,7 +117,7 @@ class OffloadedActivations:
         self._is_first = True
 
     def _before_layer(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not _in_backward():  # where a layer is recomputed
+        if torch.is_grad_enabled() and not in_backward():  # where a layer is recomputed
             self._begin_layer()
 
     def _begin_layer(self) -> None:
@@ -139,7 +140,7 @@ class OffloadedActivations:
                 storage.copy_to(self.store)
 
     def _pack(self, tensor: Tensor) -> KeptTensor:
-        if self._is_first and not _in_backward():
+        if self._is_first and not in_backward():
             self._begin_layer()
         if not self._is_moved(tensor):
             return KeptTensor(tensor)
@@ -152,7 +153,7 @@ class OffloadedActivations:
     def _is_moved(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
             return False
-        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or _in_backward():
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or in_backward():
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= _LEAST and storage._cdata not in self._held_storages
@@ -171,7 +172,3 @@ class OffloadedActivations:
         layer.start()
         if ahead is not None:
             ahead.start()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

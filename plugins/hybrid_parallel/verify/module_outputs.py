@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.stages.placeholders import StagePlaceholder
+from shardformer.utils.backward_pass import in_backward
 
 _FLOOR = 1e-6  # lower limit of the scale that a difference is relative to
 
@@ -57,7 +58,7 @@ class OutputLog:
 
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         tensor = next(_tensors(output), None)
-        is_recomputed = torch._C._current_graph_task_id() != -1
+        is_recomputed = in_backward()
         # A tensor with Python attributes is one that a collective is still writing to.
         if tensor is None or is_recomputed or vars(tensor):
             return

@@ -22,6 +22,7 @@ from plugins.hybrid_parallel.zero.gather_units import GatherUnit, GatherUnits
 from plugins.hybrid_parallel.zero.initial_values import Source
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.shard_spec import spec_of
+from shardformer.utils.backward_pass import in_backward
 from shardformer.utils.freed_memory import return_freed_memory
 
 
@@ -192,7 +193,7 @@ class ParameterGathers:
 
     def _before_forward(self, units: Sequence[GatherUnit], module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not torch.compiler.is_compiling():
-            self._use(units, _in_backward())
+            self._use(units, in_backward())
 
     def _after_forward(
         self, units: Sequence[GatherUnit], module: nn.Module, args: tuple, kwargs: dict, outputs: Any
@@ -206,12 +207,8 @@ class ParameterGathers:
                 self._pinned.update(units)  # the results are in an object that hides them
             if results and given:
                 register_multi_grad_hook(given, lambda grads: self._release(units))
-        if not _in_backward():  # a layer that is recomputed there is about to be used
+        if not in_backward():  # a layer that is recomputed there is about to be used
             self._release(units)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _differentiable(values: Any) -> list[Tensor]:
