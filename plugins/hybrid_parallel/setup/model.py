@@ -16,6 +16,7 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext
 from plugins.hybrid_parallel.boosted.whole_model import WholeModel
+from plugins.hybrid_parallel.config.offload import OffloadOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
@@ -29,6 +30,7 @@ from plugins.hybrid_parallel.setup.compilation import check_compilation, compile
 from plugins.hybrid_parallel.setup.held_values import hold_values
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.setup.model_contents import check_contents
+from plugins.hybrid_parallel.setup.offload import check_places
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
 from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
 from plugins.hybrid_parallel.zero.granularity import check_granularity, check_step_in_parts, check_zero_size
@@ -110,6 +112,8 @@ def check_options_against_model(
     warn_of_untrained(optimizers, model.named_parameters())
     check_recomputation(config.kernels.gradient_checkpointing, model)
     check_layers(config.offload.offload_activations, model)
+    if config.offload != OffloadOptions():
+        raise_on_all_ranks(lambda: check_places(optimizers, config, current_device().type))
     if config.kernels.compile_layers:
         check_compilation(model, current_device())
     if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.offload.memory import FileMemory, HostMemory, HostSegment
-from plugins.hybrid_parallel.offload.paged_file import PagedFile
+from plugins.hybrid_parallel.offload.paged_file import PagedFile, open_unnamed
 from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
 from plugins.hybrid_parallel.zero.gather_units import is_sharded
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
@@ -23,6 +24,27 @@ from plugins.hybrid_parallel.zero.state_memory import StateMemory
 # Optimizers of torch with two states for each value. The space for others is taken in their first step.
 _TWO_STATES = frozenset(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta"))
 _SLACK = 1.05  # padding of shards, and ends of pages
+
+
+def check_places(optimizers: Sequence[torch.optim.Optimizer], config: HybridParallelConfig, device_type: str) -> None:
+    """Refuse early what could only fail later: directories, and optimizers that cannot step on the host of a GPU.
+
+    Raises:
+        ConfigurationError: on this rank; a directory may be missing on one machine.
+    """
+    offload, parallel = config.offload, config.parallel
+    for option in ("offload_optimizer", "offload_parameters"):
+        directory = directory_of(getattr(offload, option))
+        if directory is not None:
+            os.close(open_unnamed(directory, option))
+    if offload.offload_optimizer is None or device_type != "cuda" or parallel.tp_size * parallel.ep_size == 1:
+        return
+    for optim in optimizers:
+        if granularity_of(optim) is not Granularity.ELEMENT:
+            raise ConfigurationError(
+                f"{type(optim).__name__} reads whole parameters, whose parts tensor- or expert-parallel ranks exchange "
+                "on their GPUs; use offload_optimizer=None, or AdamW"
+            )
 
 
 def memory_of_states(
@@ -38,7 +60,7 @@ def memory_of_states(
     """
     place, directory = config.offload.offload_optimizer, directory_of(config.offload.offload_optimizer)
     if place is not None and mesh.device.type == "cuda":
-        _prepare_for_host(optim, config)
+        _prepare_for_host(optim)
     if directory is None:
         return HostMemory() if place is not None and mesh.device.type == "cuda" else StateMemory()
     size = 0
@@ -57,18 +79,8 @@ def offloads_parameters(config: HybridParallelConfig, device: torch.device) -> b
     return directory_of(place) is not None or (place is not None and device.type == "cuda")
 
 
-def _prepare_for_host(optim: torch.optim.Optimizer, config: HybridParallelConfig) -> None:
-    """Have an optimizer of a GPU step on the host: Adam by torch's fused kernel, if the user has chosen none.
-
-    Raises:
-        ConfigurationError: if ranks would have to exchange what is in host memory.
-    """
-    parallel = config.parallel
-    if parallel.tp_size * parallel.ep_size > 1 and granularity_of(optim) is not Granularity.ELEMENT:
-        raise ConfigurationError(
-            f"{type(optim).__name__} reads whole parameters, whose parts tensor- or expert-parallel ranks exchange on "
-            "their GPUs; use offload_optimizer=None, or AdamW"
-        )
+def _prepare_for_host(optim: torch.optim.Optimizer) -> None:
+    """Have an optimizer of a GPU step on the host: Adam by torch's fused kernel, if the user has chosen none."""
     for group in optim.param_groups if type(optim) in (torch.optim.Adam, torch.optim.AdamW) else ():
         if group["fused"] is None and group["foreach"] is None and not group["capturable"]:
             group["fused"] = True
