@@ -173,7 +173,8 @@ class StageCost:
 def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> PartCost:
     """Return the cost of a part whose sequence is sharded over `cp_size` context-parallel ranks.
 
-    Each rank attends to the whole sequence, so both passes all-gather the keys and values.
+    Each rank attends to the whole sequence, so both passes all-gather the keys and values. On a ring, a forward pass
+    holds two blocks of them, the present one and the next; a backward pass also holds three blocks of their gradients.
 
     Args:
         gathered: size of the keys and values relative to the hidden state.
@@ -181,8 +182,14 @@ def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> Pa
     if cp_size == 1:
         return cost
     share = PartCost().mixed(cost, 1 / cp_size)
-    gathered = link.collective("all_gather", gathered * cost.output, cp_size)
-    return replace(share, forward_talk=share.forward_talk + gathered, backward_talk=share.backward_talk + gathered)
+    seconds, block = link.collective("all_gather", gathered * cost.output, cp_size), gathered * share.output
+    return replace(
+        share,
+        forward_talk=share.forward_talk + seconds,
+        backward_talk=share.backward_talk + seconds,
+        forward_peak=share.forward_peak + 2 * block,
+        backward_peak=share.backward_peak + 5 * block,
+    )
 
 
 def recomputed(cost: PartCost) -> PartCost:
