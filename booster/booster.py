@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,13 +54,31 @@ class Booster:
             ConfigurationError: an object is of another kind, there are two models or criteria, or the model does not
                 allow the layout.
         """
-        unknown = sorted(set(named) - set(_KEYWORDS))
-        if unknown:
-            raise ConfigurationError(f"boost() got the keyword '{unknown[0]}'; use {', '.join(_KEYWORDS)}")
-        given = [value for value in (*objects, *named.values()) if value is not None]
-        boosted = self._configure(given)
-        results = tuple(None if value is None else boosted[id(value)] for value in (*objects, *named.values()))
-        return results[0] if len(results) == 1 else results
+        return self._prepared("boost", self.plugin.configure, objects, named)
+
+    @failure.guard("booster.relayout")
+    def relayout(self, plugin: Plugin, *objects: Any, **named: Any) -> Any:
+        """Continue a running job under another layout of the same ranks, without files; all ranks must call this.
+
+        Weights, optimizer states, the loss scale, random states and the position of loaders move from the ranks that
+        have them to those that need them. The result is that of a checkpoint saved before and loaded after, bit for
+        bit. The global batch stays the same. The objects given cannot be used any more.
+
+        Args:
+            plugin: the new layout.
+            objects: what `boost` returned: the model, all of its optimizers; schedulers, dataloaders, the criterion.
+            named: the same objects by keyword, as for `boost`.
+
+        Returns:
+            The new objects in the order given; a single object is returned without a tuple.
+
+        Raises:
+            ConfigurationError: the objects cannot move, or the model does not allow the layout; raised on every rank,
+                and training can continue with the objects given.
+        """
+        result = self._prepared("relayout", partial(self.plugin.relayout, plugin), objects, named)
+        self.plugin = plugin
+        return result
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Compute gradients in an ordinary loop; call this instead of `loss.backward()`."""
@@ -204,8 +223,22 @@ class Booster:
         """
         self.plugin.checkpoint_io.finish_saving()
 
-    def _configure(self, given: list[Any]) -> dict[int, Any]:
-        """Boost the objects together; return a map from the id of each given object to the boosted one."""
+    def _prepared(
+        self, call: str, prepare: Callable[[TrainingObjects], TrainingObjects], objects: Any, named: dict[str, Any]
+    ) -> Any:
+        """Return what `prepare` makes of the objects, in the order given."""
+        unknown = sorted(set(named) - set(_KEYWORDS))
+        if unknown:
+            raise ConfigurationError(f"{call}() got the keyword '{unknown[0]}'; use {', '.join(_KEYWORDS)}")
+        given = [value for value in (*objects, *named.values()) if value is not None]
+        made = self._configure(call, prepare, given)
+        results = tuple(None if value is None else made[id(value)] for value in (*objects, *named.values()))
+        return results[0] if len(results) == 1 else results
+
+    def _configure(
+        self, call: str, prepare: Callable[[TrainingObjects], TrainingObjects], given: list[Any]
+    ) -> dict[int, Any]:
+        """Prepare the objects together; return a map from the id of each given object to the new one."""
         kinds: dict[str, list[Any]] = {
             "model": [],
             "optimizer": [],
@@ -214,13 +247,13 @@ class Booster:
             "criterion": [],
         }
         for value in given:
-            kinds[_kind(value)].append(value)
+            kinds[_kind(value, call)].append(value)
         for kind in ("model", "criterion"):
             if len(kinds[kind]) > 1:
-                raise ConfigurationError(f"boost() got {len(kinds[kind])} objects of the kind '{kind}'; give one")
+                raise ConfigurationError(f"{call}() got {len(kinds[kind])} objects of the kind '{kind}'; give one")
         model = kinds["model"][0] if kinds["model"] else None
         self._criterion = kinds["criterion"][0] if kinds["criterion"] else self._criterion
-        boosted = self.plugin.configure(
+        boosted = prepare(
             TrainingObjects(model, kinds["optimizer"], kinds["lr_scheduler"], kinds["dataloader"], self._criterion)
         )
         if boosted.optimizers:
@@ -241,7 +274,7 @@ class Booster:
             StepProfile(*request, boosted.model).begin(boosted.optimizers[0])
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Any, call: str) -> str:
     if isinstance(value, torch.optim.Optimizer):
         return "optimizer"
     if isinstance(value, LRScheduler | ReduceLROnPlateau):
@@ -254,6 +287,6 @@ def _kind(value: Any) -> str:
     if callable(value):
         return "criterion"
     raise ConfigurationError(
-        f"boost() cannot take a {type(value).__name__}; "
+        f"{call}() cannot take a {type(value).__name__}; "
         "give a module, optimizers, learning-rate schedulers, dataloaders or a criterion"
     )

@@ -54,6 +54,14 @@ class Plugin(ABC):
             ConfigurationError: the objects cannot be trained with this plugin's options; raised on every rank.
         """
 
+    def relayout(self, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
+        """Move the state of boosted objects to new ones under the layout of `plugin`; optional for a plugin.
+
+        Raises:
+            ConfigurationError: the objects cannot move; raised on every rank, and they can be used as before.
+        """
+        raise ConfigurationError(f"{type(self).__name__} cannot change its layout; save and load a checkpoint")
+
     @abstractmethod
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Compute the gradients of `loss` and synchronize them."""

@@ -76,6 +76,7 @@ class GuardedModel(ModelWrapper):
     # ----- engines around it -----
 
     def __getattr__(self, name: str) -> Any:
+        _refuse_what_has_moved(self, name, "model")
         if name in _ASKED_OF_MODELS:
             _refuse_engine(_ASKED_OF_MODELS[name])
         if name == "_torchdynamo_orig_callable":
@@ -264,6 +265,7 @@ class GuardedOptimizer(OptimizerWrapper):
     """Wrapper of an optimizer that refuses unsupported use by other code."""
 
     def __getattr__(self, name: str) -> Any:
+        _refuse_what_has_moved(self, name, "optimizer")
         if name == "_step_supports_amp_scaling":
             raise ConfigurationError(
                 "torch.amp.GradScaler cannot unscale the gradients of a boosted optimizer; leave it out and use "
@@ -273,6 +275,20 @@ class GuardedOptimizer(OptimizerWrapper):
             _refuse_engine("Accelerator.prepare")
         found = super().__getattr__(name)
         return partial(_refuse_half_step, name) if name in ("first_step", "second_step") else found
+
+
+def release(model: GuardedModel) -> None:
+    """Release what a model and its optimizers hold, after `relayout` has moved their state; they refuse further use."""
+    for optimizer in list(model.optimizers):
+        optimizer.__dict__.clear()
+    model.__dict__.clear()
+
+
+def _refuse_what_has_moved(found: GuardedModel | GuardedOptimizer, name: str, kind: str) -> None:
+    if not found.__dict__ and not name.startswith("__"):
+        raise ConfigurationError(
+            f"booster.relayout has moved the state of this {kind} to another layout; use the {kind} that it returned"
+        )
 
 
 def _refuse_engine(engine: str) -> NoReturn:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
-from booster.data import PackingCollator
 from booster.errors import ConfigurationError
 from booster.extensions import load_extension
 from booster.launch import debug_is_asked
@@ -28,7 +27,7 @@ from plugins.hybrid_parallel.boosted.user_loop import agree
 from plugins.hybrid_parallel.config.json_layout import is_description, options_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_loss
-from plugins.hybrid_parallel.data.loading import Loading
+from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.options_check import check_options
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives, naming_ranks
@@ -189,7 +188,7 @@ class HybridParallelPlugin(Plugin):
     def configure(self, objects: TrainingObjects) -> TrainingObjects:
         """Shard the model, re-point the optimizers at its shards and shard the data loaders."""
         for dataloader in objects.dataloaders:
-            self._check_batch_size(dataloader)
+            check_batch_size(dataloader, self.config.pipeline.least_batch_size)
         # Before the model: building it may draw random numbers, and errors in a loader are reported early.
         dataloaders = [self._loading.shard(dataloader) for dataloader in objects.dataloaders]
         model, optimizers = self._configure_model(objects)
@@ -201,6 +200,14 @@ class HybridParallelPlugin(Plugin):
             dataloaders=dataloaders,
             criterion=objects.criterion,
         )
+
+    def relayout(self, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
+        """Move the state of boosted objects to new ones under the layout of another plugin; see `booster.relayout`."""
+        from plugins.hybrid_parallel.relayout.relayout import relayout
+
+        model, made = objects.model, relayout(self.grid, plugin, objects)
+        self._models = [each for each in self._models if each() is not model]
+        return made
 
     @failure.guard("booster.backward")
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -338,7 +345,7 @@ class HybridParallelPlugin(Plugin):
     ) -> DataLoader:
         """Create a loader over this rank's shard of `dataset`; `batch_size` is per data-parallel replica."""
         loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, **kwargs)
-        self._check_batch_size(loader)
+        check_batch_size(loader, self.config.pipeline.least_batch_size)
         return self._loading.shard(loader)
 
     @cached_property
@@ -388,13 +395,3 @@ class HybridParallelPlugin(Plugin):
     @cached_property
     def _loading(self) -> Loading:
         return Loading(self.grid, self.config.debugging.seed)
-
-    def _check_batch_size(self, dataloader: DataLoader) -> None:
-        if isinstance(dataloader.collate_fn, PackingCollator):  # micro-batches are parts of a row
-            return
-        least = self.config.pipeline.least_batch_size
-        if dataloader.batch_size is not None and dataloader.batch_size < least:
-            raise ConfigurationError(
-                f"batch_size={dataloader.batch_size} has fewer samples than num_microbatches={least}; "
-                f"use batch_size={least} or more, or num_microbatches={dataloader.batch_size}"
-            )

@@ -1,5 +1,6 @@
 """Lazy initialization: build a model without values, shard it, then load only the values of this rank's shards."""
 
+from shardformer.lazy.empty_copy import empty_copy
 from shardformer.lazy.materialize import (
     WeightReader,
     materialize,
@@ -15,6 +16,7 @@ __all__ = [
     "LazyInitContext",
     "RecordedValues",
     "WeightReader",
+    "empty_copy",
     "is_recorded",
     "materialize",
     "read_values",

@@ -10,7 +10,10 @@ from typing import Any
 from torch import nn
 
 from plugins.hybrid_parallel.boosted.facade import size_asked_of
+from plugins.hybrid_parallel.zero.gradient_hooks import hooked_names
+from shardformer.lazy import empty_copy
 from shardformer.peft.file_names import FileNames, file_names
+from shardformer.quantised import is_quantised
 from shardformer.utils.parameter_names import tied_names
 
 
@@ -25,6 +28,7 @@ class WholeModel:
         listed_as: name of a tied parameter -> the name under which `named_parameters` lists it.
         adapter_names: peft adapter -> names of its tensors here -> names in its file.
         sizes: (only trainable, without embeddings) -> number of parameters.
+        modules: the whole model without values; the reason where it has none.
     """
 
     config: Any
@@ -33,6 +37,7 @@ class WholeModel:
     listed_as: Mapping[str, str]
     adapter_names: Mapping[str, FileNames] = field(default_factory=dict)
     sizes: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
+    modules: nn.Module | str = "it was not boosted"
 
     @staticmethod
     def of(model: nn.Module) -> WholeModel:
@@ -42,4 +47,17 @@ class WholeModel:
         listed_as = {name: names[0] for names in tied for name in names}
         config = copy.deepcopy(getattr(model, "config", None))
         names = frozenset(model.state_dict(keep_vars=True))
-        return WholeModel(config, names, aliases, listed_as, file_names(model), size_asked_of(model))
+        modules = _modules_of(model)
+        return WholeModel(config, names, aliases, listed_as, file_names(model), size_asked_of(model), modules)
+
+
+def _modules_of(model: nn.Module) -> nn.Module | str:
+    """Return the modules of a model without values, or why another layout could not be built from them."""
+    if any(map(is_quantised, model.parameters())):
+        return "its weights are quantised"
+    if names := hooked_names(model):
+        return f"{names[0]} has a hook on its gradient"
+    try:
+        return empty_copy(model)
+    except Exception as error:  # a user's module may hold anything
+        return f"its modules cannot be copied ({type(error).__name__}: {error})"

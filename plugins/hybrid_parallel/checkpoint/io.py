@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
 from plugins.hybrid_parallel.checkpoint.model_files.whole_state import whole_state_dict
 from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
 from plugins.hybrid_parallel.checkpoint.state.background import BackgroundWriter
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
 from plugins.hybrid_parallel.checkpoint.state.retention import (
     MANIFEST,
     checkpoints_in,
@@ -123,7 +124,8 @@ class HybridParallelCheckpointIO(CheckpointIO):
         _check_boosted({"optimizer": optimizer})
         self._background.finish()
         manifest = self._verified(Path(directory))
-        restore(self.mesh, {"optimizer": optimizer}, Path(directory), manifest, self.group, with_random=False)
+        fill = partial(read_tensors, directory=Path(directory), manifest=manifest)
+        restore(self.mesh, {"optimizer": optimizer}, fill, manifest, self.group, with_random=False)
 
     @failure.guard("booster.save_checkpoint")
     def save_checkpoint(
@@ -194,7 +196,8 @@ class HybridParallelCheckpointIO(CheckpointIO):
         manifest = manifest or self._verified(path)
         model = objects.get("model")
         with nullcontext() if model is None else model.gathers.changing():
-            restore(self.mesh, objects, path, manifest, self.group)
+            fill = partial(read_tensors, directory=path, manifest=manifest)
+            restore(self.mesh, objects, fill, manifest, self.group)
         return manifest.state["extra"]
 
     def latest_checkpoint(self, folder: str) -> str | None:
@@ -284,22 +287,13 @@ def _publish(partial: PendingSave, snapshot: StateSnapshot, parts: list[Any], ke
     """Complete the checkpoint from the descriptions of all ranks, and remove old checkpoints."""
     state = dict(snapshot.state)
     if state["optimizer"] is not None:
-        state["optimizer"] = {**state["optimizer"], **_merge_numbers([numbers for *_, numbers in parts])}
+        state["optimizer"] = {**state["optimizer"], **merge_numbers([numbers for *_, numbers in parts])}
     files = {name: SavedFile(size, checksum) for _, name, size, checksum, _ in parts}
     partial.publish(Manifest(partial.sequence, files, merge_tensors([written for written, *_ in parts]), state))
     partial.close()
     if keep_last is not None:
         keep_latest(partial.path, keep_last)
     remove_remains(partial.path.parent)
-
-
-def _merge_numbers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the optimizer numbers of all ranks; ranks that share a parameter report the same values."""
-    merged: dict[str, Any] = {"numbers": {}, "shapes": {}}
-    for part in parts:
-        for kind in merged:
-            merged[kind].update(part[kind])
-    return merged
 
 
 def _check_boosted(objects: dict[str, Any]) -> None:

@@ -79,9 +79,11 @@ class ShardedDataLoader(DataLoaderShard):
     Attributes:
         global_batch_size: samples of a batch over all data-parallel ranks; `dp_size` if the batch size is unknown.
         iterations: number of times that the loader was iterated.
+        given: the user's loader.
     """
 
     iterations = 0
+    given: DataLoader
     _position = 0  # number of batches of this epoch that were handed out
     _base_seed: int | None = None
     _order_at_start: dict[str, Any] | None = None  # state of the order when this epoch began
@@ -266,5 +268,6 @@ def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: Load
     place, group = (mesh.rank("dp"), mesh.size("dp")), control_group()
     sharded = raise_on_all_ranks(lambda: shard_dataloader(dataloader, *place, mesh.device, order), group)
     if sharded is not dataloader:
+        sharded.given = dataloader
         check_same_data(dataloader, group)
     return sharded

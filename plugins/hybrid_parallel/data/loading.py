@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
+from booster.data import PackingCollator
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.batch_check import ReplicaCheck
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json
@@ -14,6 +16,21 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
+
+
+def check_batch_size(dataloader: DataLoader, least: int) -> None:
+    """Refuse a loader whose batches have fewer samples than a pipeline has micro-batches.
+
+    Raises:
+        ConfigurationError: if so.
+    """
+    if isinstance(dataloader.collate_fn, PackingCollator):  # micro-batches are parts of a row
+        return
+    if dataloader.batch_size is not None and dataloader.batch_size < least:
+        raise ConfigurationError(
+            f"batch_size={dataloader.batch_size} has fewer samples than num_microbatches={least}; "
+            f"use batch_size={least} or more, or num_microbatches={dataloader.batch_size}"
+        )
 
 
 class Loading:

@@ -164,7 +164,6 @@ def build_model(
     store = None
     if (place := config.offload.offload_activations) is not None:
         store = raise_on_all_ranks(lambda: activation_store(place, mesh.device))
-    recompute(config.kernels.gradient_checkpointing, model)
     pipeline = config.pipeline
     parts = (pipeline.num_microbatches or mesh.size("pp")) * mesh.size("dp")
     cuts_batch = pipeline.microbatch_size is not None or parts > 1
@@ -177,6 +176,7 @@ def build_model(
     reader = _reader_of(model, seed)
     share_initial_weights(model)
     origin = WholeModel.of(model)
+    recompute(config.kernels.gradient_checkpointing, model)
     shared = shard_model(model, config, mesh)
     held = {}
     if trains and config.zero.zero_stage == 3:

@@ -93,7 +93,7 @@ def build_optimizer(
         optim,
         buckets,
         reducer,
-        LocalParameters(first_names, model.origin.aliases, order, frozen, wholes),
+        LocalParameters(first_names, model.origin.aliases, order, frozen, wholes, _first_names(groups, names)),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
         StepOptions(zero.max_norm, debugging.nonfinite, zero.overlap_allgather, stepper_of(optim, memory)),
         StepHooks(
@@ -113,6 +113,10 @@ def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mes
         options = _bucket_options(Granularity.ELEMENT, config, mesh, StateMemory(), frozen)
         built.model.gathers.shard_frozen(options, built.initial)
         built.model.gathers.attach()
+
+
+def _first_names(groups: Sequence[Sequence[nn.Parameter]], names: Mapping[int, Sequence[str]]) -> list[list[str]]:
+    return [[names[id(param)][0] for param in group] for group in groups]
 
 
 def _which(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:

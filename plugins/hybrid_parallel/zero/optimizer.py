@@ -81,6 +81,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         num_steps: number of `step` calls so far, including those before a checkpoint.
         step_was_skipped: whether the last step was skipped, on all ranks, because gradients were not finite.
         has_missed_pass: whether a pass in training mode has left no gradients, because it was given no optimizer.
+        group_names: names of the parameters of the whole model, by group.
         averages: averages of its parameters by name, see `ShardedEMA`.
         applied_average: name of the average whose values the parameters have now; None for their own.
     """
@@ -98,7 +99,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         super().__init__(optim)
         self.buckets, self.reducer = list(buckets), reducer
         self.names, self.aliases, self.frozen = dict(parameters.names), parameters.aliases, parameters.frozen
-        self.wholes = parameters.wholes
+        self.wholes, self.group_names = parameters.wholes, parameters.group_names
         self.mesh, self.loss_scale, self._gathers_of_model = context.mesh, context.loss_scale, context.gathers
         self.trace, self.peers = context.record, context.optimizers
         self.max_norm, self.nonfinite = options.max_norm, options.nonfinite

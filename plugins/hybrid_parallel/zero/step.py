@@ -72,6 +72,7 @@ class LocalParameters:
         order: the local parameters as the optimizer held them before, by group; None for those on other stages.
         frozen: the parameters that have no bucket yet.
         wholes: the parameters that the optimizer reads whole, although ranks hold parts of them.
+        group_names: names of the parameters of the whole model, by group.
     """
 
     names: Mapping[nn.Parameter, str]
@@ -79,3 +80,4 @@ class LocalParameters:
     order: Sequence[Sequence[nn.Parameter | None]]
     frozen: FrozenParameters
     wholes: WholeParameters
+    group_names: Sequence[Sequence[str]] = ()

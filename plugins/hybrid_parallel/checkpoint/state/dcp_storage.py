@@ -72,6 +72,17 @@ def read_tensors(tensors: Mapping[str, GlobalTensor], directory: Path, manifest:
     _without_wrapping(lambda: dcp.load(dict(tensors), storage_reader=reader, planner=_LoadPlanner(), no_dist=True))
 
 
+def plan_reads(tensors: Mapping[str, GlobalTensor], manifest: Manifest) -> list[tuple[ReadItem, Tensor]]:
+    """Return the parts of chunks that fill rectangles, each with the memory that it is read into.
+
+    Raises:
+        ConfigurationError: a tensor is missing, has another shape, or is not covered by its chunks.
+    """
+    planner = _LoadPlanner()
+    planner.set_up_planner(dict(tensors), _metadata_of(manifest))
+    return [(item, planner.resolve_tensor(item)) for item in planner.create_local_plan().items]
+
+
 def _without_wrapping(work: Any) -> None:
     """Run DCP, and raise the original error instead of the `CheckpointException` that hides its message."""
     try:
@@ -200,16 +211,7 @@ class _Reader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.torch_dtype),
-                    torch.Size(tensor.shape),
-                    [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
-                )
-                for name, tensor in self.manifest.tensors.items()
-            }
-        )
+        return _metadata_of(self.manifest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -238,6 +240,19 @@ class _Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def _metadata_of(manifest: Manifest) -> Metadata:
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=tensor.torch_dtype),
+                torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
+            )
+            for name, tensor in manifest.tensors.items()
+        }
+    )
 
 
 @torch.no_grad()  # grad mode is thread-local

@@ -81,6 +81,15 @@ def optimizer_header(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
     }
 
 
+def merge_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the numbers of all ranks; ranks that share a parameter report the same values."""
+    merged: dict[str, Any] = {"numbers": {}, "shapes": {}}
+    for part in parts:
+        for kind in merged:
+            merged[kind].update(part[kind])
+    return merged
+
+
 def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | None) -> None:
     """Check that a saved state belongs to this kind of optimizer, before anything is changed.
 

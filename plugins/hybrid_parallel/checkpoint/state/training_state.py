@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.state.model_state import clear_padding, model_tensors, tensors_to_fill
@@ -83,7 +81,7 @@ def take_snapshot(
 def restore(
     mesh: HybridMesh,
     objects: dict[str, Any],
-    directory: Path,
+    fill: Callable[[Mapping[str, GlobalTensor]], None],
     manifest: Manifest,
     group: dist.ProcessGroup,
     with_random: bool = True,
@@ -95,7 +93,8 @@ def restore(
 
     Args:
         objects: objects to restore, by kind.
-        directory, manifest: the checkpoint.
+        fill: reads tensors of the saved state into memory of this rank; all ranks call it equally often.
+        manifest: of the saved state.
         group: group of all ranks; an error on one is raised on all.
         with_random: whether to restore random states at all.
 
@@ -115,11 +114,11 @@ def restore(
     def read() -> None:
         if model is not None:
             clear_padding(model)
-            read_tensors(wanted, directory, manifest)
+            fill(wanted)
             for each in model.optimizers:
                 each.refresh_masters()
         for load in loads:
-            read_tensors(load.tensors, directory, manifest)
+            fill(load.tensors)
             load.apply()
 
     def take_plain() -> None:

@@ -1,0 +1,174 @@
+"""Exchange of rectangles of tensors between the ranks that have them and those that need them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import plan_reads
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+
+_ROUND_BYTES = 64 * 2**20  # that all ranks together move at once
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A part of a chunk that goes from one rank to another.
+
+    Attributes:
+        source, target: ranks.
+        name: of the whole tensor.
+        chunk: offsets of the chunk in the whole tensor.
+        start, sizes: position in the chunk, and shape.
+        dtype: of the chunk.
+        number: index among the parts that the target asks for.
+    """
+
+    source: int
+    target: int
+    name: str
+    chunk: Ints
+    start: Ints
+    sizes: Ints
+    dtype: torch.dtype
+    number: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Exchange:
+    """Reads tensors of a state whose rectangles are in the memory of the ranks.
+
+    Args:
+        held: the rectangles that this rank has, by name. One that is `freed` is removed once all ranks have it.
+        manifest: describes the rectangles of all ranks; the file of a chunk is the rank that has it.
+        freed: names of tensors that are read once.
+        device: device of messages.
+        group: group of all ranks, for messages on that device.
+    """
+
+    def __init__(
+        self,
+        held: dict[str, GlobalTensor],
+        manifest: Manifest,
+        freed: frozenset[str],
+        device: torch.device,
+        group: ProcessGroup,
+    ) -> None:
+        self._held, self._manifest, self._freed = held, manifest, freed
+        self._device, self._group = device, group
+        self._rank = dist.get_rank()
+        self._owner = {
+            (name, chunk.offsets): int(chunk.file)
+            for name, tensor in manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, GlobalTensor]) -> None:
+        """Fill rectangles of this rank; all ranks must call this together.
+
+        Raises:
+            ConfigurationError: a tensor is missing, or has another shape; raised on all ranks.
+        """
+        reads = raise_on_all_ranks(lambda: plan_reads(tensors, self._manifest))
+        asked = [
+            [item.storage_index.fqn, list(item.storage_index.offset), list(item.storage_offsets), list(item.lengths)]
+            for item, _ in reads
+        ]
+        moves = self._moves(all_gather_json(asked))
+        left = Counter(move.name for move in moves if move.source == self._rank)
+        for moved in _rounds(moves):
+            self._move(moved, [into for _, into in reads])
+            left.subtract(move.name for move in moved if move.source == self._rank)
+            for name in {move.name for move in moved if move.source == self._rank}:
+                if not left[name] and name in self._freed:
+                    del self._held[name]
+
+    def _moves(self, asked: Sequence[Sequence[list]]) -> list[_Move]:
+        """Return what all ranks asked for, in an order that all ranks agree on."""
+        found = []
+        for target, parts in enumerate(asked):
+            for number, (name, chunk, start, sizes) in enumerate(parts):
+                source = self._owner[name, tuple(chunk)]
+                dtype = self._manifest.tensors[name].torch_dtype
+                found.append(_Move(source, target, name, tuple(chunk), tuple(start), tuple(sizes), dtype, number))
+        return sorted(found, key=lambda each: (each.name, each.chunk, each.target, each.number))
+
+    def _move(self, moves: Sequence[_Move], targets: Sequence[Tensor]) -> None:
+        """Move the parts of a round: one message for each pair of ranks."""
+        sent, received = defaultdict(list), defaultdict(list)
+        for move in moves:
+            if move.source == move.target == self._rank:
+                targets[move.number].copy_(self._part(move))
+            elif move.source == self._rank:
+                sent[move.target].append(move)
+            elif move.target == self._rank:
+                received[move.source].append(move)
+        arrived = {source: self._room(parts) for source, parts in received.items()}
+        operations = []
+        for peer in range(dist.get_world_size()):
+            if peer in sent:
+                operations.append(dist.P2POp(dist.isend, self._packed(sent[peer]), group=self._group, group_peer=peer))
+            if peer in arrived:
+                operations.append(dist.P2POp(dist.irecv, arrived[peer], group=self._group, group_peer=peer))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for source, parts in received.items():
+            for move, values in zip(parts, _split(arrived[source], parts), strict=True):
+                targets[move.number].copy_(values)
+
+    def _room(self, moves: Sequence[_Move]) -> Tensor:
+        return torch.empty(sum(_aligned(move.nbytes) for move in moves), dtype=torch.uint8, device=self._device)
+
+    def _packed(self, moves: Sequence[_Move]) -> Tensor:
+        buffer = self._room(moves)
+        for move, into in zip(moves, _split(buffer, moves), strict=True):
+            into.copy_(self._part(move))
+        return buffer
+
+    def _part(self, move: _Move) -> Tensor:
+        part = next(each.values for each in self._held[move.name].rectangles if each.offsets == move.chunk)
+        for dim, (start, size) in enumerate(zip(move.start, move.sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part
+
+
+def _rounds(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
+    """Split moves into rounds of a bounded size."""
+    found: list[_Move] = []
+    size = 0
+    for move in moves:
+        if found and size + move.nbytes > _ROUND_BYTES:
+            yield found
+            found, size = [], 0
+        found.append(move)
+        size += move.nbytes
+    if found:
+        yield found
+
+
+def _split(buffer: Tensor, moves: Sequence[_Move]) -> Iterator[Tensor]:
+    """Yield the part of a message that belongs to each move, in its dtype and shape."""
+    start = 0
+    for move in moves:
+        yield buffer[start : start + move.nbytes].view(move.dtype).view(move.sizes)
+        start += _aligned(move.nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    """Return the bytes that a part takes, so that the next one begins at a multiple of every element size."""
+    return -(-nbytes // 16) * 16

@@ -1,0 +1,208 @@
+"""`booster.relayout`: the training objects of a running job under another layout, with the state of the present ones.
+
+The modules of the whole model, without values, are cut for the new layout as at `boost`. Then every rank asks for the
+rectangles of weights and states that it needs, as at the load of a checkpoint, and the ranks that have them send them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigurationError
+from booster.plugin import Plugin, TrainingObjects
+from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, merge_tensors
+from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER, buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.state.optimizer_state import PREFIX as STATES
+from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
+from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, restore, take_snapshot
+from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
+from plugins.hybrid_parallel.guards import release
+from plugins.hybrid_parallel.relayout.exchange import Exchange
+from plugins.hybrid_parallel.relayout.loaders import check_loader, loader_for
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.distributed.process_groups import world_group
+from shardformer.lazy import empty_copy, set_weight_reader
+from shardformer.shard_spec import ShardSpec
+from shardformer.utils.freed_memory import return_freed_memory
+
+
+def relayout(mesh: HybridMesh, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
+    """Return objects under the layout of `plugin` that continue the training of `objects`; these end.
+
+    Args:
+        mesh: the present grid of ranks.
+        plugin: a plugin for the same ranks.
+        objects: what `boost` returned: the model with all of its optimizers; schedulers and loaders.
+
+    Raises:
+        ConfigurationError: the objects cannot move, or the model does not allow the layout; raised on all ranks, and
+            training can continue under the present layout.
+    """
+    raise_on_all_ranks(lambda: _check(objects, plugin), control_group())
+    model, optimizers = objects.model, list(objects.optimizers)
+    states = _states_of(model, optimizers, mesh)
+    whole, loaders = _whole_model(model), [loader_for(each, plugin.dp_size) for each in objects.dataloaders]
+    users = [optimizer.unwrap() for optimizer in optimizers]
+    with LoadingStream().active(), _pointing_at(whole, optimizers):
+        made = plugin.configure(TrainingObjects(whole, users, objects.lr_schedulers, loaders, objects.criterion))
+    for index, state in enumerate(states):
+        _move(*state, made.model if index == 0 else None, made.optimizers[index] if optimizers else None, plugin.grid)
+    for new, old in zip(made.dataloaders, objects.dataloaders, strict=True):
+        new.load_state_dict(old.state_dict())
+    made.model.training = model.training
+    for scheduler in objects.lr_schedulers:
+        _follow(scheduler, dict(zip(map(id, optimizers), made.optimizers, strict=True)))
+    release(model)
+    gc.collect()  # the modules and parameters of a model refer to each other
+    return_freed_memory()
+    return made
+
+
+def _check(objects: TrainingObjects, plugin: Plugin) -> None:
+    """Refuse objects whose state is not complete, or cannot be moved, before anything is changed."""
+    if objects.model is None:
+        raise ConfigurationError("relayout() got no model; give the model that boost() returned, with its optimizers")
+    check_boosted_model(objects.model)
+    for optimizer in objects.optimizers:
+        check_boosted_optimizer(optimizer)
+    model: HybridParallelModel = objects.model
+    missing = [each for each in model.optimizers if all(each is not given for given in objects.optimizers)]
+    if missing or len(objects.optimizers) != len(model.optimizers):
+        raise ConfigurationError(
+            f"relayout() got {len(objects.optimizers)} of the {len(model.optimizers)} optimizers that were boosted "
+            "with the model; give all of them"
+        )
+    if isinstance(model.origin.modules, str):
+        raise ConfigurationError(
+            f"relayout() cannot build this {type(model.module).__name__} again: {model.origin.modules}; save a "
+            "checkpoint, and load it under the other layout"
+        )
+    for optimizer in objects.optimizers:
+        _check_optimizer(optimizer)
+    for loader in objects.dataloaders:
+        check_loader(loader, plugin.dp_size)
+
+
+def _check_optimizer(optimizer: HybridParallelOptimizer) -> None:
+    if any(bucket.is_pending or bucket.used for bucket in optimizer.buckets):
+        raise ConfigurationError(
+            "relayout() would lose the gradients since the last optimizer.zero_grad(); call it after optimizer.step() "
+            "and optimizer.zero_grad()"
+        )
+    if optimizer.averages:
+        raise ConfigurationError(
+            f"relayout() does not move the average {next(iter(optimizer.averages))!r} of the weights (ShardedEMA); "
+            "save a checkpoint, and load it under the other layout"
+        )
+
+
+def _states_of(
+    model: HybridParallelModel, optimizers: Sequence[HybridParallelOptimizer], mesh: HybridMesh
+) -> list[tuple[StateSnapshot, Manifest]]:
+    """Return the states of the model with its first optimizer, and of each further optimizer."""
+    for optimizer in optimizers:
+        optimizer.wait_for_parameters()
+    elsewhere = buffers_of_earlier_stages(model, mesh, control_group())
+
+    def take() -> list[StateSnapshot]:
+        first, *others = optimizers or [None]
+        found = [take_snapshot(mesh, {"model": model, "optimizer": first}, {}, elsewhere)]
+        return found + [take_snapshot(mesh, {"optimizer": each}, {}, ()) for each in others]
+
+    return [(each, _manifest_of(each)) for each in raise_on_all_ranks(take, control_group())]
+
+
+def _manifest_of(snapshot: StateSnapshot) -> Manifest:
+    """Describe the state of all ranks; the file of a chunk is the rank that has it."""
+    own = {
+        name: [
+            list(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            [
+                [list(each.offsets), list(each.sizes), str(torch.distributed.get_rank()), 0]
+                for each in tensor.rectangles
+            ],
+        ]
+        for name, tensor in snapshot.tensors.items()
+    }
+    parts = all_gather_json([own, snapshot.numbers])
+    state = dict(snapshot.state)
+    if state["optimizer"] is not None:
+        state["optimizer"] = {**state["optimizer"], **merge_numbers([numbers for _, numbers in parts])}
+    return Manifest(0, {}, merge_tensors([tensors for tensors, _ in parts]), state)
+
+
+def _move(
+    snapshot: StateSnapshot,
+    manifest: Manifest,
+    model: HybridParallelModel | None,
+    optimizer: HybridParallelOptimizer | None,
+    mesh: HybridMesh,
+) -> None:
+    """Move a state to new objects."""
+    freed = frozenset(name for name in snapshot.tensors if name.startswith(STATES) and not name.endswith(f"/{MASTER}"))
+    exchange = Exchange(snapshot.tensors, manifest, freed, mesh.device, world_group())
+    objects = {"model": model, "optimizer": optimizer}
+    with nullcontext() if model is None else model.gathers.changing():
+        restore(mesh, objects, exchange.fill, manifest, control_group(), with_random=model is not None)
+
+
+def _whole_model(model: HybridParallelModel) -> nn.Module:
+    """Return the whole model without values, with the present modes of its modules and frozen parameters."""
+    whole = empty_copy(model.origin.modules)
+    here = model.unwrap()
+    modes = {name: each.training for name, each in here.named_modules()}
+    trained = {name: each.requires_grad for name, each in here.named_parameters(remove_duplicate=False)}
+    parts = all_gather_json([[name for name in modes if not modes[name]], trained])
+    evaluated = {name for names, _ in parts for name in names}
+    requires = {name: value for _, each in parts for name, value in each.items()}
+    for name, module in whole.named_modules():
+        module.training = name not in evaluated
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(requires.get(name, parameter.requires_grad))
+    dtypes = {name: each.dtype for name, each in whole.named_parameters(remove_duplicate=False)}
+
+    def without_values(name: str, spec: ShardSpec) -> torch.Tensor:
+        return torch.empty(spec.local_shape, dtype=dtypes[name])
+
+    set_weight_reader(whole, without_values)
+    return whole
+
+
+@contextmanager
+def _pointing_at(whole: nn.Module, optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[None]:
+    """Have the users' optimizers hold the parameters of the whole model; as before if the layout is refused."""
+    parameters = dict(whole.named_parameters(remove_duplicate=False))
+    before = [
+        (each.unwrap(), each.unwrap().state, [group["params"] for group in each.param_groups]) for each in optimizers
+    ]
+    for optimizer in optimizers:
+        optimizer.unwrap().state = defaultdict(dict)
+        for group, names in zip(optimizer.param_groups, optimizer.group_names, strict=True):
+            group["params"] = [parameters[name] for name in names]
+    try:
+        yield
+    except BaseException:
+        for optimizer, state, groups in before:
+            optimizer.state = state
+            for group, params in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = params
+        raise
+
+
+def _follow(scheduler: Any, moved: dict[int, Any]) -> None:
+    """Have a scheduler that was made from a boosted optimizer, and those inside of it, refer to the new one."""
+    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if id(getattr(each, "optimizer", None)) in moved:
+            each.optimizer = moved[id(each.optimizer)]
