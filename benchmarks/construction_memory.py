@@ -98,8 +98,8 @@ def measure(
     with record_module_init():
         tiny = _llama(_TINY)
     booster.boost(tiny)  # imports what it needs
-    _start_peak()
-    before = _status("VmRSS")
+    start_peak()
+    before = status_bytes("VmRSS")
     if way == "built before boost":
         model = _llama(sizes)
     else:
@@ -117,13 +117,13 @@ def measure(
         model = booster.boost(model)
         held = list(model.parameters())
     if way == "load_model":
-        _start_peak()
+        start_peak()
         booster.load_model(model, str(directory))
-    peak, resident, saving = _status("VmHWM") - before, _status("VmRSS") - before, 0
+    peak, resident, saving = status_bytes("VmHWM") - before, status_bytes("VmRSS") - before, 0
     if save is not None:
-        _start_peak()
+        start_peak()
         booster.save_model(model, str(save), size_per_shard="400MB")
-        saving = _status("VmHWM") - before
+        saving = status_bytes("VmHWM") - before
     return Construction(whole, largest, layer, _bytes(held), peak, resident, saving)
 
 
@@ -138,11 +138,11 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _start_peak() -> None:
+def start_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
     """Return the bytes of a line of /proc/self/status."""
     return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
 

@@ -1,0 +1,28 @@
+"""Edits of `plugins/hybrid_parallel/relayout`, and the tests that must fail."""
+
+from __future__ import annotations
+
+from zoo_tests.campaigns.mutations.edits import Edit
+
+_TESTS = "zoo_tests/hybrid_parallel/relayout/test_relayout.py"
+
+EDITS_OF_RELAYOUT: dict[str, Edit] = {
+    "parts of chunks read from their start": Edit(
+        "plugins.hybrid_parallel.relayout.exchange",
+        "part = part.narrow(dim, start, size)",
+        "part = part.narrow(dim, 0, size)",
+        (f"{_TESTS}::test_the_bits_of_a_save_and_a_load[llama]",),
+    ),
+    "a refused layout keeps the user's optimizer": Edit(
+        "plugins.hybrid_parallel.relayout.relayout",
+        'group["params"] = params',
+        "pass",
+        (f"{_TESTS}::test_what_is_refused_leaves_the_job_as_it_was[layout-more than the model's]",),
+    ),
+    "gradients are lost without a word": Edit(
+        "plugins.hybrid_parallel.relayout.relayout",
+        "bucket.is_pending or bucket.used",
+        "bucket.is_pending",
+        (f"{_TESTS}::test_what_is_refused_leaves_the_job_as_it_was[gradients-would lose the gradients]",),
+    ),
+}
