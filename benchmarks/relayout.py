@@ -16,6 +16,7 @@ from benchmarks.construction_memory import start_peak, status_bytes
 from benchmarks.harness import run_ranks, table
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 
 _WAYS = ("relayout", "save and load")
 _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -66,11 +67,10 @@ def _relayout(booster: Booster, objects: tuple, layers: int, options: dict[str, 
 
 
 def _save_and_load(booster: Booster, objects: tuple, layers: int, options: dict[str, Any]) -> tuple[Booster, tuple]:
-    folder = [tempfile.mkdtemp(prefix="relayout-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    booster.save_checkpoint(f"{folder[0]}/state", model=objects[0], optimizer=objects[1])
+    folder = broadcast_json(tempfile.mkdtemp(prefix="relayout-") if dist.get_rank() == 0 else None)
+    booster.save_checkpoint(f"{folder}/state", model=objects[0], optimizer=objects[1])
     booster, objects = _job(layers, options)
-    booster.load_checkpoint(f"{folder[0]}/state", model=objects[0], optimizer=objects[1])
+    booster.load_checkpoint(f"{folder}/state", model=objects[0], optimizer=objects[1])
     return booster, objects
 
 

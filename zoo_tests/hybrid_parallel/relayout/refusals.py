@@ -20,8 +20,11 @@ RECIPE = Recipe(family="llama", head="causal_lm", optimizer="adamw", precision="
 def refused(mistake: str) -> tuple[str, bool]:
     """Make a mistake; return what is said, and whether the losses are those without it."""
     said: list[str] = []
-    with_it, without = _losses(mistake, said), _losses(None, said)
-    return " ".join(said), with_it == without
+    try:
+        with_it = _losses(mistake, said)
+    except ConfigurationError as error:  # the job cannot continue
+        return f"{' '.join(said)}; then: {error}", False
+    return " ".join(said), with_it == _losses(None, said)
 
 
 def _losses(mistake: str | None, said: list[str]) -> list[float]:

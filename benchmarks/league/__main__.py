@@ -1,0 +1,103 @@
+"""The league of correctness.
+
+    python -m benchmarks.league --output docs/results/league.md
+        [--systems "ours,transformers tp_plan"] [--layouts tp2,pp2] [--every 10] [--log FILE]
+    python -m benchmarks.league --prepare FOLDER      installs the other systems into a folder, for `--path FOLDER`
+
+Each system trains the head classes of transformers that the census trains, unmodified, for two steps of plain SGD on
+two or four ranks; losses, first gradients and the plain run are compared as in the census. What is in the log is not
+trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.league.outcome import Outcome
+from benchmarks.league.page import page
+from benchmarks.league.ranks import Ranks
+
+# Those that can be imported everywhere, and those that `--prepare` installs.
+NAMES = (
+    "plain transformers",
+    "ours with a fault",
+    "ours",
+    "transformers tp_plan",
+    "torch parallelize_module",
+    "DeepSpeed AutoTP",
+)
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
+_PACKAGES = ("deepspeed", "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "pydantic", "pydantic-core")
+_MORE = ("annotated-types", "typing-inspection", "psutil")
+
+
+def main() -> int:
+    """Run the league, or prepare it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--layouts", default="tp2", help=f"of {', '.join(LAYOUTS)}")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth class alone")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a class has hung")
+    parser.add_argument("--log", type=Path, default=Path("league.jsonl"), help="what is there is not trained again")
+    parser.add_argument("--path", type=Path, help="folder that --prepare has filled")
+    parser.add_argument("--prepare", type=Path, help="install the other systems into this folder")
+    parser.add_argument("--output", type=Path, help="Markdown page to write")
+    options = parser.parse_args()
+    if options.prepare is not None:
+        return _prepare(options.prepare)
+    for name, known in (("systems", NAMES), ("layouts", LAYOUTS)):
+        unknown = [each for each in getattr(options, name).split(",") if each not in known]
+        if unknown:
+            parser.error(f"--{name} has {unknown[0]!r}; use {', '.join(known)}")
+    _run(options)
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    classes = _classes()[:: options.every]
+    known = _read(options.log)
+    for layout in options.layouts.split(","):
+        tp_size, pp_size = LAYOUTS[layout]
+        for system in options.systems.split(","):
+            ranks = Ranks(system, tp_size * pp_size, options.path, options.timeout)
+            for family, name in classes:
+                if (key := (system, layout, name)) not in known:
+                    known[key] = ranks.judge(family, name, tp_size, pp_size)
+                    _write(options.log, key, known[key])
+            ranks.stop()
+            if options.output is not None:
+                options.output.write_text(page(known, [name for _, name in classes], options.every), encoding="utf-8")
+
+
+def _classes() -> list[tuple[str, str]]:
+    """(family, class) of the census."""
+    found = subprocess.run(
+        [sys.executable, "-m", "zoo_tests.campaigns.census.classes"], check=True, capture_output=True, text=True
+    )
+    return [tuple(each) for each in json.loads(found.stdout)]
+
+
+def _read(log: Path) -> dict[tuple[str, str, str], Outcome]:
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    return {tuple(key): Outcome(*found) for key, found in map(json.loads, lines)}
+
+
+def _write(log: Path, key: tuple[str, str, str], found: Outcome) -> None:
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps([key, [found.kind, found.why, found.seconds]]) + "\n")
+    sys.stdout.write(f"{' · '.join(key)}: {found.kind} {found.why}\n")
+    sys.stdout.flush()
+
+
+def _prepare(folder: Path) -> int:
+    """Install the other systems, without what the present environment has."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(folder)]
+    return subprocess.run([*command, *_PACKAGES, *_MORE], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

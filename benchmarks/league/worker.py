@@ -1,0 +1,81 @@
+"""One rank of a league: `python -m benchmarks.league.worker SYSTEM RANK WORLD_SIZE STORE`.
+
+It reads tasks as lines of JSON, `[family, class, tp_size, pp_size]`, and answers each with `[kind, why, seconds]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from benchmarks.league import outcome
+from benchmarks.league.outcome import Outcome, RefusedError, shortened
+from benchmarks.league.systems import SYSTEMS
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.verify.compare import Tolerance, compare
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
+
+_ROWS, _STEPS = 6, 2
+_TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)  # of the census
+
+
+class _Twin(TinyModel):
+    """A tiny model that may be large: some families have layers of a fixed size."""
+
+    def build(self) -> nn.Module:
+        return build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
+
+
+def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
+    """Train a class plainly and by a system, and compare; the same on all ranks."""
+    module = f"transformers.models.{family}.modeling_{family}"
+    try:
+        config_class = getattr(importlib.import_module(module), name).config_class
+        config = small_config(config_class(), TwinSizes(kv_heads=4, is_faithful=False))
+        case = VerifyCase(_Twin(module, name, config, torch.float32), _ROWS, _STEPS, {})
+        plain = train_reference(case)
+    except Exception as error:  # any of a thousand classes may fail in its own way
+        return Outcome(outcome.NOT_PLAIN, shortened(error))
+    try:
+        trained = SYSTEMS[system](case, tp_size, pp_size)
+    except (RefusedError, ConfigurationError, NotImplementedError) as error:
+        return Outcome(outcome.REFUSED, shortened(error))
+    except Exception as error:
+        return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {error}"))
+    verdict = compare(plain, trained.traces, _TOLERANCE)
+    losses, gradients, _ = verdict.worst
+    if not (losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor):
+        first = verdict.first
+        place = f"{first.what} of {first.name}" if first.name else first.what
+        why = f"the {place} differs by {first.value:.1e}, the first in the order of the forward pass"
+        return Outcome(outcome.WRONG, shortened(why), trained.seconds)
+    return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds)
+
+
+def main(system: str, rank: str, world_size: str, store: str) -> None:
+    """Answer tasks until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=int(rank), world_size=int(world_size))
+    for line in sys.stdin:
+        found: Any = judge(system, *json.loads(line))
+        answers.write(json.dumps([found.kind, found.why, found.seconds]) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
