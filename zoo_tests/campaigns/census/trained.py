@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+import traceback
 from typing import Any
 
 import torch
 from torch import nn
 
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
+from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
 from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank, train_reference
 from zoo_tests.campaigns.census.classes import HeadClass
-from zoo_tests.harness.case import LAYOUTS
+from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, NO_PLAN, Share, Verdict
+from zoo_tests.harness.case import LAYOUTS, Layout
 from zoo_tests.harness.ranks import RankError, run_on_ranks
 
 _ROWS, _STEPS = 6, 2
 _TIMEOUT_S = 90.0  # on a machine that does something else, too
-_LENGTH = 160  # of a reason
+_LENGTH = 220  # of a reason
 _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
 # Windows also where a family's own configuration has none.
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
-
-
-@dataclass
-class Verdict:
-    """What became of a class.
-
-    Attributes:
-        plain: "exact", or why plain training failed.
-        layouts: layout -> "exact" or the reason.
-    """
-
-    plain: str
-    layouts: dict[str, str] = field(default_factory=dict)
-
-    def exact_under(self, layout: str) -> bool:
-        """A class that is exact under both axes is so under each."""
-        return self.layouts.get(layout) == "exact" or self.layouts.get("tp2pp2") == "exact"
-
-    def failures(self) -> list[tuple[str, str]]:
-        if self.plain != "exact":
-            return [("plain", self.plain)]
-        return [(layout, reason) for layout, reason in self.layouts.items() if reason != "exact"]
-
-    def __str__(self) -> str:
-        return "; ".join(f"{where}: {reason}" for where, reason in self.failures()) or "exact"
 
 
 def refusal(head: HeadClass) -> str | None:
@@ -60,7 +38,7 @@ def refusal(head: HeadClass) -> str | None:
     try:
         policy_for(model)
     except ValueError:
-        return "neither a policy nor a plan of its own"
+        return NO_PLAN
     return None
 
 
@@ -74,18 +52,84 @@ def plain_run(head: HeadClass) -> Trace | str:
 
 def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) -> str:
     """ "exact" if all losses and the first gradients agree, or the reason; `options` are further ones of the plugin."""
-    sizes = LAYOUTS[layout]
-    options |= {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
-    case = VerifyCase(_twin(head), _ROWS, _STEPS, options)
+    return sharded_run(head, layout, plain, **options)[0]
+
+
+def sharded_run(head: HeadClass, layout: str, plain: Trace, **options: Any) -> tuple[str, list[Trace]]:
+    """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
+    sizes, sharding = _sizes_of(layout)
+    case = VerifyCase(_twin(head), _ROWS, _STEPS, sharding | options)
     try:
-        ranks = run_on_ranks(sizes.world_size, train_on_rank, case, timeout_s=_TIMEOUT_S)
+        ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, timeout_s=_TIMEOUT_S)
     except RankError as error:
         lines = [line for line in str(error).splitlines() if "Error: " in line]
-        return _short(lines[-1] if lines else "a rank did not answer")
+        return _short(lines[-1] if lines else NO_ANSWER), []
+    refusals = [each for each in ranks if isinstance(each, str)]
+    if refusals:
+        return _short(refusals[0]), []
     verdict = compare(plain, ranks, _TOLERANCE)
     losses, gradients, _ = verdict.worst
     is_exact = losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
-    return "exact" if is_exact else _short(verdict.first.text)
+    return EXACT if is_exact else _short(verdict.first.text), ranks
+
+
+def trained_or_refused(case: VerifyCase) -> Trace | str:
+    """Train on this rank; the sentence if `boost` refuses, on all ranks, which can then go on with another class."""
+    try:
+        return train_on_rank(case)
+    except ConfigurationError as error:
+        if not any(frame.name == "boost" for frame in traceback.extract_tb(error.__traceback__)):
+            raise  # messages of other ranks may be on their way
+        return f"booster.errors.ConfigurationError: {error}"
+
+
+def judge(head: HeadClass, layouts: list[str], known: Verdict | None = None) -> Verdict:
+    """Train a class under those of the layouts that `known` does not tell, and measure what is divided."""
+    verdict = known or Verdict(plain=EXACT)
+    if (reason := refusal(head)) is not None:  # nothing to train
+        verdict.layouts |= dict.fromkeys(layouts, reason)
+        return verdict
+    plain = plain_run(head)
+    if isinstance(plain, str):
+        return Verdict(plain=plain)
+    for layout in layouts:
+        if layout not in verdict.missing(layouts):
+            continue
+        verdict.layouts[layout], ranks = sharded_run(head, layout, plain)
+        if ranks and _sizes_of(layout)[0].pp_size == 2:
+            verdict.share.stages = _divided_by_stages(plain, ranks)
+    if any(verdict.exact_under(layout) for layout in ("tp2", "sp2")):
+        _measure(head, verdict.share)
+    return verdict
+
+
+def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
+    """Sizes of the axes, and options of the plugin; "sp2" is tp2 with sequence parallelism."""
+    sizes = LAYOUTS["tp2" if layout == "sp2" else layout]
+    options: dict[str, Any] = {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
+    if sizes.cp_size > 1:
+        options["cp_size"] = sizes.cp_size
+    if layout == "sp2":
+        options["enable_sequence_parallelism"] = True
+    return sizes, options
+
+
+def _measure(head: HeadClass, share: Share) -> None:
+    """Add what two tensor-parallel ranks divide; nothing for a model that does not run without communication."""
+    twin = _twin(head)
+    try:
+        cut = share_cut(twin.build, twin.batch(twin.build(), 0, _ROWS))
+    except Exception:  # any of a thousand classes may fail in its own way
+        return
+    share.parameters, share.flops = cut.parameters, cut.flops
+
+
+def _divided_by_stages(plain: Trace, ranks: list[Trace]) -> float:
+    """1 if the larger of two stages has half of the elements of all parameters, 0 if it has all."""
+    sizes = {name: weight.size for name, weight in plain.first_weights.items()}
+    total = sum(sizes[min(names)] for names in plain.aliases)
+    largest = max(sum(weight.size for weight in rank.steps[0].weights.values()) for rank in ranks)
+    return min(max(2 * (1 - largest / total), 0.0), 1.0)
 
 
 class _Twin(TinyModel):

@@ -1,0 +1,52 @@
+"""What earlier runs say: their log, their output, or the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zoo_tests.campaigns.census.classes import head_classes
+from zoo_tests.campaigns.census.verdict import EXACT, Share, Verdict, read_log
+from zoo_tests.docs.pages import rows_of
+
+
+def known_from(file: Path | None, layouts: list[str]) -> dict[str, Verdict]:
+    """Family/class -> verdict, of the page (`.md`), a log (`.jsonl`), or the lines that a run has printed."""
+    if file is None:
+        return {}
+    if file.suffix == ".md":
+        return _read_page(file, layouts)
+    return read_log(file) if file.suffix == ".jsonl" else _read_output(file, layouts)
+
+
+def _read_page(page: Path, layouts: list[str]) -> dict[str, Verdict]:
+    """Family/class -> verdict: what the page does not list is exact."""
+    failures: dict[str, dict[str, str]] = {}
+    for name, where, reason in rows_of(page, "Class"):
+        failures.setdefault(name.strip("`"), {})[where] = reason.replace(r"\[", "[")
+    shares = {name.strip("`"): Share(*map(_fraction, cells)) for name, *cells in rows_of(page, "Divided")}
+    found = {}
+    for head in head_classes():
+        listed = dict(failures.get(head.name, {}))
+        plain = listed.pop("plain", EXACT)
+        judged = {name: listed.get(name, EXACT) for name in layouts} if listed else {layouts[0]: EXACT}
+        share = shares.get(head.name, Share())
+        found[f"{head.family}/{head.name}"] = Verdict(plain, judged if plain == EXACT else {}, share)
+    return found
+
+
+def _fraction(cell: str) -> float | None:
+    return int(cell.removesuffix("%")) / 100 if cell.endswith("%") else None
+
+
+def _read_output(output: Path, layouts: list[str]) -> dict[str, Verdict]:
+    """Family/class -> verdict, of the lines that a run has printed; the last of several counts."""
+    found = {}
+    for name, text in re.findall(r"^\d+/\d+ (\S+): (.*)$", output.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        reasons = dict(
+            re.findall(rf"(?:^|; )(plain|{'|'.join(layouts)}): (.*?)(?=; (?:{'|'.join(layouts)}): |$)", text)
+        )
+        plain = reasons.pop("plain", EXACT)
+        judged = {layouts[0]: EXACT} if text == EXACT else {name: reasons.get(name, EXACT) for name in layouts}
+        found[name] = Verdict(plain, judged if plain == EXACT else {})
+    return found
