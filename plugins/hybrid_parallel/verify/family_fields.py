@@ -29,6 +29,20 @@ _SOUND = {
 _STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _TWO_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+_RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]} | {
+    "layer_type": "basic"
+}
+# Detectors with a backbone of their own instead of one of timm's, which has to be installed.
+_DETECTOR = {"backbone": None, "use_timm_backbone": False, "use_pretrained_backbone": False, "num_queries": 5} | {
+    "backbone_config": {**_RESNET, "out_features": ["stage4"]},
+    "num_labels": 3,
+    "image_size": 64,
+}
+_LEVELS = {**_DETECTOR, "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"]}}
+_CODEC = {"upsample_groups": 4, "num_filters": 2, "codebook_dim": 16, "codebook_size": 16, "num_quantizers": 4}
+_BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+_FLOW_HEAD = {"hidden_size": 32, "num_hidden_layers": 2, "frequency_embedding_size": 16}
+_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 4}
 
 # model_type -> field of its configuration -> value
 FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -41,7 +55,6 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "hiera": {"image_size": [32, 32], "depths": [1, 1, 1, 1], "masked_unit_size": [8, 8]},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
-    "cohere_compass": {"sliding_window": DEFAULT},
     "esmc": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
@@ -75,7 +88,6 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "convnext": {"image_size": 32},
     "dots3_note_text": {"num_key_value_heads": 4},
     "dots3_note": {"num_key_value_heads": 4},
-    "mistral4": {"num_key_value_heads": 4},
     "siglip2_vision_model": {"num_patches": 16},
     **dict.fromkeys(("convnextv2", "pvt", "segformer", "glpn", "efficientnet"), {"image_size": 64}),
     "pvt_v2": {"image_size": 64, "num_attention_heads": [2, 2, 4, 4], "hidden_sizes": [16, 16, 32, 32]},
@@ -90,4 +102,53 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "vjepa2": {"crop_size": 16, "frames_per_clip": 4, "pred_num_hidden_layers": 2, "pred_hidden_size": 32}
     | {"pred_num_attention_heads": 4, "num_pooler_layers": 1},
+    "beit": {"out_indices": [1, 2, 3, 4], "num_labels": 3},
+    "bit": {"num_groups": 2, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "image_size": 64},
+    "blip-2": {"num_query_tokens": 2, "image_token_index": 99},
+    "bridgetower": {"hidden_size": 128, "contrastive_hidden_size": 32},
+    "bridgetower_vision_model": {"hidden_size": 128},
+    "bridgetower_text_model": {"hidden_size": 128},
+    "chameleon": {"vocabulary_map": {"<image>": 99, "IMGIMGAZ": 98}},
+    "emu3": {"vocabulary_map": {"<image>": 99, "<|extra_200|>": 98, "<|visual token 000000|>": 97}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "mrope_section": [2, 1, 1]}},
+    },
+    "mimi": _CODEC,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    **dict.fromkeys(("detr", "table-transformer", "conditional_detr", "dab-detr"), _DETECTOR),
+    "deformable_detr": {**_LEVELS, "num_feature_levels": 3},
+    "yolos": {"num_detection_tokens": 5, "num_labels": 3, "image_size": [32, 32], "patch_size": 8},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 4, **_INDEXER}
+    | {"index_kpool": 2, "n_group": 1},
+    "gradium_phonon_tts": {"flow_head_config": _FLOW_HEAD},
+    "pocket_tts": {"flow_head_config": _FLOW_HEAD},
+    "granite4_vision": {"deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1]},
+    "granite_speech5_encoder": {"context_size": 8, "num_mel_bins": 24},
+    "mimo_v2_flash": {"num_key_value_heads": 4, "n_routed_experts": 4},
+    "mistral4": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+    | {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+    "molmo2_vision": {"image_size": [16, 16]},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 8, "indexer_budget": 4}
+    | {"indexer_compress_ratio": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "hc_lowrank": 8}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "attention_head_size": 8}
+    | {"attn_layers": ["local", "local"], "local_attn_chunk_length": 4, "is_decoder": False},
+    "sapiens2": {"head_config": {"upsample_out_channels": [8, 8], "conv_out_channels": [8]}, "num_labels": 3}
+    | {"num_first_full_attention_layers": 2, "num_last_full_attention_layers": 1, "num_key_value_attention_heads": 4},
+    "tapas": {"num_aggregation_labels": 0},
+    "upernet": {"backbone_config": {**_RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]}}
+    | {"hidden_size": 16, "auxiliary_channels": 8, "auxiliary_in_channels": 16, "num_labels": 3, "image_size": 64},
+    "videoprism_vision_model": {"image_size": [16, 16], "num_frames": 4, "tubelet_size": [1, 8, 8]}
+    | {"num_spatial_layers": 2, "num_temporal_layers": 2, "num_auxiliary_layers": 1},
+    "vilt": {"num_images": 2},
+    "visual_bert": {"visual_embedding_dim": 16},
+    "vitpose": {"backbone_config": {"part_features": 8, "image_size": [32, 32], "patch_size": [8, 8]}},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
 }
