@@ -34,11 +34,11 @@ _RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 1
 }
 # Detectors with a backbone of their own instead of one of timm's, which has to be installed.
 _DETECTOR = {"backbone": None, "use_timm_backbone": False, "use_pretrained_backbone": False, "num_queries": 5} | {
-    "backbone_config": {**_RESNET, "out_features": ["stage4"]},
+    "backbone_config": {**_RESNET, "out_indices": [4]},
     "num_labels": 3,
     "image_size": 64,
 }
-_LEVELS = {**_DETECTOR, "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"]}}
+_LEVELS = {**_DETECTOR, "backbone_config": {**_RESNET, "out_indices": [2, 3, 4]}}
 _CODEC = {"upsample_groups": 4, "num_filters": 2, "codebook_dim": 16, "codebook_size": 16, "num_quantizers": 4}
 _BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 _FLOW_HEAD = {"hidden_size": 32, "num_hidden_layers": 2, "frequency_embedding_size": 16}
@@ -92,8 +92,6 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("convnextv2", "pvt", "segformer", "glpn", "efficientnet"), {"image_size": 64}),
     "pvt_v2": {"image_size": 64, "num_attention_heads": [2, 2, 4, 4], "hidden_sizes": [16, 16, 32, 32]},
     **dict.fromkeys(("sew", "sew-d"), {**_SOUND, "squeeze_factor": 1}),
-    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4, "num_cross_attention_heads": 4}
-    | {"num_self_attention_heads": 4, "qk_channels": 32, "v_channels": 32},
     **dict.fromkeys(("bamba", "granitemoehybrid"), _STATE_SPACE),
     "gemma4_text": {"vocab_size_per_layer_input": 101},
     **dict.fromkeys(("vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_encoder"), {"num_filters": 2}),
@@ -117,6 +115,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     **dict.fromkeys(("detr", "table-transformer", "conditional_detr", "dab-detr"), _DETECTOR),
+    "omdet-turbo": {**_LEVELS, "class_distance_type": "cosine"},
     "deformable_detr": {**_LEVELS, "num_feature_levels": 3},
     "yolos": {"num_detection_tokens": 5, "num_labels": 3, "image_size": [32, 32], "patch_size": 8},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
@@ -134,7 +133,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     | {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
     "molmo2_vision": {"image_size": [16, 16]},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
-    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 8, "indexer_budget": 4}
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
     | {"indexer_compress_ratio": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "hc_lowrank": 8}
     | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "attention_head_size": 8}
@@ -142,7 +141,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "sapiens2": {"head_config": {"upsample_out_channels": [8, 8], "conv_out_channels": [8]}, "num_labels": 3}
     | {"num_first_full_attention_layers": 2, "num_last_full_attention_layers": 1, "num_key_value_attention_heads": 4},
     "tapas": {"num_aggregation_labels": 0},
-    "upernet": {"backbone_config": {**_RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]}}
+    "upernet": {"backbone_config": {**_RESNET, "out_indices": [1, 2, 3, 4]}}
     | {"hidden_size": 16, "auxiliary_channels": 8, "auxiliary_in_channels": 16, "num_labels": 3, "image_size": 64},
     "videoprism_vision_model": {"image_size": [16, 16], "num_frames": 4, "tubelet_size": [1, 8, 8]}
     | {"num_spatial_layers": 2, "num_temporal_layers": 2, "num_auxiliary_layers": 1},
@@ -151,4 +150,23 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "vitpose": {"backbone_config": {"part_features": 8, "image_size": [32, 32], "patch_size": [8, 8]}},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 97}),
+    "qwen3_omni_moe_talker": {"spatial_merge_size": 2},
+    "qwen3_omni_moe_talker_code_predictor": {"num_code_groups": 12},
+    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+    | {"mrope_section": [1, 1, 1, 1]}},
+    "kyutai_speech_to_text": {"audio_pad_token_id": 200, "audio_bos_token_id": 9, "codebook_vocab_size": 17}
+    | {"num_codebooks": 4},
+    "csm": {"num_codebooks": 4, "codebook_size": 16},
+    "csm_depth_decoder_model": {"num_codebooks": 4, "backbone_hidden_size": 32, "vocab_size": 17},
+    "higgs_audio_v2": {"use_text_head": True},
+    "neomme": {"rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "partial_rotary_factor": 0.5}}},
+    "lw_detr_vit": {"image_size": 64, "pretrain_image_size": 64, "num_windows": 4, "window_block_indices": [0, 2]}
+    | {"out_indices": [2, 4]},
+    "efficientloftr": {"hidden_size": DEFAULT, "num_attention_heads": DEFAULT},
+    "vitmatte": {"fusion_hidden_sizes": [16, 8, 8, 8], "convstream_hidden_sizes": [8, 8, 8]},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
+    "perceiver": {"image_size": 16, "d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
+    | {"num_cross_attention_heads": 4, "num_self_attention_heads": 4, "qk_channels": 32, "v_channels": 32},
+    "kosmos-2": {"latent_query_num": 2},
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS
@@ -121,10 +121,14 @@ class TinyModel:
             )
         return model
 
-    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Tensor]:
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step."""
-        batch = batch_for(model, step, rows)
-        return {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in batch.items()}
+        return {key: self._cast(value) for key, value in batch_for(model, step, rows).items()}
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, list):  # one target for each sample
+            return [{key: self._cast(part) for key, part in target.items()} for target in value]
+        return value.to(self.dtype) if value.is_floating_point() else value
 
 
 def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> Any:
