@@ -52,8 +52,10 @@ def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Any]:
         batch["input_ids"][torch.arange(rows), ends] = model.config.eos_token_id
     modules = type(model).__module__.split(".")  # transformers.models.FAMILY.modeling_FAMILY
     further = further_inputs(modules[2] if len(modules) > 2 else "", model, batch, generator)
-    batch = _labels(model, batch | further, rows, generator) | batch | further
-    return {name: value for name, value in batch.items() if value is not None}
+    if "labels" not in further:
+        seen = batch if "input_ids" in batch and "input_ids" in further else batch | further
+        batch = _labels(model, seen, rows, generator) | batch
+    return {name: value for name, value in (batch | further).items() if value is not None}
 
 
 def ragged_text(shape: tuple[int, ...], length: int, generator: torch.Generator) -> dict[str, Tensor]:

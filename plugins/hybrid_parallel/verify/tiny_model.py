@@ -179,7 +179,7 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict) and (sizes.is_faithful or "mrope_section" in fields[name]):
             values[name] = _small_rope(fields[name], getattr(config, "partial_rotary_factor", None))
-    return _with_special(values, FIELDS.get(config.model_type, {}))
+    return _with_special(values, FIELDS.get(config.model_type or type(config).__name__, {}))
 
 
 def head_counts(config: Any) -> tuple[int, int]:
