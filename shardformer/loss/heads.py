@@ -12,6 +12,7 @@ from functools import partial
 from torch import nn
 
 from shardformer.loss.audio import connectionist, mean_of_samples
+from shardformer.loss.detection import detection
 from shardformer.loss.image import masked_pixels, segmentation
 from shardformer.loss.terms import HeadLoss
 from shardformer.loss.text import (
@@ -50,6 +51,8 @@ USUAL_HEAD_LOSSES: HeadLosses = {
     "ForImageClassification": sequence_classification,
     "ForMaskedImageModeling": masked_pixels,
     "ForSemanticSegmentation": segmentation,
+    "ForObjectDetection": detection,
+    "ForSegmentation": detection,
     "ForQuestionAnswering": question_answering,
     "ForQuestionAnsweringSimple": question_answering,
 }

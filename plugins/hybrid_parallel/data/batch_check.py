@@ -130,7 +130,10 @@ class ReplicaCheck:
 
 
 def _entry(value: Any) -> list[Any]:
-    """Return the type or dtype, the shape and a checksum of a value."""
+    """Return the type or dtype, the shape and a checksum of a value; also of a list with a mapping for each sample."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        items = [sorted((key, _entry(part)) for key, part in item.items()) for item in value]
+        return ["list", [len(value)], checksum_of(items)]
     if not isinstance(value, Tensor):
         return [type(value).__name__, [], checksum_of(value)]
     return [str(value.dtype).removeprefix("torch."), list(value.shape), checksum(value)]

@@ -115,6 +115,8 @@ def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
     rows = num_rows(batch)
 
     def sample(name: str, value: Any) -> Any:
+        if isinstance(value, list) and len(value) == rows:  # entries of single samples, as the targets of a detector
+            return []
         dim = _sample_dim(name, value, rows)
         if dim is None:
             return value
@@ -149,9 +151,14 @@ def signature(batch: Mapping[str, Any]) -> tuple:
 def to_device(
     batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, uncast: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Move tensors to `device`; cast floating-point ones to `dtype`, if given, except those named in `uncast`."""
+    """Move tensors to `device`; cast floating-point ones to `dtype`, if given, except those named in `uncast`.
+
+    A list with a mapping for each sample, as the targets of a detector, is moved and cast too.
+    """
 
     def move(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [to_device(item, device, dtype, uncast) if isinstance(item, Mapping) else item for item in value]
         if not isinstance(value, Tensor):
             return value
         casts = value.is_floating_point() and key not in uncast

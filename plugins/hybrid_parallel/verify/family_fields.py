@@ -29,8 +29,24 @@ _SOUND = {
 _STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _TWO_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+_RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]} | {
+    "layer_type": "basic"
+}
+# Detectors with a backbone of their own instead of one of timm's, which has to be installed.
+_DETECTOR = {"backbone": None, "use_timm_backbone": False, "use_pretrained_backbone": False, "num_queries": 5} | {
+    "backbone_config": {**_RESNET, "out_features": ["stage4"], "out_indices": [4]},
+    "num_labels": 3,
+    "image_size": 64,
+}
+_LEVELS = {**_DETECTOR, "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"], "out_indices": [2, 3, 4]}}
+_ALL_STAGES = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "out_indices": [1, 2, 3, 4]}
+_DETR_HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")  # of the masks: hidden + heads in groups of 8
+_CODEC = {"upsample_groups": 4, "num_filters": 2, "codebook_dim": 16, "codebook_size": 16, "num_quantizers": 4}
+_BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+_FLOW_HEAD = {"hidden_size": 32, "num_hidden_layers": 2, "frequency_embedding_size": 16}
+_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 4}
 
-# model_type -> field of its configuration -> value
+# model_type, or the class of a configuration without one -> field -> value
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wavlm", "wav2vec2-conformer"), _SOUND),
     "wav2vec2-bert": {**_SOUND, "feature_projection_input_dim": 24},
@@ -41,7 +57,6 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "hiera": {"image_size": [32, 32], "depths": [1, 1, 1, 1], "masked_unit_size": [8, 8]},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
-    "cohere_compass": {"sliding_window": DEFAULT},
     "esmc": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
@@ -70,18 +85,18 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "xlnet": {"max_position_embeddings": DEFAULT},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
     **dict.fromkeys(("glm4v_text", "glm46v_text", "qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), _SECTIONS),
-    **dict.fromkeys(("glm4v_moe_text", "glm_ocr_text", "glm_image_text"), _TWO_SECTIONS),
+    **dict.fromkeys(("glm4v_moe_text", "glm_ocr_text"), _TWO_SECTIONS),
+    "glm_image_text": {**_SECTIONS, "vision_vocab_size": 101},
+    "qwen2_5_omni_text": _SECTIONS,
     "bros": {"hidden_size": 64},
     "convnext": {"image_size": 32},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "dots3_note": {"num_key_value_heads": 4},
-    "mistral4": {"num_key_value_heads": 4},
+    "dots3_note_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16}
+    | {"swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8}
+    | {"num_key_value_heads": 4, "shared_experts_intermediate_size": 16, **_INDEXER},
     "siglip2_vision_model": {"num_patches": 16},
     **dict.fromkeys(("convnextv2", "pvt", "segformer", "glpn", "efficientnet"), {"image_size": 64}),
     "pvt_v2": {"image_size": 64, "num_attention_heads": [2, 2, 4, 4], "hidden_sizes": [16, 16, 32, 32]},
     **dict.fromkeys(("sew", "sew-d"), {**_SOUND, "squeeze_factor": 1}),
-    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4, "num_cross_attention_heads": 4}
-    | {"num_self_attention_heads": 4, "qk_channels": 32, "v_channels": 32},
     **dict.fromkeys(("bamba", "granitemoehybrid"), _STATE_SPACE),
     "gemma4_text": {"vocab_size_per_layer_input": 101},
     **dict.fromkeys(("vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_encoder"), {"num_filters": 2}),
@@ -90,4 +105,82 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "vjepa2": {"crop_size": 16, "frames_per_clip": 4, "pred_num_hidden_layers": 2, "pred_hidden_size": 32}
     | {"pred_num_attention_heads": 4, "num_pooler_layers": 1},
+    "beit": {"out_indices": [1, 2, 3, 4], "num_labels": 3, "use_mask_token": True},
+    "bit": {"num_groups": 2, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "image_size": 64},
+    "blip-2": {"num_query_tokens": 2, "image_token_index": 99},
+    "bridgetower": {"hidden_size": 128, "contrastive_hidden_size": 32},
+    "bridgetower_vision_model": {"hidden_size": 128},
+    "bridgetower_text_model": {"hidden_size": 128},
+    "chameleon": {"vocabulary_map": {"<image>": 99, "IMGIMGAZ": 98}},
+    "emu3": {"vocabulary_map": {"<image>": 99, "<|extra_200|>": 98, "<|visual token 000000|>": 97}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "mrope_section": [2, 1, 1]}},
+    },
+    "mimi": _CODEC,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    **dict.fromkeys(("table-transformer", "dab-detr"), _DETECTOR),
+    **dict.fromkeys(("detr", "conditional_detr"), _DETECTOR | dict.fromkeys(_DETR_HEADS, 8)),
+    "d_fine": {**_LEVELS, "encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
+    | {"encoder_hidden_dim": 32, "lqe_hidden_dim": 8, "max_num_bins": 8, "backbone_config": _LEVELS["backbone_config"]},
+    "lw_detr": {"projector_scale_factors": [1.0], "num_queries": 5, "group_detr": 2, "num_labels": 3, "image_size": 64},
+    "omdet-turbo": {**_LEVELS, "class_distance_type": "cosine"},
+    "deformable_detr": {**_LEVELS, "num_feature_levels": 3},
+    "yolos": {"num_detection_tokens": 5, "num_labels": 3, "image_size": [32, 32], "patch_size": 8},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_BY_KIND["full_attention"], "mrope_section": [1, 1, 2]}, "moe_intermediate_size": [16, 16]},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 4, **_INDEXER}
+    | {"index_kpool": 2, "n_group": 1},
+    "gradium_phonon_tts": {"flow_head_config": _FLOW_HEAD},
+    "pocket_tts": {"flow_head_config": _FLOW_HEAD, "audio_bos_token_id": 4, "audio_latent_token_id": 6}
+    | {"audio_prompt_token_id": 5},
+    "granite4_vision": {"vision_config": {"hidden_size": 64}, "downsample_rate": "2/4", "deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1]},
+    "granite_speech5_encoder": {"context_size": 8, "num_mel_bins": 24},
+    "mimo_v2_flash": {"num_key_value_heads": 2, "n_routed_experts": 4},
+    "mistral4": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+    | {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+    "molmo2_vision": {"image_size": [16, 16]},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
+    | {"indexer_compress_ratio": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "hc_lowrank": 8}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "reformer": {"axial_pos_embds": False, "attention_head_size": 8, "attn_layers": ["local", "local"]}
+    | {"local_attn_chunk_length": 1, "local_num_chunks_before": 3, "is_decoder": False},
+    "sapiens2": {"head_config": {"upsample_out_channels": [8, 8], "conv_out_channels": [8]}, "num_labels": 3}
+    | {"pos_embed_rescale": None}  # random in training
+    | {"num_first_full_attention_layers": 2, "num_last_full_attention_layers": 1, "num_key_value_attention_heads": 4},
+    "tapas": {"num_aggregation_labels": 0},
+    "upernet": {"backbone_config": {**_RESNET, **_ALL_STAGES}}
+    | {"hidden_size": 16, "auxiliary_channels": 8, "auxiliary_in_channels": 16, "num_labels": 3, "image_size": 64},
+    "videoprism_vision_model": {"image_size": [16, 16], "num_frames": 4, "tubelet_size": [1, 8, 8]}
+    | {"num_spatial_layers": 2, "num_temporal_layers": 2, "num_auxiliary_layers": 1},
+    "vilt": {"num_images": 2, "modality_type_vocab_size": 3},
+    "visual_bert": {"visual_embedding_dim": 16},
+    "vitpose": {"backbone_config": {"part_features": 8, "image_size": [32, 32], "patch_size": [8, 8]}}
+    | {"image_size": [32, 32]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 97}),
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
+    "qwen3_omni_moe_talker_code_predictor": {"num_code_groups": 12},
+    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+    | {"mrope_section": [1, 1, 1, 1]}},
+    "kyutai_speech_to_text": {"audio_pad_token_id": 160, "audio_bos_token_id": 9, "codebook_vocab_size": 17}
+    | {"num_codebooks": 4},
+    "csm": {"num_codebooks": 4, "codebook_size": 16},
+    "csm_depth_decoder_model": {"num_codebooks": 4, "backbone_hidden_size": 32, "vocab_size": 17},
+    "higgs_audio_v2": {"num_codebooks": 4, "codebook_size": 16, "audio_token_id": 99, "audio_delay_token_id": 98},
+    "neomme": {"rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "partial_rotary_factor": 0.5}}},
+    "lw_detr_vit": {"image_size": 64, "pretrain_image_size": 64, "num_windows": 4, "window_block_indices": [0, 2]}
+    | {"out_indices": [2, 4]},
+    "efficientloftr": {"hidden_size": DEFAULT, "num_attention_heads": DEFAULT},
+    "vitmatte": {"fusion_hidden_sizes": [16, 8, 8, 8], "convstream_hidden_sizes": [8, 8, 8]},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
+    "perceiver": {"image_size": 16, "d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
+    | {"num_cross_attention_heads": 4, "num_self_attention_heads": 4, "qk_channels": 32, "v_channels": 32},
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 100},
+    "kosmos-2": {"latent_query_num": 2},
+    "shieldgemma2": {"yes_token_index": 10, "no_token_index": 11},
 }

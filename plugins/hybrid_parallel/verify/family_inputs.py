@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Tensor]
+Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Tensor | None]
 
 
 def further_inputs(
     family: str, model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Make the family-specific inputs of a model; they replace inputs of the same name in the batch.
+) -> dict[str, Tensor | None]:
+    """Make the family-specific inputs of a model; they replace inputs of the same name in the batch (None: no input).
 
     Args:
         family: name of the family's folder in `transformers.models`.
@@ -24,7 +24,7 @@ def further_inputs(
         generator: source of random numbers.
     """
     takes = inspect.signature(model.forward).parameters
-    found: dict[str, Tensor] = {}
+    found: dict[str, Tensor | None] = {}
     for name, make in _INPUTS.items():
         owner, _, argument = name.rpartition("/")
         if argument in takes and (owner == family or type(model).__name__.startswith(owner)):
@@ -57,6 +57,69 @@ def _first_marked(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator
     marks = torch.zeros_like(batch["input_ids"])
     marks[..., 0] = 1
     return marks
+
+
+def _nothing(*_: Any) -> None:
+    """Leave the argument out: the model's default is meant."""
+
+
+def _ones(*shape: int) -> Maker:
+    """Make ones; -1 in `shape` stands for the batch's size in that dimension."""
+    return lambda *given: torch.ones_like(_draw(2, *shape)(*given))
+
+
+def _images(count: int | None = None, size: int = 16) -> Maker:
+    """Draw an image for each row, or `count` of them."""
+    return _noise(-1, *(() if count is None else (count,)), 3, size, size)
+
+
+def _with_placeholders(count: int, token: int) -> Maker:
+    """Put `count` placeholders of an image, or of sound, into each text, from the second token on."""
+
+    def make(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
+        tokens = batch["input_ids"].clone()
+        tokens[:, 1 : 1 + count] = token
+        return tokens
+
+    return make
+
+
+def _marked_placeholders(count: int) -> Maker:
+    def make(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
+        marks = torch.zeros_like(batch["input_ids"])
+        marks[:, 1 : 1 + count] = 1
+        return marks
+
+    return make
+
+
+def _frames(model: nn.Module, batch: Mapping[str, Tensor], _: torch.Generator) -> Tensor:
+    """Put the mark of speech and three frames of sound into each text."""
+    tokens = batch["input_ids"].clamp(min=8)
+    tokens[:, 4] = model.config.audio_bos_token_id
+    tokens[:, 5:8] = model.config.audio_latent_token_id
+    return tokens
+
+
+def _first_or_none(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
+    """Link each token to the first one, and the first to nothing, which is the index behind the last token."""
+    mask = batch["attention_mask"]
+    first = mask.argmax(1, keepdim=True)
+    return first.expand(mask.shape).scatter(1, first, mask.shape[1])
+
+
+def _kept(count: int) -> Maker:
+    """Draw positions of tokens that are not padding, [rows, count]."""
+
+    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        return torch.multinomial(batch["attention_mask"].float(), count, replacement=True, generator=generator)
+
+    return make
+
+
+def _shares(*shape: int) -> Maker:
+    """Draw shares that add up to 1 in the last dimension."""
+    return lambda *given: _noise(*shape)(*given).softmax(-1)
 
 
 _box = _draw(60, -1, -1, 4)
@@ -102,4 +165,63 @@ _INPUTS: Mapping[str, Maker] = {
     "bros/bbox": lambda *given: _box(*given) / 60,
     "layoutlmv3/bbox": _box,
     "lilt/bbox": _ordered_box,
+    "bros/bbox_first_token_mask": lambda _, batch, __: batch["attention_mask"].bool(),
+    "blip_2/pixel_values": _images(),
+    "blip_2/input_ids": _with_placeholders(2, 99),
+    "bridgetower/pixel_values": _images(),
+    "BridgeTowerForMaskedLM/pixel_mask": _nothing,
+    "kosmos2/pixel_values": _images(),
+    "kosmos2/image_embeds_position_mask": _marked_placeholders(2),
+    "ViltForImagesAndText/pixel_values": _images(2),
+    "ViltForImagesAndText/labels": _draw(2, -1),
+    "XmodForMultipleChoice/lang_ids": _nothing,
+    "granite_speech5/input_features": _noise(-1, 48, 96),
+    "SplinterForPreTraining/question_positions": _kept(2),
+    "SplinterForPreTraining/start_positions": _kept(2),
+    "SplinterForPreTraining/end_positions": _kept(2),
+    "TapasForQuestionAnswering/token_type_ids": _draw(2, -1, -1, 7),
+    "TapasForQuestionAnswering/labels": _draw(2, -1, -1),
+    "VisualBertFor/visual_embeds": _noise(-1, 4, 16),
+    "VisualBertFor/visual_attention_mask": _ones(-1, 4),
+    "VisualBertForPreTraining/labels": lambda _, batch, __: torch.nn.functional.pad(
+        batch["input_ids"], (0, 4), value=-100
+    ),
+    "VisualBertForQuestionAnswering/labels": _shares(-1, 2),
+    "VisualBertForRegionToPhraseAlignment/region_to_phrase_position": _draw(9, -1, 4),
+    "VisualBertForRegionToPhraseAlignment/labels": _shares(-1, 4, 4),
+    "perceiver/pixel_values": _images(),
+    "pp_formulanet/pixel_values": _images(),
+    "pp_formulanet/decoder_input_ids": _draw(90, -1, 7),
+    "pp_formulanet/labels": _draw(90, -1, 7),
+    "pp_formulanet/input_ids": _nothing,
+    "pp_formulanet/attention_mask": _nothing,
+    "SeamlessM4TTextToUnit/inputs_embeds": lambda _, batch, generator: torch.randn(
+        *batch["input_ids"].shape, 32, generator=generator
+    ),
+    "SeamlessM4Tv2TextToUnit/inputs_embeds": lambda _, batch, generator: torch.randn(
+        *batch["input_ids"].shape, 32, generator=generator
+    ),
+    "SeamlessM4TTextToUnit/input_ids": _nothing,
+    "SeamlessM4Tv2TextToUnit/input_ids": _nothing,
+    "CsmForConditionalGeneration/input_ids": _draw(15, -1, -1, 4),
+    "CsmForConditionalGeneration/labels": _draw(15, -1, -1, 4),
+    "Qwen3OmniMoeTalker/inputs_embeds": lambda _, batch, generator: torch.randn(
+        *batch["input_ids"].shape, 32, generator=generator
+    ),
+    "Qwen3OmniMoeTalker/talker_input_ids": lambda _, batch, __: batch["input_ids"],
+    "Qwen3OmniMoeTalker/input_ids": _nothing,
+    "efficientloftr/pixel_values": _noise(-1, 2, 1, 32, 32),
+    "kyutai_speech_to_text/input_ids": _draw(15, -1, -1, 5),
+    "kyutai_speech_to_text/labels": _draw(90, -1, -1),
+    "molmo2/mm_token_type_ids": _draw(1, -1, -1),
+    "PerceiverForMaskedLM/labels": _draw(90, -1, 64),
+    "shieldgemma2/labels": lambda _, batch, __: batch["input_ids"],
+    **dict.fromkeys(("pocket_tts/input_ids", "gradium_phonon_tts/input_ids"), _frames),
+    **dict.fromkeys(("pocket_tts/labels", "gradium_phonon_tts/labels"), _noise(-1, 3, 32)),
+    "granite_speech5/attention_mask": _ones(-1, 48),
+    "BrosSpadeEL/labels": _first_or_none,
+    "higgs_audio_v2/input_ids": _with_placeholders(3, 99),
+    "higgs_audio_v2/audio_input_ids": _draw(16, -1, 3, 4),
+    "higgs_audio_v2/audio_labels": _draw(16, -1, 3, 4),
+    "higgs_audio_v2/audio_input_ids_mask": lambda *given: _ones(-1, 3)(*given).bool(),
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.family_inputs import further_inputs
+from plugins.hybrid_parallel.verify.image_labels import labels_without_text
 
 _IGNORED = -100
 _LABELS = frozenset(("labels", "start_positions", "next_sentence_label", "mc_labels"))
@@ -35,7 +37,7 @@ def kind_of(model: nn.Module) -> str:
     return "For" + name.rpartition("For")[2] if "For" in name else "other"
 
 
-def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Tensor]:
+def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Any]:
     """Make a batch of ragged text (padded on either side), images or sound, with different data at every step.
 
     Sequence lengths also differ between steps.
@@ -49,8 +51,11 @@ def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Tensor]:
         ends = batch["attention_mask"].sum(1) - 1
         batch["input_ids"][torch.arange(rows), ends] = model.config.eos_token_id
     modules = type(model).__module__.split(".")  # transformers.models.FAMILY.modeling_FAMILY
-    batch |= further_inputs(modules[2] if len(modules) > 2 else "", model, batch, generator)
-    return _labels(model, batch, rows, generator) | batch
+    further = further_inputs(modules[2] if len(modules) > 2 else "", model, batch, generator)
+    if "labels" not in further:
+        seen = batch if "input_ids" in batch and "input_ids" in further else batch | further
+        batch = _labels(model, seen, rows, generator) | batch
+    return {name: value for name, value in (batch | further).items() if value is not None}
 
 
 def ragged_text(shape: tuple[int, ...], length: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -65,8 +70,15 @@ def ragged_text(shape: tuple[int, ...], length: int, generator: torch.Generator)
     return {"input_ids": (tokens * mask).view(*shape, length), "attention_mask": mask.view(*shape, length)}
 
 
+def kept_positions(mask: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw positions of tokens that the mask [rows, seq] keeps, [rows, count]."""
+    return torch.multinomial(mask.float(), count, replacement=True, generator=generator)
+
+
 def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
+    if "inputs" in takes and "pixel_values" not in takes and "input_ids" not in takes:  # Perceiver's
+        return {"inputs": torch.randn(rows, 2, 27, 16, 16, generator=generator)}
     if "input_ids" in takes:
         shape = (rows, 3) if kind_of(model) == "ForMultipleChoice" else (rows,)
         text = ragged_text(shape, max(11 - 2 * step, 5), generator)
@@ -86,11 +98,11 @@ def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generat
     )
 
 
-def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator) -> dict[str, Any]:
     kind, classes = kind_of(model), getattr(model.config, "num_labels", 2)
     if kind in ("ForQuestionAnswering", "ForQuestionAnsweringSimple"):
-        positions = torch.randint(0, batch["input_ids"].shape[1], (2, rows), generator=generator)
-        return {"start_positions": positions[0], "end_positions": positions[1]}
+        positions = kept_positions(batch["attention_mask"], 2, generator)
+        return {"start_positions": positions[:, 0], "end_positions": positions[:, 1]}
     if kind in _ONE_LABEL and classes == 1:  # regression
         return {"labels": torch.randn(rows, generator=generator)}
     if kind in _ONE_LABEL:
@@ -100,7 +112,7 @@ def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator:
     if kind == "ForMultipleChoice":
         return {"labels": torch.randint(0, 3, (rows,), generator=generator)}
     if "input_ids" not in batch:
-        return _labels_without_text(model, batch, rows, generator)
+        return labels_without_text(kind, model, batch, rows, generator)
     mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
     if kind == "ForTokenClassification":
         labels = torch.randint(0, classes, mask.shape, generator=generator)
@@ -111,27 +123,3 @@ def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator:
     labels = batch["input_ids"].masked_fill(mask == 0, _IGNORED)
     labels[1, 1:4] = _IGNORED
     return {"labels": labels}
-
-
-def _labels_without_text(
-    model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Make labels for images and sound."""
-    kind, classes = kind_of(model), getattr(model.config, "num_labels", 2)
-    if kind == "ForAudioFrameClassification":
-        frames = model(**batch).logits.shape[1]
-        marks = torch.randint(0, classes, (rows, frames), generator=generator)
-        return {"labels": torch.nn.functional.one_hot(marks, classes)}
-    if kind == "ForCTC":
-        return {"labels": torch.randint(1, model.config.vocab_size, (rows, 3), generator=generator)}
-    if kind == "ForSemanticSegmentation":
-        sides = batch["pixel_values"].shape[-2:]
-        return {"labels": torch.randint(0, classes, (rows, *sides), generator=generator)}
-    if kind == "ForDepthEstimation":
-        return {"labels": torch.rand(rows, *batch["pixel_values"].shape[-2:], generator=generator)}
-    if kind in ("ForConditionalGeneration", "ForSpeechToText") and {"input_features", "input_values"} & batch.keys():
-        return {"labels": torch.randint(5, 90, (rows, 7), generator=generator)}
-    raise ConfigurationError(
-        f"no labels can be made up for {type(model).__name__}, a head {kind} on {', '.join(batch)}; "
-        "use --head with another head of the family, as ImageClassification"
-    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS
@@ -26,6 +26,7 @@ _MOST_PARAMETERS = 10_000_000
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "word_embed_proj_dim")
+_WIDTHS = ("hidden_size", "condition_dim", "adapter_in_dim", "adapter_out_dim", "adapter_input_size")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers")
 _ALL_LAYERS = (*_LAYERS, "num_encoder_layers", "decoder_layers", "encoder_num_layers", "decoder_num_layers")
 _SIZES: dict[str, Any] = {
@@ -120,20 +121,27 @@ class TinyModel:
             )
         return model
 
-    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Tensor]:
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step."""
-        batch = batch_for(model, step, rows)
-        return {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in batch.items()}
+        return {key: self._cast(value) for key, value in batch_for(model, step, rows).items()}
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, list):  # one target for each sample
+            return [{key: self._cast(part) for key, part in target.items()} for target in value]
+        return value.to(self.dtype) if value.is_floating_point() else value
 
 
-def small_config(config: Any, sizes: TwinSizes) -> Any:
+def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> Any:
     """Return the configuration with small sizes in all fields with a known name, and without dropout.
+
+    Args:
+        widths: hidden sizes of the whole configuration that this is a part of; None if it is the whole.
 
     Raises:
         ConfigurationError: the class of the configuration rejects the small sizes.
     """
     config_class = type(config)
-    values = small_values(config, sizes)
+    values = small_values(config, sizes, widths)
     try:
         small = config_class(**values)
     except Exception as error:  # configuration classes raise arbitrary exception types
@@ -148,8 +156,9 @@ def small_config(config: Any, sizes: TwinSizes) -> Any:
     return small
 
 
-def small_values(config: Any, sizes: TwinSizes) -> dict[str, Any]:
+def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> dict[str, Any]:
     """Return the arguments from which the small configuration is built."""
+    widths = frozenset(_hidden_sizes(config)) if widths is None else widths
     fields = {**vars(config), **{name: _read(config, name) for name in _named_sizes() if _is_written(config, name)}}
     layers, lists, values = sizes.layers, {}, {}
     if sizes.is_faithful:
@@ -157,18 +166,20 @@ def small_values(config: Any, sizes: TwinSizes) -> dict[str, Any]:
         values = {**_own_values(config), **short_periods(fields, layers)}
     for name, value in fields.items():
         if hasattr(value, "to_dict"):
-            values[name] = small_config(value, sizes).to_dict()
+            values[name] = small_config(value, sizes, widths).to_dict()
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             values[name] = 0.0
         elif sizes.is_faithful and isinstance(value, list | tuple):
             values |= _small_list(name, value)
+        elif _is_linked(name, value, widths):
+            values[name] = sizes.heads * _HEAD_DIM
         elif value is not _MISSING and (isinstance(value, int | list) or value is None):
             values |= _small(name, value, config, sizes, layers)
     values |= lists
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict) and (sizes.is_faithful or "mrope_section" in fields[name]):
             values[name] = _small_rope(fields[name], getattr(config, "partial_rotary_factor", None))
-    return _with_special(values, FIELDS.get(config.model_type, {}))
+    return _with_special(values, FIELDS.get(config.model_type or type(config).__name__, {}))
 
 
 def head_counts(config: Any) -> tuple[int, int]:
@@ -196,6 +207,22 @@ def build_small(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -
         if isinstance(module, nn.Dropout):  # some heads have dropout without a configuration field
             module.p = 0.0
     return model.to(dtype).train()
+
+
+def _hidden_sizes(config: Any) -> Iterator[int]:
+    """Yield the hidden sizes of a configuration and of those inside it."""
+    own = _count(config, _HIDDEN)
+    if own is not None:
+        yield own
+    for part in vars(config).values():
+        if hasattr(part, "to_dict"):
+            yield from _hidden_sizes(part)
+
+
+def _is_linked(name: str, value: Any, widths: frozenset[int]) -> bool:
+    """Check whether a field is the hidden size of another part of the model, as the width of a projection to it."""
+    is_width = name.endswith(_WIDTHS) and name not in (*_HIDDEN, *_SIZES)
+    return is_width and isinstance(value, int) and value in widths
 
 
 def _named_sizes() -> Iterator[str]:

@@ -166,7 +166,8 @@ def _share(batch: dict[str, Any], rows: int, rank: int, world_size: int) -> dict
     first, last = rows * rank // world_size, rows * (rank + 1) // world_size
 
     def cut(value: Any) -> Any:
-        return value[first:last] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+        is_tensor = isinstance(value, Tensor) and value.dim()
+        return value[first:last] if (is_tensor or isinstance(value, list)) and len(value) == rows else value
 
     return {name: cut(value) for name, value in batch.items()}
 

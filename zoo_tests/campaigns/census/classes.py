@@ -55,6 +55,20 @@ def head_classes() -> tuple[HeadClass, ...]:
     return tuple(found)
 
 
+def training_refused(head: HeadClass) -> str | None:
+    """The message with which the class's own forward refuses labels, as "Training is not yet supported"; or None."""
+    import transformers
+
+    file = Path(transformers.__file__).parent / "models" / head.family / f"modeling_{head.family}.py"
+    tree = ast.parse(next(text for text in _possible_heads(file.read_text("utf-8")) if f"class {head.name}(" in text))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "labels is not None":
+            first = node.body[0]
+            if isinstance(first, ast.Raise) and isinstance(first.exc, ast.Call):
+                return ast.literal_eval(first.exc.args[0])
+    return None
+
+
 def _possible_heads(source: str) -> Iterator[str]:
     """The sources of classes whose first line looks like a head's: to parse all of transformers takes seconds."""
     starts = [*(match.start() for match in _STATEMENT.finditer(source)), len(source)]

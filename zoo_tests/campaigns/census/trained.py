@@ -14,7 +14,7 @@ from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
 from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank, train_reference
-from zoo_tests.campaigns.census.classes import HeadClass
+from zoo_tests.campaigns.census.classes import HeadClass, training_refused
 from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, NO_PLAN, Share, Verdict
 from zoo_tests.harness.case import LAYOUTS, Layout
 from zoo_tests.harness.ranks import RankError, run_on_ranks
@@ -44,6 +44,9 @@ def refusal(head: HeadClass) -> str | None:
 
 def plain_run(head: HeadClass) -> Trace | str:
     """Plain training, or why there is none."""
+    refused = training_refused(head)
+    if refused is not None:
+        return _short(f"transformers: {refused}")
     try:
         return train_reference(VerifyCase(_twin(head), _ROWS, _STEPS, {}))
     except Exception as error:  # any of a thousand classes may fail in its own way
