@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardformer.stages.shared_states import States, add_received, written
 from shardformer.utils.outer_call import call_through
 
 StageMessage = tuple[Tensor | None, ...]
@@ -202,14 +203,23 @@ class Skipped(StagePlaceholder):
 class Boundary(StagePlaceholder):
     """Placeholder for the first layer of the next stage; ends the pass by raising `StageBoundary`."""
 
-    def __init__(self, layer: nn.Module, carried_inputs: Sequence[str], keeps: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        carried_inputs: Sequence[str],
+        keeps: Sequence[tuple[str, str]],
+        shared_states: States,
+    ) -> None:
         super().__init__()
         self.inputs, self.carried_inputs, self.keeps = LayerInputs(layer), tuple(carried_inputs), tuple(keeps)
+        self.shared_states = shared_states
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `StageBoundary` with the hidden state, the carried inputs and the kept tower outputs."""
         hidden = self.inputs.get(self.inputs.names[0], args, kwargs)
         carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]
+        states = {name: self.inputs.get(name, args, kwargs) for name in self.shared_states}
+        self.stage_input.kept.update(written(self.shared_states, states))
         raise StageBoundary((hidden, *carried, *[self.stage_input.kept.get(key) for key in self.keeps]))
 
 
@@ -221,8 +231,15 @@ class UnreachablePlaceholder(StagePlaceholder):
         raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
 
 
-def enter_at(layer: nn.Module, stage_input: StageInput, carried_inputs: Sequence[str]) -> None:
+def enter_at(
+    layer: nn.Module,
+    stage_input: StageInput,
+    carried_inputs: Sequence[str],
+    shared_states: States,
+) -> None:
     """Replace the inputs of `layer`, the first layer of a stage, by the received hidden state and carried inputs.
+
+    The received entries of shared dictionaries are added to the dictionaries, which all later layers read.
 
     This wraps the call instead of using a hook: hooks run inside activation checkpointing, where a recomputation would
     read the message of another micro-batch.
@@ -233,6 +250,8 @@ def enter_at(layer: nn.Module, stage_input: StageInput, carried_inputs: Sequence
         values = {inputs.names[0]: stage_input.hidden, **{name: stage_input.carried[name] for name in carried_inputs}}
         for name, value in values.items():
             args, kwargs = inputs.put(name, value, args, kwargs)
+        states = {name: inputs.get(name, args, kwargs) for name in shared_states}
+        add_received(shared_states, states, stage_input.kept)
         return call(*args, **kwargs)
 
     call_through(layer, read)

@@ -23,7 +23,7 @@ from shardformer.stages.stage import (
 )
 
 # Inputs that the first stage turns into embeddings; later stages do not read them.
-_ENCODED_INPUTS = (
+ENCODED_INPUTS = (
     "pixel_values",
     "pixel_values_videos",
     "pixel_attention_mask",
@@ -71,13 +71,13 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         parent = ".".join(parts[:depth])
         every += [_below(parent, name) for name in model.get_submodule(parent)._parameters]
         seen = depth == 0 and parts[0] == getattr(model, "base_model_prefix", None)
-        for name, module in _with_parameters(model.get_submodule(parent)):
+        for name, module in with_parameters(model.get_submodule(parent)):
             if name == parts[depth]:
                 seen = True
             elif seen or name == "pooler":
                 last.append(_below(parent, name))
             else:
-                first[_below(parent, name)] = _stand_in_for(module, name)
+                first[_below(parent, name)] = placeholder_for(module, name)
     layer = model.get_submodule(layers)[0]
     skips_encoders = any(placeholder is UnreachablePlaceholder for placeholder in first.values())
     return StageLayout(
@@ -86,7 +86,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         every=tuple(every),
         last=tuple(last),
         tuple_output=num_outputs(layer),
-        first_inputs=_ENCODED_INPUTS if skips_encoders else (),
+        first_inputs=ENCODED_INPUTS if skips_encoders else (),
     )
 
 
@@ -103,7 +103,7 @@ def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | 
     parts = roots[0].split(".")
     for depth in range(len(parts)):
         parent = ".".join(parts[:depth])
-        for name, module in _with_parameters(model.get_submodule(parent)):
+        for name, module in with_parameters(model.get_submodule(parent)):
             path = _below(parent, name)
             if any(root == path or root.startswith(f"{path}.") for root in roots):
                 continue
@@ -116,7 +116,8 @@ def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | 
     return replace(layouts[0], first=first, finished_towers=finished_towers, next_layers=behind)
 
 
-def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children of `module` that have parameters."""
     return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
 
 
@@ -124,7 +125,8 @@ def _below(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
-def _stand_in_for(module: nn.Module, name: str) -> type[StagePlaceholder]:
+def placeholder_for(module: nn.Module, name: str) -> type[StagePlaceholder]:
+    """Return the placeholder on later stages for a module called `name` that runs before the layers."""
     if name in _POSITIONS:
         return ZeroEmbedding
     if isinstance(module, nn.Embedding) or name == "embeddings":
