@@ -7,7 +7,8 @@ hidden state. `KeptOutput` returns the output of the module, which travels with 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,12 +47,12 @@ class MetaModule(StagePlaceholder):
                 self._outputs.clear()
             self._outputs[key] = self._run(args, kwargs)
         hidden = self.stage_input.hidden
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+        devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)] + [self.device]
         dtype = None if hidden is None else hidden.dtype
 
         def zeros(output: Tensor) -> Tensor:
             kept = output.dtype if dtype is None or not output.is_floating_point() else dtype
-            return torch.zeros(output.shape, dtype=kept, device=device)
+            return torch.zeros(output.shape, dtype=kept, device=devices[0])
 
         return tree_map_only(Tensor, zeros, self._outputs[key])
 
@@ -63,9 +64,15 @@ class MetaModule(StagePlaceholder):
             is_cast = parameter is not None and tensor.is_floating_point()
             return tensor.detach().to("meta", parameter.dtype if is_cast else tensor.dtype)
 
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with torch.no_grad(), torch.device("meta"), _no_autocast():
             args, kwargs = tree_map_only(Tensor, to_meta, (args, dict(kwargs)))
             return module(*map(_no_cache, args), **{name: _no_cache(value) for name, value in kwargs.items()})
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def _no_cache(value: Any) -> Any:

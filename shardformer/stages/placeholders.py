@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -169,12 +170,23 @@ class CachedTower(StagePlaceholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received outputs of the tower, with dummies for fields that are not sent."""
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
-
         # Fields that no later layer reads are not sent; a dummy of the right shape is enough.
         kept = {field: self.stage_input.kept.get((self.path, field)) for field in ("last_hidden_state", *self.fields)}
         dummy = self.stage_input.dummy()
-        return BaseModelOutputWithPooling(**{field: dummy if value is None else value for field, value in kept.items()})
+        return _tower_output()(**{field: dummy if value is None else value for field, value in kept.items()})
+
+
+@cache
+def _tower_output() -> type:
+    """Return the class of a tower's output, where fields that are not sent (router scores, attentions) are None."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    class TowerOutput(BaseModelOutputWithPooling):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return TowerOutput
 
 
 class Skipped(StagePlaceholder):
@@ -224,11 +236,21 @@ class Boundary(StagePlaceholder):
 
 
 class UnreachablePlaceholder(StagePlaceholder):
-    """Placeholder for a module of another stage that this stage's pass never reaches."""
+    """Placeholder for a module of another stage that this stage's pass never reaches.
+
+    Args:
+        path: path of the module, for the error.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.path = path
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a RuntimeError: the pass should have ended before."""
-        raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
+        raise RuntimeError(
+            f"the module '{self.path}' lives on another pipeline stage; its family's StageLayout lets a pass reach it"
+        )
 
 
 def enter_at(

@@ -258,7 +258,7 @@ class StagePartitioner:
                     view.placeholders[self._place(path)] = _alike(CachedTower(path, fields), native)
         if stage != self.manager.num_stages - 1:
             for name in self._head:
-                view.placeholders[self.model, name] = UnreachablePlaceholder()
+                view.placeholders[self.model, name] = UnreachablePlaceholder(name)
         return view
 
     def _cut_layers(self, view: VirtualStage, index: int, held: range, stage_input: StageInput) -> None:
@@ -274,7 +274,7 @@ class StagePartitioner:
             elif position == held.stop:
                 stand_in = Boundary(layer, *self._travels_to(held.stop), layout.shared_states)
             elif position > held.stop:
-                stand_in = UnreachablePlaceholder()
+                stand_in = UnreachablePlaceholder(f"{layout.layers}.{position - start}")
             elif position == held.start and position > 0 and not layout.sublayer_lists and not layout.calls_forward:
                 enter_at(layer, stage_input, layout.carried_inputs, layout.shared_states)
             if stand_in is not None:
@@ -288,7 +288,7 @@ class StagePartitioner:
                         LayerInputPlaceholder() if ends_layer else IdentityPlaceholder(), part
                     )
                 elif position >= held.stop:
-                    view.placeholders[parts, position - start] = _alike(UnreachablePlaceholder(), part)
+                    view.placeholders[parts, position - start] = _alike(UnreachablePlaceholder(f"{path}.{position - start}"), part)
 
     def _stand_in(
         self,
@@ -305,7 +305,7 @@ class StagePartitioner:
             if has_module(self.model, self._prefix + path):
                 native = self.model.get_submodule(self._prefix + path)
                 earlier = (self._earlier(path, native, layout) or stand_in()) if runs_with < held.start else None
-                view.placeholders[self._place(path)] = _alike(earlier or UnreachablePlaceholder(), native)
+                view.placeholders[self._place(path)] = _alike(earlier or UnreachablePlaceholder(path), native)
 
     def _earlier(self, path: str, native: nn.Module, layout: StageLayout) -> StagePlaceholder | None:
         """Return the placeholder for a module of an earlier stage of which later ones need more; None for others."""

@@ -99,7 +99,7 @@ class DeclaredPlan:
         towers = [next((name for name in lists if _ends(name, end)), None) for end in self.towers]
         chain = self._chain(lists)
         if towers and None not in towers:
-            return self._corrected(tower_layout(model, *towers), model)
+            return self._corrected(tower_layout(model, *towers, lambda path: _lookup(path, self.first)), model)
         if len(chain) > 1:
             layout = chain_layout(model, chain)
         else:
@@ -126,7 +126,7 @@ class DeclaredPlan:
         """Apply the plan's settings for single modules to a layout inferred from the module tree."""
         paths = [name for name, _ in model.named_modules()]
         every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
-        moved = tuple(path for path in paths if any(_ends(path, end) for end in self.last))
+        moved = tuple(path for path in layout.first if any(_ends(path, end) for end in self.last))
         sublayer_lists = tuple(next(path for path in paths if _ends(path, end)) for end in self.sublayer_lists)
         earlier = {path: found for path in layout.last if (found := _lookup(path, self.first)) is not None}
         first = {

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -90,10 +90,16 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
     )
 
 
-def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | None:
+def tower_layout(
+    model: nn.Module,
+    encoder: str,
+    decoder: str,
+    placeholder_of: Callable[[str], type[StagePlaceholder] | None] = lambda path: None,
+) -> StageLayout | None:
     """Build a layout for the layer lists of an encoder and its decoder.
 
-    Modules outside both towers run after the decoder, except embeddings, which the towers share.
+    Modules outside both towers run after the decoder, except embeddings, which the towers share, and modules for which
+    `placeholder_of` returns a placeholder: these run before the encoder.
     """
     roots = [path.rpartition(".")[0] for path in (encoder, decoder)]
     layouts = [stage_layout(model, path, root) for path, root in zip((encoder, decoder), roots, strict=True)]
@@ -107,7 +113,9 @@ def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | 
             path = _below(parent, name)
             if any(root == path or root.startswith(f"{path}.") for root in roots):
                 continue
-            if isinstance(module, nn.Embedding):
+            if (declared := placeholder_of(path)) is not None:
+                first[path] = declared
+            elif isinstance(module, nn.Embedding):
                 first[path] = ReceivedByTower
             else:
                 last.append(path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
@@ -75,7 +76,9 @@ def plain_run(head: HeadClass) -> Trace | str:
 def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) -> str:
     """ "exact" if all losses and the first gradients agree, or the reason; `options` are further ones of the plugin."""
     sizes = LAYOUTS[layout]
-    options |= {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
+    # Statistics of a batch are those of the plain run where the batch is not split.
+    parts = 1 if _normalises_over_batch(head) else sizes.pp_size
+    options |= {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": parts}
     case = VerifyCase(_twin(head), _ROWS, _STEPS, options)
     try:
         ranks = run_on_ranks(sizes.world_size, train_on_rank, case, timeout_s=_TIMEOUT_S)
@@ -86,6 +89,10 @@ def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) 
     losses, gradients, _ = verdict.worst
     is_exact = losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
     return "exact" if is_exact else _short(verdict.first.text)
+
+
+def _normalises_over_batch(head: HeadClass) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in _twin(head).build().modules())
 
 
 class _Twin(TinyModel):

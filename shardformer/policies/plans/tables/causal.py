@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardformer.loss.heads import own_loss
 from shardformer.loss.text import causal_lm, classes_of_tokens, masked_lm
@@ -52,6 +52,17 @@ def _block_inputs(model: nn.Module) -> dict[str, int]:
     block = model.config.get_text_config().n_layers_per_attn_res_block
     count = model.config.get_text_config().num_hidden_layers
     return {"embed_tokens": 0} | {f"layers.{index - 1}": 0 for index in range(block, count, block)}
+
+
+class ReceivedTable(Received):
+    """Placeholder for an embedding of which the model reads a row, the one of padding."""
+
+    num_embeddings, embedding_dim = 1, 1
+
+    @property
+    def weight(self) -> Tensor:
+        """A dummy table [vocab, hidden]."""
+        return self.stage_input.dummy().new_zeros(()).expand(self.num_embeddings, self.embedding_dim)
 
 
 PLANS = {
@@ -132,10 +143,15 @@ PLANS = {
     "falcon_h1": DeclaredPlan({**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}),
     "gemma4": DeclaredPlan(
         None,
-        layers="layers",
-        first={"embed_tokens_per_layer": Received},
+        layers="language_model.layers",
+        first={
+            "embed_tokens": ReceivedTable,
+            "embed_tokens_per_layer": Received,
+            "per_layer_model_projection": Received,
+        },
         # Every layer reads its own part of these.
-        kept_outputs={"embed_tokens_per_layer": 0, "per_layer_projection_norm": 0},
+        kept_outputs={"embed_tokens_per_layer": 0, "per_layer_model_projection": 0},
+        every=("per_layer_projection_norm",),
         shared_states={"shared_kv_states": ("full_attention", "sliding_attention")},
     ),
     "lfm2": DeclaredPlan(_LFM2),

@@ -116,7 +116,12 @@ PLANS = {
         _MLP, layers="encoder.stages.*.layers", changes_shapes=True, head_losses={"HieraForPreTraining": own_loss}
     ),
     "lasr": DeclaredPlan(_ENCODER_BLOCK, layers="encoder.layers", changes_shapes=True),
-    "perceiver": DeclaredPlan(_DENSE, pipelined=False),
+    "perceiver": DeclaredPlan(
+        _DENSE,
+        layers="encoder.self_attends",
+        changes_shapes=True,
+        pipelined=lambda model: model.config.num_blocks == 1,  # layers run once
+    ),
     "pvt": DeclaredPlan(_DENSE, layers="encoder.block.*", changes_shapes=True),
     "pvt_v2": DeclaredPlan(
         {**_DENSE, **_CONVOLVED}, _CONVOLVED_LOCAL, layers="encoder.layers.*.blocks", changes_shapes=True
