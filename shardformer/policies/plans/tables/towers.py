@@ -43,12 +43,14 @@ _SEAMLESS = DeclaredPlan(
     kept_outputs={"speech_encoder.inner_layer_norm": 0},
     changes_shapes=True,
 )
+_NORM_OF_EMBEDDINGS = {"layernorm_embedding": IdentityPlaceholder}  # registered after the layers
+_ROUTER = {"router.classifier": "skips_idle_casts"}
 # A tower of images runs on the first stage; later stages do not get the images.
 _VISION = {"vision_tower": UnreachablePlaceholder, "multi_modal_projector": UnreachablePlaceholder}
 
 PLANS = {
     "switch_transformers": DeclaredPlan(
-        {**{f"EncDecAttention.{part}": "colwise" for part in "qkv"}, "EncDecAttention.o": "rowwise"},
+        {**{f"EncDecAttention.{part}": "colwise" for part in "qkv"}, "EncDecAttention.o": "rowwise", **_ROUTER},
         {"EncDecAttention": ("n_heads", "inner_dim")},
         towers=("encoder.block", "decoder.block"),
         carried_inputs=("position_bias",),
@@ -66,20 +68,20 @@ PLANS = {
         needs={"attention_type": "original_full"},
         head_losses={"BigBirdPegasusForCausalLM": masked_lm},  # labels are already shifted to the next token
     ),
-    "florence2": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first=_VISION),
+    "florence2": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={**_VISION, **_NORM_OF_EMBEDDINGS}),
     "led": DeclaredPlan(
         # Attention is replicated: the encoder's windows mix heads before they are concatenated.
         _FEED_FORWARD,
         towers=_TOWERS,
         first={
             "encoder.embed_tokens": ReceivedUnpadded,  # pads tokens to whole windows
-            "layernorm_embedding": IdentityPlaceholder,  # registered after the layers
+            **_NORM_OF_EMBEDDINGS,
         },
     ),
     # A layer returns five values. The fourth, the cross-attention bias, is recomputed from the mask if it is missing.
     "longt5": replace(_POP2PIANO, layer_outputs=5),
     "pop2piano": _POP2PIANO,
-    "nllb_moe": DeclaredPlan(_QKV, _LOCAL, towers=_TOWERS),
+    "nllb_moe": DeclaredPlan({**_QKV, **_ROUTER}, _LOCAL, towers=_TOWERS),
     "pegasus_x": DeclaredPlan(
         _FEED_FORWARD,
         towers=_TOWERS,
