@@ -50,6 +50,21 @@ def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) 
         setattr(module, each, shard_parameter(parameter, spec, copies_group(group, heads.copies)))
 
 
+def skip_idle_casts(module: nn.Module) -> None:
+    """Let `module.to(dtype)` return at once if the module has that dtype already.
+
+    Some routers cast their weights in every forward; torch's cast reads the gradients, which a pipeline hides between
+    the micro-batches of a step.
+    """
+    native = module.to
+
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        is_idle = len(args) == 1 and not kwargs and all(each.dtype == args[0] for each in module.parameters())
+        return module if is_idle else native(*args, **kwargs)
+
+    module.to = to
+
+
 def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
     """Make the inputs and output of experts tensor-parallel, where every rank holds a part of each expert.
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from shardformer.stages.shared_states import States, add_received, written
 from shardformer.utils.outer_call import call_through
 
 StageMessage = tuple[Tensor | None, ...]
@@ -168,12 +170,23 @@ class CachedTower(StagePlaceholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received outputs of the tower, with dummies for fields that are not sent."""
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
-
         # Fields that no later layer reads are not sent; a dummy of the right shape is enough.
         kept = {field: self.stage_input.kept.get((self.path, field)) for field in ("last_hidden_state", *self.fields)}
         dummy = self.stage_input.dummy()
-        return BaseModelOutputWithPooling(**{field: dummy if value is None else value for field, value in kept.items()})
+        return _tower_output()(**{field: dummy if value is None else value for field, value in kept.items()})
+
+
+@cache
+def _tower_output() -> type:
+    """Return the class of a tower's output, where fields that are not sent (router scores, attentions) are None."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    class TowerOutput(BaseModelOutputWithPooling):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return TowerOutput
 
 
 class Skipped(StagePlaceholder):
@@ -202,27 +215,53 @@ class Skipped(StagePlaceholder):
 class Boundary(StagePlaceholder):
     """Placeholder for the first layer of the next stage; ends the pass by raising `StageBoundary`."""
 
-    def __init__(self, layer: nn.Module, carried_inputs: Sequence[str], keeps: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        carried_inputs: Sequence[str],
+        keeps: Sequence[tuple[str, str]],
+        shared_states: States,
+    ) -> None:
         super().__init__()
         self.inputs, self.carried_inputs, self.keeps = LayerInputs(layer), tuple(carried_inputs), tuple(keeps)
+        self.shared_states = shared_states
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `StageBoundary` with the hidden state, the carried inputs and the kept tower outputs."""
         hidden = self.inputs.get(self.inputs.names[0], args, kwargs)
         carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]
+        states = {name: self.inputs.get(name, args, kwargs) for name in self.shared_states}
+        self.stage_input.kept.update(written(self.shared_states, states))
         raise StageBoundary((hidden, *carried, *[self.stage_input.kept.get(key) for key in self.keeps]))
 
 
 class UnreachablePlaceholder(StagePlaceholder):
-    """Placeholder for a module of another stage that this stage's pass never reaches."""
+    """Placeholder for a module of another stage that this stage's pass never reaches.
+
+    Args:
+        path: path of the module, for the error.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.path = path
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a RuntimeError: the pass should have ended before."""
-        raise RuntimeError("this module lives on another pipeline stage; its family's StageLayout lets a pass reach it")
+        raise RuntimeError(
+            f"the module '{self.path}' lives on another pipeline stage; its family's StageLayout lets a pass reach it"
+        )
 
 
-def enter_at(layer: nn.Module, stage_input: StageInput, carried_inputs: Sequence[str]) -> None:
+def enter_at(
+    layer: nn.Module,
+    stage_input: StageInput,
+    carried_inputs: Sequence[str],
+    shared_states: States,
+) -> None:
     """Replace the inputs of `layer`, the first layer of a stage, by the received hidden state and carried inputs.
+
+    The received entries of shared dictionaries are added to the dictionaries, which all later layers read.
 
     This wraps the call instead of using a hook: hooks run inside activation checkpointing, where a recomputation would
     read the message of another micro-batch.
@@ -233,6 +272,8 @@ def enter_at(layer: nn.Module, stage_input: StageInput, carried_inputs: Sequence
         values = {inputs.names[0]: stage_input.hidden, **{name: stage_input.carried[name] for name in carried_inputs}}
         for name, value in values.items():
             args, kwargs = inputs.put(name, value, args, kwargs)
+        states = {name: inputs.get(name, args, kwargs) for name in shared_states}
+        add_received(shared_states, states, stage_input.kept)
         return call(*args, **kwargs)
 
     call_through(layer, read)

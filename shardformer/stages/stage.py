@@ -9,11 +9,13 @@ batch, which every stage has. Only hidden states are sent, and the outputs of an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from shardformer.stages.earlier_modules import KeptOutput, MetaModule, ReceivedOutput, keep_tensors, output_keys
+from shardformer.stages.layout import StageLayout
 from shardformer.stages.partition import balanced_split, matrix_cost
 from shardformer.stages.placeholders import (
     Boundary,
@@ -34,6 +36,7 @@ from shardformer.stages.placeholders import (
     enter_at,
     keep_output,
 )
+from shardformer.stages.shared_states import Key, state_keys
 from shardformer.stages.virtual_stages import Place, VirtualStage, VirtualStages
 
 __all__ = [
@@ -126,45 +129,6 @@ class PipelineStageManager:
         return [base + (stage in surplus) for stage in range(self.num_stages)]
 
 
-@dataclass(frozen=True)
-class StageLayout:
-    """The layer list where a family can be split into stages, and the modules around it.
-
-    All paths are relative to the base model.
-
-    Attributes:
-        layers: path of the layer list.
-        first: modules that run before these layers -> their placeholders on later stages.
-        every: modules or single parameters that every stage needs; the stages share these parameters.
-        last: modules that run after the layers. Modules of a head class outside the base model always do.
-        tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number gives the
-            length of the tuple.
-        carried_inputs: names of layer inputs that an earlier layer computes and layers pass on (T5's position bias);
-            they are sent between stages.
-        finished_towers: towers that are finished after these layers: path -> output fields that the next list reads.
-        first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
-        sublayer_lists: lists of further parts of the same layers (XLM's norms and feed-forwards), in the order in
-            which they run; the last part returns the hidden state.
-        next_layers: the layout of the layer list that runs next.
-    """
-
-    layers: str
-    first: Mapping[str, Callable[[], StagePlaceholder]] = field(default_factory=dict)
-    every: Sequence[str] = ()
-    last: Sequence[str] = ()
-    tuple_output: bool | int = False
-    carried_inputs: Sequence[str] = ()
-    finished_towers: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    first_inputs: Sequence[str] = ()
-    sublayer_lists: Sequence[str] = ()
-    next_layers: StageLayout | None = None
-
-    @property
-    def chain(self) -> list[StageLayout]:
-        """This layout and all layouts that follow it."""
-        return [self, *(self.next_layers.chain if self.next_layers is not None else ())]
-
-
 class StagePartitioner:
     """Partitions one model into stages. `holders` and `unassigned` must be called before `apply` changes the model.
 
@@ -183,6 +147,7 @@ class StagePartitioner:
         self.starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
         self._head = [] if not base_path else [n for n, _ in model.named_children() if n != base_path.split(".")[0]]
         self.ranges = manager.split(self.starts[-1], self._even_counts())
+        self._kept = self._kept_outputs()
 
     def holders(self, name: str) -> set[int]:
         """Return the stages that hold the module or parameter `name` of the full model."""
@@ -227,12 +192,27 @@ class StagePartitioner:
             for path, fields in layout.finished_towers.items():
                 if any(start < self.starts[index + 1] for start in entered):
                     keep_output(self.model.get_submodule(self._prefix + path), path, fields, stage_input)
+        for path, (count, runs_with) in self._kept.items():
+            if any(runs_with in self.ranges[stage] for stage in self.manager.held):
+                keep_tensors(self.model.get_submodule(self._prefix + path), path, count, stage_input)
         self.model.stage_views = VirtualStages(self.model, stage_input, views)
         for layout in self.lists:
             if has_module(self.model, self._prefix + layout.layers):
                 layers = self.model.get_submodule(self._prefix + layout.layers)
                 if hasattr(layers, "keep_used"):
                     layers.keep_used()
+
+    def _kept_outputs(self) -> dict[str, tuple[int, int]]:
+        """Return the modules whose outputs later stages read: path -> (number of tensors, layer number it runs with)."""
+        found = {}
+        for start, end, layout in zip(self.starts, self.starts[1:], self.lists, strict=False):
+            for path, count in layout.kept_outputs.items():
+                if _is_in(path, [layout.layers]):
+                    position = start + int(path[len(layout.layers) + 1 :])
+                else:
+                    position = max(start - 1, 0) if _is_in(path, layout.first) else end - 1
+                found[path] = (count, position)
+        return found
 
     def held_layers(self) -> list[list[nn.Module]]:
         """Return the layers that run consecutively on this rank, one list per stage and layer list."""
@@ -269,15 +249,16 @@ class StagePartitioner:
         view = VirtualStage(carried_inputs, keeps, ignored)
         for index, layout in enumerate(self.lists):
             self._cut_layers(view, index, held, stage_input)
-            self._stand_in(view, layout.first, max(self.starts[index] - 1, 0), held)
-            self._stand_in(view, dict.fromkeys(layout.last, IdentityPlaceholder), self.starts[index + 1] - 1, held)
+            self._stand_in(view, layout, layout.first, max(self.starts[index] - 1, 0), held)
+            last = dict.fromkeys(layout.last, IdentityPlaceholder)
+            self._stand_in(view, layout, last, self.starts[index + 1] - 1, held)
             for path, fields in layout.finished_towers.items():
                 if self.starts[index + 1] <= held.start:
                     native = self.model.get_submodule(self._prefix + path)
                     view.placeholders[self._place(path)] = _alike(CachedTower(path, fields), native)
         if stage != self.manager.num_stages - 1:
             for name in self._head:
-                view.placeholders[self.model, name] = UnreachablePlaceholder()
+                view.placeholders[self.model, name] = UnreachablePlaceholder(name)
         return view
 
     def _cut_layers(self, view: VirtualStage, index: int, held: range, stage_input: StageInput) -> None:
@@ -285,14 +266,17 @@ class StagePartitioner:
         layers = self.model.get_submodule(self._prefix + layout.layers)
         for position, layer in enumerate(list(layers), start=start):
             stand_in = None
-            if position < held.start:
-                stand_in = Skipped(int(layout.tuple_output), layout.carried_inputs)
+            if position == held.start - 1 and layout.calls_forward:
+                stand_in = ReceivedOutput(layer)
+            elif position < held.start:
+                stand_in = self._earlier(f"{layout.layers}.{position - start}", layer, layout)
+                stand_in = stand_in or Skipped(int(layout.tuple_output), layout.carried_inputs)
             elif position == held.stop:
-                stand_in = Boundary(layer, *self._travels_to(held.stop))
+                stand_in = Boundary(layer, *self._travels_to(held.stop), layout.shared_states)
             elif position > held.stop:
-                stand_in = UnreachablePlaceholder()
-            elif position == held.start and position > 0 and not layout.sublayer_lists:
-                enter_at(layer, stage_input, layout.carried_inputs if position > start else ())
+                stand_in = UnreachablePlaceholder(f"{layout.layers}.{position - start}")
+            elif position == held.start and position > 0 and not layout.sublayer_lists and not layout.calls_forward:
+                enter_at(layer, stage_input, layout.carried_inputs, layout.shared_states)
             if stand_in is not None:
                 view.placeholders[layers, position - start] = _alike(stand_in, layer)
         for path in layout.sublayer_lists:
@@ -304,33 +288,45 @@ class StagePartitioner:
                         LayerInputPlaceholder() if ends_layer else IdentityPlaceholder(), part
                     )
                 elif position >= held.stop:
-                    view.placeholders[parts, position - start] = _alike(UnreachablePlaceholder(), part)
+                    view.placeholders[parts, position - start] = _alike(UnreachablePlaceholder(f"{path}.{position - start}"), part)
 
     def _stand_in(
-        self, view: VirtualStage, paths: Mapping[str, type[StagePlaceholder]], runs_with: int, held: range
+        self,
+        view: VirtualStage,
+        layout: StageLayout,
+        paths: Mapping[str, Callable[[], StagePlaceholder]],
+        runs_with: int,
+        held: range,
     ) -> None:
         """Add placeholders for modules that run on the stage of layer number `runs_with`."""
         if runs_with in held:
             return
         for path, stand_in in paths.items():
             if has_module(self.model, self._prefix + path):
-                new = stand_in() if runs_with < held.start else UnreachablePlaceholder()
-                view.placeholders[self._place(path)] = _alike(new, self.model.get_submodule(self._prefix + path))
+                native = self.model.get_submodule(self._prefix + path)
+                earlier = (self._earlier(path, native, layout) or stand_in()) if runs_with < held.start else None
+                view.placeholders[self._place(path)] = _alike(earlier or UnreachablePlaceholder(path), native)
+
+    def _earlier(self, path: str, native: nn.Module, layout: StageLayout) -> StagePlaceholder | None:
+        """Return the placeholder for a module of an earlier stage of which later ones need more; None for others."""
+        if path in self._kept:
+            return KeptOutput(path, self._kept[path][0], native if layout.changes_shapes else None)
+        return MetaModule(native) if layout.changes_shapes else None
 
     def _place(self, path: str) -> Place:
         parent, _, name = (self._prefix + path).rpartition(".")
         return self.model.get_submodule(parent), name
 
-    def _travels_to(self, position: int) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return the carried inputs and tower outputs that a stage starting at layer `position` receives."""
+    def _travels_to(self, position: int) -> tuple[list[str], list[Key]]:
+        """Return the carried inputs and kept outputs that a stage starting at layer `position` receives."""
         if not 0 < position < self.starts[-1]:
             return [], []
         index = max(i for i, start in enumerate(self.starts[:-1]) if start <= position)
-        carried_inputs = list(self.lists[index].carried_inputs) if position > self.starts[index] else []
+        layout = self.lists[index]
         finished = self.lists[max(index - 1, 0) : index]
-        return carried_inputs, [
-            (path, name) for each in finished for path, names in each.finished_towers.items() for name in names
-        ]
+        towers = [(path, name) for each in finished for path, names in each.finished_towers.items() for name in names]
+        kept = [key for path, (count, at) in self._kept.items() if at < position for key in output_keys(path, count)]
+        return list(layout.carried_inputs), [*towers, *kept, *state_keys(layout.shared_states)]
 
     def _stage_of(self, layer: int) -> int:
         return next(stage for stage, held in enumerate(self.ranges) if layer in held)

@@ -23,7 +23,7 @@ from shardformer.stages.placeholders import StageMessage
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _MAX_DIMS = 6
-_MAX_TENSORS = 12
+_MAX_TENSORS = 64
 _SPEC_LENGTH = 3 + _MAX_DIMS  # dtype, whether a gradient comes back, number of dims, dims
 _HEADER_LENGTH = 1 + _MAX_TENSORS * _SPEC_LENGTH
 
@@ -51,7 +51,13 @@ def specs_of(message: StageMessage) -> Specs:
 
 
 def to_header(specs: Specs) -> Tensor:
-    """Encode the specs of a message of up to 12 tensors in a tensor of fixed size."""
+    """Encode the specs of a message of up to 64 tensors in a tensor of fixed size.
+
+    Raises:
+        ValueError: the message has more tensors.
+    """
+    if len(specs) > _MAX_TENSORS:
+        raise ValueError(f"a message between pipeline stages has {len(specs)} tensors, more than {_MAX_TENSORS}")
     header = torch.full((_HEADER_LENGTH,), -1, dtype=torch.int64)
     header[0] = len(specs)
     for row, spec in zip(header[1:].view(_MAX_TENSORS, _SPEC_LENGTH), specs, strict=False):

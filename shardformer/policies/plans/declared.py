@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
-from shardformer.policies.plans.stage_inference import layer_paths, stage_layout, tower_layout
-from shardformer.stages.stage import StageLayout, StagePlaceholder
+from shardformer.policies.plans.list_chains import chain_layout
+from shardformer.policies.plans.stage_inference import ENCODED_INPUTS, layer_paths, stage_layout, tower_layout
+from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
 from shardformer.utils.module_paths import starred
 
 Value = TypeVar("Value")
@@ -29,17 +30,20 @@ class DeclaredPlan:
     Attributes:
         styles: path of a module or parameter -> tensor-parallel style; None for the model's own plan.
         local: path of a module -> attributes that count heads or features; each is divided by the number of ranks.
-        layers: path of the layer list that is split into stages; None for the list that the styles name.
+        layers: path of the layer list that is split into stages; None for the list that the styles name. Several paths,
+            or a path with `*` for numbers, name lists that run one after the other.
         towers: paths of the layer lists of an encoder and its decoder.
         first: placeholders on later stages for modules before the layers, if the module tree does not determine them:
             because they are registered after the layers, or because their names do not say what they return.
         every: modules that all stages need.
         last: modules that run after the layers but are registered before them.
         carried_inputs: inputs of the layers that an earlier layer computes.
+        kept_outputs, shared_states, changes_shapes, calls_forward: see `StageLayout`. Paths of kept outputs match by their
+            end; a function computes them from the model.
         needs: configuration field -> the only value with which the family can be sharded.
         sublayer_lists: paths of the lists of further parts of the same layers.
         layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
-        pipelined: whether the family can be split into stages.
+        pipelined: whether the family can be split into stages, or a function that computes it from the model.
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
         head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
@@ -47,16 +51,20 @@ class DeclaredPlan:
 
     styles: Mapping[str, str] | None
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    layers: str | None = None
+    layers: str | tuple[str, ...] | None = None
     towers: tuple[str, ...] = ()
     first: Mapping[str, type[StagePlaceholder]] = field(default_factory=dict)
     every: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     carried_inputs: tuple[str, ...] = ()
+    kept_outputs: Mapping[str, int] | Callable[[nn.Module], Mapping[str, int]] = field(default_factory=dict)
+    shared_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    changes_shapes: bool = False
+    calls_forward: bool = False
     needs: Mapping[str, Any] = field(default_factory=dict)
     sublayer_lists: tuple[str, ...] = ()
     layer_outputs: int | None = None
-    pipelined: bool = True
+    pipelined: bool | Callable[[nn.Module], bool] = True
     cut_vocabulary: bool = True
     whole_logits: bool = False
     head_losses: HeadLosses = field(default_factory=dict)
@@ -85,22 +93,40 @@ class DeclaredPlan:
 
     def stages_of(self, model: nn.Module) -> StageLayout | None:
         """Return the stage layout of the model; None if it cannot be split."""
-        if not self.pipelined:
+        if not (self.pipelined(model) if callable(self.pipelined) else self.pipelined):
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         towers = [next((name for name in lists if _ends(name, end)), None) for end in self.towers]
+        chain = self._chain(lists)
         if towers and None not in towers:
-            layout = tower_layout(model, *towers)
+            return self._corrected(tower_layout(model, *towers, lambda path: _lookup(path, self.first)), model)
+        if len(chain) > 1:
+            layout = chain_layout(model, chain)
         else:
-            named = next((name for name in lists if self.layers is not None and _ends(name, self.layers)), None)
+            named = next(iter(chain), None)
             layout = stage_layout(model, named or layer_paths(model, self.styles_of(model)))
-        return None if layout is None else self._corrected(layout, model)
+        if layout is None:
+            return None
+        return self._corrected(layout, model, self.changes_shapes)
 
-    def _corrected(self, layout: StageLayout, model: nn.Module) -> StageLayout:
+    def _chain(self, lists: Sequence[str]) -> list[str]:
+        """Return the paths of the layer lists that `layers` names, in the order in which they run."""
+        ends = (self.layers,) if isinstance(self.layers, str) else self.layers or ()
+        found = [[name for name in lists if _ends(starred(name) if "*" in end else name, end)] for end in ends]
+        # A path without `*` names one list.
+        return [name for end, names in zip(ends, found, strict=True) for name in (names if "*" in end else names[:1])]
+
+    def _kept_outputs(self, model: nn.Module, paths: Sequence[str], layout: StageLayout) -> dict[str, int]:
+        """Return the kept outputs of the modules that the layout places."""
+        table = self.kept_outputs(model) if callable(self.kept_outputs) else self.kept_outputs
+        placed = (*layout.first, *layout.last, *(path for path in paths if path.rpartition(".")[0] == layout.layers))
+        return {path: count for path in placed if (count := _lookup(path, table)) is not None}
+
+    def _corrected(self, layout: StageLayout, model: nn.Module, changes_shapes: bool = False) -> StageLayout:
         """Apply the plan's settings for single modules to a layout inferred from the module tree."""
         paths = [name for name, _ in model.named_modules()]
         every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
-        moved = tuple(path for path in paths if any(_ends(path, end) for end in self.last))
+        moved = tuple(path for path in layout.first if any(_ends(path, end) for end in self.last))
         sublayer_lists = tuple(next(path for path in paths if _ends(path, end)) for end in self.sublayer_lists)
         earlier = {path: found for path in layout.last if (found := _lookup(path, self.first)) is not None}
         first = {
@@ -109,15 +135,20 @@ class DeclaredPlan:
             if path not in (*every, *moved, *sublayer_lists)
         }
         last = (*(path for path in layout.last if path not in (*every, *earlier, *sublayer_lists)), *moved)
-        next_layers = None if layout.next_layers is None else self._corrected(layout.next_layers, model)
+        next_layers = None if layout.next_layers is None else self._corrected(layout.next_layers, model, changes_shapes)
         outputs = layout.tuple_output if self.layer_outputs is None else self.layer_outputs
+        skips_encoders = any(placeholder is UnreachablePlaceholder for placeholder in first.values())
+        layout = replace(layout, first=first, last=last, first_inputs=ENCODED_INPUTS if skips_encoders and not changes_shapes else ())
+        layer = model.get_submodule(layout.layers)[0]
         return replace(
             layout,
-            first=first,
+            kept_outputs=self._kept_outputs(model, paths, layout),
+            shared_states=self.shared_states,
+            changes_shapes=changes_shapes,
+            calls_forward=self.calls_forward,
             every=(*layout.every, *every),
-            last=last,
             tuple_output=outputs,
-            carried_inputs=_read_by(model.get_submodule(layout.layers)[0], self.carried_inputs),
+            carried_inputs=_read_by(layer, self.carried_inputs),
             sublayer_lists=sublayer_lists,
             next_layers=next_layers,
         )

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -23,7 +23,7 @@ from shardformer.stages.stage import (
 )
 
 # Inputs that the first stage turns into embeddings; later stages do not read them.
-_ENCODED_INPUTS = (
+ENCODED_INPUTS = (
     "pixel_values",
     "pixel_values_videos",
     "pixel_attention_mask",
@@ -71,13 +71,13 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         parent = ".".join(parts[:depth])
         every += [_below(parent, name) for name in model.get_submodule(parent)._parameters]
         seen = depth == 0 and parts[0] == getattr(model, "base_model_prefix", None)
-        for name, module in _with_parameters(model.get_submodule(parent)):
+        for name, module in with_parameters(model.get_submodule(parent)):
             if name == parts[depth]:
                 seen = True
             elif seen or name == "pooler":
                 last.append(_below(parent, name))
             else:
-                first[_below(parent, name)] = _stand_in_for(module, name)
+                first[_below(parent, name)] = placeholder_for(module, name)
     layer = model.get_submodule(layers)[0]
     skips_encoders = any(placeholder is UnreachablePlaceholder for placeholder in first.values())
     return StageLayout(
@@ -86,14 +86,20 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         every=tuple(every),
         last=tuple(last),
         tuple_output=num_outputs(layer),
-        first_inputs=_ENCODED_INPUTS if skips_encoders else (),
+        first_inputs=ENCODED_INPUTS if skips_encoders else (),
     )
 
 
-def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | None:
+def tower_layout(
+    model: nn.Module,
+    encoder: str,
+    decoder: str,
+    placeholder_of: Callable[[str], type[StagePlaceholder] | None] = lambda path: None,
+) -> StageLayout | None:
     """Build a layout for the layer lists of an encoder and its decoder.
 
-    Modules outside both towers run after the decoder, except embeddings, which the towers share.
+    Modules outside both towers run after the decoder, except embeddings, which the towers share, and modules for which
+    `placeholder_of` returns a placeholder: these run before the encoder.
     """
     roots = [path.rpartition(".")[0] for path in (encoder, decoder)]
     layouts = [stage_layout(model, path, root) for path, root in zip((encoder, decoder), roots, strict=True)]
@@ -103,11 +109,13 @@ def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | 
     parts = roots[0].split(".")
     for depth in range(len(parts)):
         parent = ".".join(parts[:depth])
-        for name, module in _with_parameters(model.get_submodule(parent)):
+        for name, module in with_parameters(model.get_submodule(parent)):
             path = _below(parent, name)
             if any(root == path or root.startswith(f"{path}.") for root in roots):
                 continue
-            if isinstance(module, nn.Embedding):
+            if (declared := placeholder_of(path)) is not None:
+                first[path] = declared
+            elif isinstance(module, nn.Embedding):
                 first[path] = ReceivedByTower
             else:
                 last.append(path)
@@ -116,7 +124,8 @@ def tower_layout(model: nn.Module, encoder: str, decoder: str) -> StageLayout | 
     return replace(layouts[0], first=first, finished_towers=finished_towers, next_layers=behind)
 
 
-def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children of `module` that have parameters."""
     return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
 
 
@@ -124,7 +133,8 @@ def _below(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
-def _stand_in_for(module: nn.Module, name: str) -> type[StagePlaceholder]:
+def placeholder_for(module: nn.Module, name: str) -> type[StagePlaceholder]:
+    """Return the placeholder on later stages for a module called `name` that runs before the layers."""
     if name in _POSITIONS:
         return ZeroEmbedding
     if isinstance(module, nn.Embedding) or name == "embeddings":

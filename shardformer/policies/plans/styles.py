@@ -19,6 +19,7 @@ from shardformer.policies.module_edits import (
     shard_own_parameter,
     share_expert_inputs,
     sum_gradient_of_rotary_part,
+    skip_idle_casts,
     use_local_biases,
 )
 from shardformer.shard_config import ShardConfig
@@ -143,6 +144,10 @@ def _latent_key_value(policy: HeadCounts, owner: nn.Module, name: str) -> Change
     return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
 
 
+def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    return lambda module: skip_idle_casts(getattr(module, name))
+
+
 def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:
     return None
 
@@ -170,6 +175,7 @@ STYLES: dict[str, Style] = {
     "draws_per_rank": _draws_per_rank,
     "local_biases": _local_biases,
     "local_params": _nothing,
+    "skips_idle_casts": _skips_idle_casts,
     "replicate": _nothing,
     "sequence_parallel": _nothing,  # norms between regions: full sequences give the same result
 }

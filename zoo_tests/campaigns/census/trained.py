@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
@@ -61,6 +62,8 @@ def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) 
 def sharded_run(head: HeadClass, layout: str, plain: Trace, **options: Any) -> tuple[str, list[Trace]]:
     """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
     sizes, sharding = _sizes_of(layout)
+    if _normalises_over_batch(head):  # statistics of a batch are those of the plain run where it is not split
+        sharding["num_microbatches"] = 1
     case = VerifyCase(_twin(head), _ROWS, _STEPS, sharding | options)
     try:
         ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, timeout_s=_TIMEOUT_S)
@@ -133,6 +136,10 @@ def _divided_by_stages(plain: Trace, ranks: list[Trace]) -> float:
     total = sum(sizes[min(names)] for names in plain.aliases)
     largest = max(sum(weight.size for weight in rank.steps[0].weights.values()) for rank in ranks)
     return min(max(2 * (1 - largest / total), 0.0), 1.0)
+
+
+def _normalises_over_batch(head: HeadClass) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in _twin(head).build().modules())
 
 
 class _Twin(TinyModel):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from torch import Tensor, nn
+
 from shardformer.loss.heads import own_loss
 from shardformer.loss.text import causal_lm, classes_of_tokens, masked_lm
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
-from shardformer.stages.stage import Received, ZeroEmbedding
+from shardformer.stages.stage import Received, ReceivedUnpadded, ZeroEmbedding
 
 _ATTENTION = self_attention("o_proj")
 _W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
@@ -43,6 +45,26 @@ _FUSED = {
 # No part of a layer can be sharded: its heads are normalised together, or it is a state-space model.
 _VOCABULARY = DeclaredPlan({})
 
+
+
+def _block_inputs(model: nn.Module) -> dict[str, int]:
+    """Return the modules whose outputs are the inputs of blocks; attention in all later layers reads these."""
+    block = model.config.get_text_config().n_layers_per_attn_res_block
+    count = model.config.get_text_config().num_hidden_layers
+    return {"embed_tokens": 0} | {f"layers.{index - 1}": 0 for index in range(block, count, block)}
+
+
+class ReceivedTable(Received):
+    """Placeholder for an embedding of which the model reads a row, the one of padding."""
+
+    num_embeddings, embedding_dim = 1, 1
+
+    @property
+    def weight(self) -> Tensor:
+        """A dummy table [vocab, hidden]."""
+        return self.stage_input.dummy().new_zeros(()).expand(self.num_embeddings, self.embedding_dim)
+
+
 PLANS = {
     "bitnet": _VOCABULARY,
     "clvp": DeclaredPlan(
@@ -78,11 +100,11 @@ PLANS = {
     ),
     "trocr": DeclaredPlan(
         {"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"},
-        pipelined=False,
+        last=("output_projection",),
         head_losses={"TrOCRForCausalLM": masked_lm},  # labels are already shifted to the next token
     ),
     "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
-    "zaya": DeclaredPlan({}, pipelined=False),  # routers pass their states to the next layer
+    "zaya": DeclaredPlan({}, carried_inputs=("prev_router_hidden_states",)),
     "biogpt": DeclaredPlan(
         _DECODER,
         _DECODER_LOCAL,
@@ -119,14 +141,28 @@ PLANS = {
     "emu3": DeclaredPlan(LLAMA),
     # The state-space part is replicated.
     "falcon_h1": DeclaredPlan({**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}),
-    "gemma4": DeclaredPlan(None, pipelined=False),  # every layer reads its own embeddings
+    "gemma4": DeclaredPlan(
+        None,
+        layers="language_model.layers",
+        first={
+            "embed_tokens": ReceivedTable,
+            "embed_tokens_per_layer": Received,
+            "per_layer_model_projection": Received,
+        },
+        # Every layer reads its own part of these.
+        kept_outputs={"embed_tokens_per_layer": 0, "per_layer_model_projection": 0},
+        every=("per_layer_projection_norm",),
+        shared_states={"shared_kv_states": ("full_attention", "sliding_attention")},
+    ),
     "lfm2": DeclaredPlan(_LFM2),
     "lfm2_vl": DeclaredPlan(_LFM2, layers="language_model.layers"),
     "lfm3": DeclaredPlan(_LFM3),
     "lfm3_vl": DeclaredPlan(_LFM3, layers="language_model.layers"),
-    "phi4_multimodal": DeclaredPlan(None, pipelined=False),  # registers its other towers after the layers
-    **dict.fromkeys(("deepseek_v4", "hy_v4"), DeclaredPlan(None, pipelined=False)),  # layers pass on several streams
-    "inkling2": DeclaredPlan(None, pipelined=False),  # layers read the states of all earlier layers
+    "phi4_multimodal": DeclaredPlan(None, first={"embed_tokens_extend": Received}),
+    # Layers pass on several streams, [batch, seq, streams, hidden].
+    "deepseek_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}),
+    "hy_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}, carried_inputs=("prev_topk_indices",)),
+    "inkling2": DeclaredPlan(None, kept_outputs=_block_inputs),
     "hrm_text": DeclaredPlan(None, pipelined=False),  # alternates between its two layer lists
     # Attention is replicated if heads are mixed in another way.
     "doge": DeclaredPlan(GATED),

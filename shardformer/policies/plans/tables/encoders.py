@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from torch import nn
+
 from shardformer.loss.heads import own_loss, with_further_entries
 from shardformer.loss.text import classes_of_tokens, masked_lm, plain_classes, replaced_tokens
 from shardformer.policies.plans.declared import DeclaredPlan
@@ -59,6 +61,18 @@ _XLM = {
 }
 _LLAMA = DeclaredPlan(LLAMA)
 
+
+def _first_block(model: nn.Module) -> dict[str, int]:
+    """Return the last layer of Funnel's first block, which the decoder reads, too."""
+    config = model.config
+    return {f"encoder.blocks.0.{config.block_sizes[0] - 1}": 1}
+
+
+def _runs_layers_once(model: nn.Module) -> bool:
+    """Return whether no block of Funnel runs several times."""
+    return all(count == 1 for count in model.config.block_repeats)
+
+
 PLANS = {
     "big_bird": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
     # Every head adds products with the embedding of the distances between boxes, so its gradient is partial.
@@ -73,7 +87,13 @@ PLANS = {
             **dict.fromkeys(("BrosSpadeEEForTokenClassification", "BrosSpadeELForTokenClassification"), own_loss),
         },
     ),
-    "canine": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, pipelined=False),  # characters are read again after the layers
+    "canine": DeclaredPlan(
+        _BERT_STYLES,
+        _BERT_LOCAL,
+        layers="encoder.layer",
+        kept_outputs={"initial_char_encoder": 1},  # characters are read again after the layers
+        changes_shapes=True,
+    ),
     "convbert": _FEED_FORWARD,
     # Query, key and value of a head are contiguous.
     "deberta": DeclaredPlan(
@@ -92,7 +112,11 @@ PLANS = {
     "fnet": _BERT,
     "funnel": DeclaredPlan(
         {"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"},
-        pipelined=False,  # pools inside
+        layers=("encoder.blocks.*", "decoder.layers"),
+        carried_inputs=("key", "value"),
+        kept_outputs=_first_block,
+        pipelined=_runs_layers_once,
+        changes_shapes=True,
         head_losses={"FunnelForPreTraining": replaced_tokens},
     ),
     "gte": _LLAMA,
@@ -110,7 +134,8 @@ PLANS = {
         {**_BERT_STYLES, "self.layout_query": "colwise", "self.layout_key": "colwise", "self.layout_value": "colwise"}
         | {"layout_output.dense": "rowwise", "layout_intermediate.dense": "colwise"},
         _BERT_LOCAL,
-        pipelined=False,  # a layer returns a tuple in a tuple
+        carried_inputs=("layout_inputs",),
+        changes_shapes=True,
     ),
     "longformer": _FEED_FORWARD,
     "luke": DeclaredPlan(
@@ -136,7 +161,7 @@ PLANS = {
     "rembert": _BERT,
     "roc_bert": replace(_BERT, head_losses={"RoCBertForPreTraining": own_loss}),
     "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
-    "squeezebert": DeclaredPlan({}, pipelined=False),  # its projections are grouped convolutions
+    "squeezebert": DeclaredPlan({}, changes_shapes=True, calls_forward=True),  # its projections are grouped convolutions
     "tapas": replace(_BERT, head_losses={"TapasForQuestionAnswering": own_loss}),
     "visual_bert": replace(
         _BERT,

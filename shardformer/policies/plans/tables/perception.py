@@ -111,31 +111,53 @@ _ENCODER_BLOCK = {
 
 PLANS = {
     "convnextv2": DeclaredPlan({}, layers="encoder.stages"),  # normalises over all features
-    "focalnet": DeclaredPlan(_MLP, pipelined=False),
-    "hiera": DeclaredPlan(_MLP, pipelined=False, head_losses={"HieraForPreTraining": own_loss}),
-    "lasr": DeclaredPlan(_ENCODER_BLOCK, pipelined=False),
-    "perceiver": DeclaredPlan(_DENSE, pipelined=False),
-    "pvt": DeclaredPlan(_DENSE, pipelined=False),
-    "pvt_v2": DeclaredPlan({**_DENSE, **_CONVOLVED}, _CONVOLVED_LOCAL, pipelined=False),
-    "segformer": DeclaredPlan({**_MLP, **_CONVOLVED}, _CONVOLVED_LOCAL, pipelined=False),
+    "focalnet": DeclaredPlan(_MLP, layers="encoder.stages.*.layers", changes_shapes=True),
+    "hiera": DeclaredPlan(
+        _MLP, layers="encoder.stages.*.layers", changes_shapes=True, head_losses={"HieraForPreTraining": own_loss}
+    ),
+    "lasr": DeclaredPlan(_ENCODER_BLOCK, layers="encoder.layers", changes_shapes=True),
+    "perceiver": DeclaredPlan(
+        _DENSE,
+        layers="encoder.self_attends",
+        changes_shapes=True,
+        pipelined=lambda model: model.config.num_blocks == 1,  # layers run once
+    ),
+    "pvt": DeclaredPlan(_DENSE, layers="encoder.block.*", changes_shapes=True),
+    "pvt_v2": DeclaredPlan(
+        {**_DENSE, **_CONVOLVED}, _CONVOLVED_LOCAL, layers="encoder.layers.*.blocks", changes_shapes=True
+    ),
+    "segformer": DeclaredPlan(
+        {**_MLP, **_CONVOLVED},
+        _CONVOLVED_LOCAL,
+        layers="stages.*.blocks",
+        kept_outputs={"layer_norm": 0},  # the head for segmentation reads the outputs of all lists
+        changes_shapes=True,
+    ),
     "sew": DeclaredPlan(
         {**_QKV, "attention.out_proj": "rowwise", "intermediate_dense": "colwise", "output_dense": "rowwise"}
         | {"intermediate_dropout": "dropout"},
         {"attention": ("num_heads", "embed_dim")},
-        pipelined=False,
+        layers="encoder.layers",
+        changes_shapes=True,
     ),
-    "sew_d": DeclaredPlan({"intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"}, pipelined=False),
+    "sew_d": DeclaredPlan(
+        {"intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"},
+        layers="encoder.encoder.layer",
+        every=("rel_embeddings", "encoder.encoder.LayerNorm"),
+        changes_shapes=True,
+    ),
     "vilt": replace(
         _BERT,
         first={},
-        pipelined=False,  # its embeddings return masks too
+        kept_outputs={"embeddings": 2},  # the hidden state and a mask
         head_losses={"ViltForQuestionAnswering": own_loss},
     ),
     "vjepa2": DeclaredPlan(
         {"attention.query": "colwise", "attention.key": "colwise", "attention.value": "colwise"}
         | {"attention.proj": "rowwise", **_MLP},
         {"attention": ("num_attention_heads", "all_head_size")},
-        pipelined=False,
+        layers="encoder.layer",
+        changes_shapes=True,
     ),
     "audio_spectrogram_transformer": replace(_VIT, head_losses={"ASTForAudioClassification": sequence_classification}),
     "convnext": DeclaredPlan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardformer.loss.text import masked_lm, streams_of_tokens
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED
-from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded
+from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded, UnreachablePlaceholder
 
 _TOWERS = ("encoder.layers", "decoder.layers")
 _ATTENTIONS = ("self_attn", "encoder_attn", "cross_attention")
@@ -34,13 +34,26 @@ _POP2PIANO = DeclaredPlan(
     towers=("encoder.block", "decoder.block"),
     carried_inputs=("position_bias",),
 )
-_SEAMLESS = DeclaredPlan(_STYLES, _LOCAL, towers=("text_encoder.layers", "text_decoder.layers"))
+_SEAMLESS = DeclaredPlan(
+    _STYLES,
+    _LOCAL,
+    towers=("text_encoder.layers", "text_decoder.layers"),
+    # Of speech:
+    layers=("speech_encoder.encoder.layers", "text_decoder.layers"),
+    kept_outputs={"speech_encoder.inner_layer_norm": 0},
+    changes_shapes=True,
+)
+_NORM_OF_EMBEDDINGS = {"layernorm_embedding": IdentityPlaceholder}  # registered after the layers
+_ROUTER = {"router.classifier": "skips_idle_casts"}
+# A tower of images runs on the first stage; later stages do not get the images.
+_VISION = {"vision_tower": UnreachablePlaceholder, "multi_modal_projector": UnreachablePlaceholder}
 
 PLANS = {
     "switch_transformers": DeclaredPlan(
-        {**{f"EncDecAttention.{part}": "colwise" for part in "qkv"}, "EncDecAttention.o": "rowwise"},
+        {**{f"EncDecAttention.{part}": "colwise" for part in "qkv"}, "EncDecAttention.o": "rowwise", **_ROUTER},
         {"EncDecAttention": ("n_heads", "inner_dim")},
-        pipelined=False,
+        towers=("encoder.block", "decoder.block"),
+        carried_inputs=("position_bias",),
     ),
     "bigbird_pegasus": DeclaredPlan(
         {
@@ -55,16 +68,20 @@ PLANS = {
         needs={"attention_type": "original_full"},
         head_losses={"BigBirdPegasusForCausalLM": masked_lm},  # labels are already shifted to the next token
     ),
-    "florence2": DeclaredPlan(_STYLES, _LOCAL, pipelined=False),
+    "florence2": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={**_VISION, **_NORM_OF_EMBEDDINGS}),
     "led": DeclaredPlan(
         # Attention is replicated: the encoder's windows mix heads before they are concatenated.
         _FEED_FORWARD,
-        pipelined=False,  # embeds padding before its layers
+        towers=_TOWERS,
+        first={
+            "encoder.embed_tokens": ReceivedUnpadded,  # pads tokens to whole windows
+            **_NORM_OF_EMBEDDINGS,
+        },
     ),
     # A layer returns five values. The fourth, the cross-attention bias, is recomputed from the mask if it is missing.
     "longt5": replace(_POP2PIANO, layer_outputs=5),
     "pop2piano": _POP2PIANO,
-    "nllb_moe": DeclaredPlan(_QKV, _LOCAL, pipelined=False),  # its loss reads the routers of all layers
+    "nllb_moe": DeclaredPlan({**_QKV, **_ROUTER}, _LOCAL, towers=_TOWERS),
     "pegasus_x": DeclaredPlan(
         _FEED_FORWARD,
         towers=_TOWERS,
@@ -90,6 +107,13 @@ PLANS = {
     ),
     "seamless_m4t": _SEAMLESS,
     "seamless_m4t_v2": _SEAMLESS,
-    "t5gemma2": DeclaredPlan(GATED, pipelined=False, cut_vocabulary=False),  # custom embedding class
+    "t5gemma2": DeclaredPlan(
+        GATED,
+        towers=("encoder.text_model.layers", "decoder.layers"),
+        first=_VISION,
+        last=("encoder.text_model.norm", "decoder.norm"),  # registered before the layers
+        cut_vocabulary=False,  # custom embedding class
+    ),
+    "t5gemma": DeclaredPlan(None, towers=_TOWERS, last=("encoder.norm", "decoder.norm")),
     "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={"encoder.conv": Received}),
 }

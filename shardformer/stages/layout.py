@@ -1,0 +1,59 @@
+"""StageLayout: where a model can be cut into pipeline stages, and what later stages need of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardformer.stages.placeholders import StagePlaceholder
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """The layer list where a family can be split into stages, and the modules around it.
+
+    All paths are relative to the base model.
+
+    Attributes:
+        layers: path of the layer list.
+        first: modules that run before these layers -> their placeholders on later stages.
+        every: modules or single parameters that every stage needs; the stages share these parameters.
+        last: modules that run after the layers. Modules of a head class outside the base model always do.
+        tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number gives the
+            length of the tuple.
+        carried_inputs: names of layer inputs that an earlier layer computes and layers pass on (T5's position bias);
+            they are sent between stages.
+        finished_towers: towers that are finished after these layers: path -> output fields that the next list reads.
+        first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
+        sublayer_lists: lists of further parts of the same layers (XLM's norms and feed-forwards), in the order in
+            which they run; the last part returns the hidden state.
+        kept_outputs: modules, or single layers, whose outputs later stages read too (the states of a block for a residual
+            over many layers): path -> number of tensors in the output of the module; 0 for a bare tensor.
+        shared_states: dictionaries that layers write for later layers (keys and values): name of the layer's input ->
+            its keys. Each value is a pair of tensors.
+        changes_shapes: whether modules change the shape of the hidden state. Later stages then compute the shapes that
+            the model's code between modules sees on the meta device, see `MetaModule`.
+        calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts with the
+            received hidden state as the output of the layer before it; that output has a single tensor.
+        next_layers: the layout of the layer list that runs next.
+    """
+
+    layers: str
+    first: Mapping[str, Callable[[], StagePlaceholder]] = field(default_factory=dict)
+    every: Sequence[str] = ()
+    last: Sequence[str] = ()
+    tuple_output: bool | int = False
+    carried_inputs: Sequence[str] = ()
+    finished_towers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    first_inputs: Sequence[str] = ()
+    sublayer_lists: Sequence[str] = ()
+    kept_outputs: Mapping[str, int] = field(default_factory=dict)
+    shared_states: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    changes_shapes: bool = False
+    calls_forward: bool = False
+    next_layers: StageLayout | None = None
+
+    @property
+    def chain(self) -> list[StageLayout]:
+        """This layout and all layouts that follow it."""
+        return [self, *(self.next_layers.chain if self.next_layers is not None else ())]
