@@ -45,7 +45,7 @@ class ModelFlops:
     def _count(self, shapes: Shapes) -> float | None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        counter = _Counter()
+        counter = FlopCounter()
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
                 model = self.model_class(self.config)
@@ -70,8 +70,8 @@ class ModelFlops:
         return below[1] + share * (above[1] - below[1])
 
 
-class _Counter(TorchDispatchMode):
-    """Adds up the FLOPs of operators."""
+class FlopCounter(TorchDispatchMode):
+    """Dispatch mode that adds up the FLOPs of operators, in `flops`."""
 
     def __init__(self) -> None:
         super().__init__()
