@@ -1,4 +1,4 @@
-"""Share of a model's parameters and FLOPs that tensor parallelism divides, measured without ranks or weights' values."""
+"""Share of a model's parameters and FLOPs that tensor parallelism divides, measured without ranks."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class DeclaredPlan:
 
     def check(self, model: nn.Module) -> list[str]:
         """Return a sentence for each configuration field whose value prevents sharding."""
-        config, name = model.config, type(model).__name__
+        config, name = getattr(model, "config", None), type(model).__name__
         return [
             f"{name} with {field}={getattr(config, field)!r} cannot be sharded; use {field}={value!r}"
             for field, value in self.needs.items()

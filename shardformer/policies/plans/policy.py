@@ -215,7 +215,7 @@ class PlanPolicy(Policy):
 
     def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
         """Return (target, module) of token embeddings and head; they may be tied, so they are sharded identically."""
-        embedding, head = _asked(self.model.get_input_embeddings), _asked(self.model.get_output_embeddings)
+        embedding, head = (_asked(self.model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
         cut: list[tuple[type[nn.Module], nn.Module]] = []
         if self.declared is not None and not self.declared.cut_vocabulary:
             return cut
@@ -280,7 +280,7 @@ class PlanPolicy(Policy):
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
         if not _is_attention(owner):
             return None
-        config = getattr(owner, "config", None) or self.model.config.get_text_config()
+        config = getattr(owner, "config", None) or _text_config(self.model)
         head_dim = getattr(owner, "head_dim", None)
         is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
         if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:
@@ -333,12 +333,18 @@ def _attends(module: nn.Module) -> bool:
     )
 
 
-def _asked(getter: Callable[[], nn.Module | None]) -> nn.Module | None:
-    """Call a model's embedding getter; None if the model has no such embedding."""
+def _asked(model: nn.Module, getter: str) -> nn.Module | None:
+    """Call a model's embedding getter; None if the model has no such getter or embedding."""
     try:
-        return getter()
+        return getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return None
+
+
+def _text_config(model: nn.Module) -> Any:
+    """Return the configuration of a model's text part; None for a module that is not a transformers model."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _join(path: str, name: str) -> str:
