@@ -57,6 +57,10 @@ class PlanPolicy(Policy):
         self.declared = declared
         self.head_losses = {} if declared is None else declared.head_losses
 
+    def __reduce__(self) -> tuple[type[PlanPolicy], tuple[DeclaredPlan | None]]:
+        """Pickle the plan alone: a model and its process groups cannot be sent to other processes."""
+        return type(self), (self.declared,)
+
     @property
     def base_path(self) -> str:
         """Return ""."""

@@ -19,7 +19,7 @@ _LARGE = 64  # features of a head or rows of an embedding from which on it is wo
 
 
 def candidates(model: nn.Module, batch: Mapping[str, Any]) -> list[Alternatives]:
-    """Return what can be sharded: for each part of the plan alternatives, of which the first that trains exactly counts.
+    """Return what can be sharded: for each part of the plan alternatives; the first that trains exactly counts.
 
     Parts are independent of each other, and the whole plan is that of all parts (`ProposedPlan.joined`).
 

@@ -56,7 +56,7 @@ def record(model: nn.Module, forward: Callable[[], Any]) -> Recording:
     """Run `forward` once and return what the modules of `model` read; weights and gradients stay as they are.
 
     Args:
-        model: the whole model, without sharding; its values must not be zero or equal where they stand for trained ones.
+        model: the whole model; its weights must be as different from each other as trained ones are.
         forward: calls the model, and returns its outputs.
     """
     watch = _Watch(model)

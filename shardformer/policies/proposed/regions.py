@@ -168,7 +168,7 @@ def _style_of_parameter(halves: Halves) -> str | None:
     if (first & second).any():
         return PARTIAL
     for dim, style in ((0, "first_dim"), (first.dim() - 1, "rowwise"), (first.dim() - 2, "colwise")):
-        if 0 <= dim and first.shape[dim] % 2 == 0:
+        if dim >= 0 and first.shape[dim] % 2 == 0:
             rows = [mask.transpose(0, dim).flatten(1).any(1) if mask.dim() > 1 else mask for mask in halves]
             if _is_first(rows[0], 1) and _is_first(rows[1], 1, 1):
                 return style
