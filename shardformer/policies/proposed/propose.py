@@ -71,9 +71,9 @@ def _single(model: nn.Module, recording: Recording) -> dict[str, str]:
         weight = getattr(module, "weight", None)
         if id(module) in known or not isinstance(weight, Tensor) or owners.get(id(weight)) != 1:
             continue
-        if path in recording.outputs.sources and len(weight) >= _LARGE and type(module) is nn.Linear:
-            if f"{path}.weight" not in recording.outputs.parameters:
-                styles[starred(path)] = "colwise_gather_output"
+        is_head = path in recording.outputs.sources and starred(path) == path and type(module) is nn.Linear
+        if is_head and len(weight) >= _LARGE and f"{path}.weight" not in recording.outputs.parameters:
+            styles[path] = "colwise_gather_output"
         elif type(module) is nn.Embedding and not known and module.num_embeddings >= _LARGE:
             styles[starred(path)] = "embedding_rowwise"
     return styles

@@ -8,8 +8,10 @@ where the halves are independent; the operators in between (softmax, rotary tabl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from shardformer.layers.linear import is_linear, out_features
 
 Halves = tuple[Tensor, Tensor]
+_CACHES = ("past_key_values", "cache_params", "mems")  # of a rank's own heads
 
 
 @dataclass
@@ -154,9 +157,11 @@ def num_outputs_of(model: nn.Module, path: str) -> int:
 
 
 def _plain(outputs: Any) -> Any:
-    """Return the tensors of a model's outputs as plain containers, nested ones too."""
+    """Return the tensors of a model's outputs as plain containers, nested ones too; caches of keys are left out."""
     if isinstance(outputs, Mapping):
-        return [_plain(value) for value in outputs.values()]
+        return [_plain(value) for name, value in outputs.items() if name not in _CACHES]
     if isinstance(outputs, list | tuple):
         return [_plain(value) for value in outputs]
+    if isinstance(outputs, SimpleNamespace) or dataclasses.is_dataclass(outputs):
+        return _plain(vars(outputs))
     return outputs if isinstance(outputs, Tensor) else None
