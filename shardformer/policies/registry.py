@@ -108,6 +108,6 @@ def policy_for(model: nn.Module) -> Policy:
     raise ValueError(
         f"model class {name} has neither a sharding policy nor a plan of its own; tp_size=1 with pp_size=1 trains it "
         "data-parallel as it is, sharding_dim=-1 cuts its linear layers over tp_size, and a Policy (custom_policy=…), "
-        "a TPInfo or slots describe how to shard it (docs/writing_a_policy.md)"
+        "a TPInfo or slots describe how to shard it (docs/writing_a_policy.md); booster verify --propose derives a plan"
         + (f"; classes with a policy: {', '.join(near)}" if near else "")
     )

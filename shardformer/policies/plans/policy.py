@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ from shardformer.policies.plans.sequence import (
 )
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES
+from shardformer.shard_spec import spec_of
 from shardformer.utils.module_paths import starred
 from shardformer.utils.phrases import divisors_phrase
 
@@ -119,10 +121,6 @@ class PlanPolicy(Policy):
         layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
         uses_ulysses = layers is not None and self.shard_config.uses_ulysses
         table = self._whole_layers(layers) if uses_ulysses else self._cut_layers()
-        if self.tp_size > 1 and not table:
-            log_once(
-                type(self.model).__name__, f"keeps its layers whole: tp_size={self.tp_size} cuts its vocabulary alone"
-            )
         if layers is not None and not uses_ulysses:
             add_sequence_regions(table, self.model, layers, self.shard_config)
         for target, module in self._vocabulary():
@@ -134,6 +132,16 @@ class PlanPolicy(Policy):
                     target, options["gather_output"] = ColumnParallelLinear, True
                 description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
+
+    def postprocess(self) -> nn.Module:
+        """Log how little is divided, if most of the parameters are whole on every rank."""
+        specs = [spec_of(parameter) for parameter in self.model.parameters()]
+        sizes = [(prod(spec.full_shape), spec.dim is not None) for spec in specs]
+        share = sum(size for size, is_cut in sizes if is_cut) / max(sum(size for size, _ in sizes), 1)
+        if self.tp_size > 1 and share < 0.5:
+            name = type(self.model).__name__
+            log_once(name, f"keeps most of its layers whole: tp_size={self.tp_size} divides {share:.0%} of its weights")
+        return self.model
 
     def _splits_sequence(self) -> bool:
         """Return whether the layers can process slices of the sequence."""
