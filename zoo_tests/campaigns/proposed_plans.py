@@ -1,16 +1,20 @@
 """Take the plan away from families that have a policy, propose one, and count the proposals that verify.
 
     python -m zoo_tests.campaigns.proposed_plans [--only PATTERN] [--output docs/results/proposed_plans.md]
+    python -m zoo_tests.campaigns.proposed_plans --ship PATTERN
 
 One head of each family with a policy or a plan is derived as if nobody knew it. A proposal verifies if a tiny model
 trains exactly with the whole plan, and the plan cuts at least one column-row pair. The share of parameters of the
 family's own policy stands next to that of the proposal.
+
+`--ship` derives the plans of families that have no other, and writes them to the table of the package.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import re
 import sys
@@ -25,10 +29,14 @@ from plugins.hybrid_parallel.verify.compare import TOLERANCES
 from plugins.hybrid_parallel.verify.propose import propose_verified
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
+from shardformer.policies.plans import tables
+from shardformer.policies.plans.declared import declared_plans
+from shardformer.policies.proposed.plan import ProposedPlan
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 
 _ROWS, _TIMEOUT_S = 6, 180.0
+_TABLE = Path(tables.__file__).parent / "proposed.json"
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
 
@@ -57,31 +65,51 @@ def proposal_of(head: HeadClass) -> Outcome | None:
     """The outcome of a class; None if it has no policy of its own, or does not train plainly."""
     from shardformer.policies.registry import policy_for
 
+    subject = subject_of(head)
     try:
-        config = getattr(importlib.import_module(head.module), head.name).config_class()
-        twin = TinyModel(head.module, head.name, small_config(config, _SIZES), torch.float64)
-        model = twin.build()
-        policy_for(model)
-        batch = twin.batch(model, 0, _ROWS)
-        precision = "fp64"
-        try:
-            loss = model(**batch).loss
-        except Exception:
-            twin, precision = replace(twin, dtype=torch.float32), "fp32"
-            loss = twin.build()(**twin.batch(model, 0, _ROWS)).loss
-        if not loss.isfinite():
-            return None
+        policy_for(subject[0].build())
     except Exception:  # no subject of this campaign: the census tells why
         return None
+    if not _trains_plainly(subject):
+        return None
     try:
-        plan = propose_verified(twin, _ROWS, tolerance=TOLERANCES[precision], timeout_s=_TIMEOUT_S, run=_run)
-        own = twin.batch(twin.build(), 0, _ROWS)
-        known = share_cut(twin.build, own).parameters
-        proposed = share_cut(twin.build, own, custom_policy=plan.policy()).parameters
-    except Exception as error:
+        plan, twin = proposed(subject), subject[0]
+        batch = twin.batch(twin.build(), 0, _ROWS)
+        known = share_cut(twin.build, batch).parameters
+        found = share_cut(twin.build, batch, custom_policy=plan.policy()).parameters
+    except Exception as error:  # arbitrary exception types of arbitrary models
         return Outcome(reason=" ".join(f"{type(error).__name__}: {error}".split())[:160])
-    is_cut = "rowwise" in plan.styles.values()
-    return Outcome(known, proposed, "" if is_cut else "no column-row pair verified")
+    return Outcome(known, found, "" if "rowwise" in plan.styles.values() else "no column-row pair verified")
+
+
+def subject_of(head: HeadClass) -> tuple[TinyModel, str] | None:
+    """The tiny model of a class, and the first precision in which its forward runs; None if there is none."""
+    try:
+        config = getattr(importlib.import_module(head.module), head.name).config_class()
+        twin = TinyModel(head.module, head.name, small_config(config, _SIZES))
+        for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
+            twin = replace(twin, dtype=dtype)
+            if _trains_plainly((twin, precision)):
+                return twin, precision
+    except Exception:  # arbitrary exception types of arbitrary models
+        return None
+    return None
+
+
+def proposed(subject: tuple[TinyModel, str]) -> ProposedPlan:
+    """The verified plan of a tiny model."""
+    twin, precision = subject
+    return propose_verified(twin, _ROWS, tolerance=TOLERANCES[precision], timeout_s=_TIMEOUT_S, run=_run)
+
+
+def _trains_plainly(subject: tuple[TinyModel, str] | None) -> bool:
+    if subject is None:
+        return False
+    try:
+        model = subject[0].build()
+        return bool(model(**subject[0].batch(model, 0, _ROWS)).loss.isfinite())
+    except Exception:  # arbitrary exception types of arbitrary models
+        return False
 
 
 def _run(function: Any, world_size: int, *arguments: Any, timeout_s: float) -> list[Any]:
@@ -91,9 +119,14 @@ def _run(function: Any, world_size: int, *arguments: Any, timeout_s: float) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression on Family/Class")
+    parser.add_argument("--ship", help="regular expression on Family/Class: write their plans to the package")
     parser.add_argument("--output", type=Path, help="Markdown page to write")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
+    if arguments.ship is not None:
+        ship(arguments.ship)
+        stop_pools()
+        return
     outcomes: dict[HeadClass, Outcome] = {}
     for head in head_classes():
         is_known = any(other.family == head.family for other in outcomes)
@@ -109,6 +142,46 @@ def main() -> None:
     if arguments.output is not None:
         arguments.output.write_text(page(outcomes), encoding="utf-8")
     stop_pools()
+
+
+def ship(pattern: str) -> None:
+    """Derive the plan of each family from its heads that match, and write the table after each family."""
+    families: dict[str, list[HeadClass]] = {}
+    for head in head_classes():
+        if re.search(pattern, f"{head.family}/{head.name}"):
+            families.setdefault(head.family, []).append(head)
+    table = json.loads(_TABLE.read_text(encoding="utf-8"))
+    for family, heads in families.items():
+        if family in declared_plans() and family not in table:
+            continue
+        plans = []
+        for head in heads:
+            subject = subject_of(head)
+            try:
+                plans += [] if subject is None else [(subject[0].build().base_model_prefix, proposed(subject))]
+            except Exception as error:  # arbitrary exception types of arbitrary models
+                sys.stdout.write(f"{family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
+        table[family] = json.loads((of_family(plans) if plans else ProposedPlan()).to_json())
+        sys.stdout.write(f"{family}: {len(plans)} of {len(heads)} heads run, {len(table[family]['styles'])} styles\n")
+        sys.stdout.flush()
+        rows = [f"{json.dumps(name)}: {json.dumps(plan)}" for name, plan in sorted(table.items())]
+        _TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+def of_family(plans: list[tuple[str, ProposedPlan]]) -> ProposedPlan:
+    """One plan of the plans of several heads, each with the prefix of its base model: what all agree on in the layers.
+
+    If the heads disagree about a module of the layers, nothing is cut.
+    """
+    styles: dict[str, str] = {}
+    local: dict[str, tuple[str, ...]] = {}
+    for prefix, plan in plans:
+        for path, style in plan.styles.items():
+            if "*" in path and styles.setdefault(path.removeprefix(f"{prefix}."), style) != style:
+                return ProposedPlan()
+        local |= {path.removeprefix(f"{prefix}."): names for path, names in plan.local.items() if "*" in path}
+    cut_vocabulary = all(plan.cut_vocabulary for _, plan in plans)
+    return ProposedPlan(styles, local, cut_vocabulary, any(plan.whole_logits for _, plan in plans))
 
 
 def page(outcomes: dict[HeadClass, Outcome]) -> str:

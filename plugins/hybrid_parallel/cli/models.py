@@ -98,6 +98,11 @@ def _config(name: str, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
+        if "custom code" in reason:
+            raise ConfigurationError(
+                f"{name} has code of its own, which is not run unasked; read it, and use booster verify "
+                f"{name} --trust-remote-code"
+            ) from None
         raise ConfigurationError(
             f"no model '{name}' was found ({reason}); give a directory of a model, or a config.json"
         ) from None

@@ -99,7 +99,7 @@ def show(proposal: Proposal, output: str | None, quiet: bool) -> None:
 
 def _pipeline(config: Any, model_class: type[nn.Module], plan: ProposedPlan, timeout_s: float) -> str:
     """Train the tiny model in two stages, and say what came of it."""
-    options = {"tp_size": 1, "pp_size": RANKS, "dp_size": 1, "custom_policy": plan.policy()}
+    options = {"tp_size": 1, "pp_size": RANKS, "dp_size": 1, "num_microbatches": 1, "custom_policy": plan.policy()}
     try:
         found: Verification = verify(config, model_class, options, steps=1, timeout_s=timeout_s)
     except ConfigurationError as error:
