@@ -10,7 +10,7 @@ from functools import cache
 from torch import nn
 
 from shardformer.policies.base import Policy
-from shardformer.policies.plans.declared import declared_plan_of
+from shardformer.policies.plans.declared import declared_plan_of, proposed_plan_of
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
@@ -103,6 +103,11 @@ def policy_for(model: nn.Module) -> Policy:
         from shardformer.policies.plans.policy import PlanPolicy
 
         return PlanPolicy()
+    derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
+    if derived is not None:
+        from shardformer.policies.plans.policy import PlanPolicy
+
+        return PlanPolicy(derived)
     name = type(model).__name__
     near = difflib.get_close_matches(name, by_bare_name, n=3)
     raise ValueError(

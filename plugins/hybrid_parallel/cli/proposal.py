@@ -29,7 +29,7 @@ class Proposal:
     Attributes:
         plan: the plan, of which each part trained the tiny model exactly.
         share: what it divides of the tiny model.
-        pipeline: whether the layers can be split into two stages, in words.
+        pipeline: a sentence about whether the layers can be split into two stages.
     """
 
     plan: ProposedPlan

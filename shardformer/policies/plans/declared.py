@@ -43,7 +43,6 @@ class DeclaredPlan:
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
         head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
-        usual_losses: whether heads with a forward of their own compute the usual losses for their suffix.
     """
 
     styles: Mapping[str, str] | None
@@ -61,7 +60,6 @@ class DeclaredPlan:
     cut_vocabulary: bool = True
     whole_logits: bool = False
     head_losses: HeadLosses = field(default_factory=dict)
-    usual_losses: bool = True
 
     def styles_of(self, model: nn.Module) -> dict[str, str]:
         """Return the style of each path of the model that has one, with `*` for numbers."""
@@ -158,19 +156,26 @@ def declared_plans() -> dict[str, DeclaredPlan]:
 def declared_head_losses() -> dict[str, HeadLosses]:
     """Return the losses of the heads of each family: of its plan, or of the tables `HEAD_LOSSES` if it has none.
 
-    The heads of a family with a plan in this package compute the usual losses, unless its plan says otherwise.
+    The heads of a family with a plan in this package compute the usual losses, unless its plan declares others.
     """
-    known = _tables("HEAD_LOSSES")
-    of_plans = {
-        family: {**(USUAL_HEAD_LOSSES if plan.usual_losses else known.get(family, {})), **plan.head_losses}
-        for family, plan in declared_plans().items()
-    }
-    return {**known, **of_plans}
+    of_plans = {family: {**USUAL_HEAD_LOSSES, **plan.head_losses} for family, plan in declared_plans().items()}
+    return {**_tables("HEAD_LOSSES"), **of_plans}
 
 
 def declared_plan_of(cls: type) -> DeclaredPlan | None:
     """Return the plan of the family that a transformers model class belongs to; None if it has none."""
     return declared_plans().get(_family_of(cls))
+
+
+@cache
+def proposed_plans() -> dict[str, DeclaredPlan]:
+    """Return the plans that were derived from the models: the tables `PROPOSED`."""
+    return _tables("PROPOSED")
+
+
+def proposed_plan_of(cls: type) -> DeclaredPlan | None:
+    """Return the derived plan of the family that a transformers model class belongs to; None if it has none."""
+    return proposed_plans().get(_family_of(cls))
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:

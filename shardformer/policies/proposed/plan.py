@@ -11,9 +11,26 @@ from typing import Any
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.styles import STYLES
+from shardformer.utils.phrases import divisors_phrase
 
 _FLAGS = ("cut_vocabulary", "whole_logits")
 _KEYS = ("styles", "local", *_FLAGS)
+
+
+class ProposedPolicy(PlanPolicy):
+    """Policy of a plan that a user may have edited: the attributes that it divides are checked."""
+
+    def check(self) -> list[str]:
+        """Return why the model cannot be sharded; `tp_size` must divide the attributes that the plan names."""
+        counts = {
+            f"{path}.{name}": value
+            for path, module in self.model.named_modules()
+            for name, value in self.declared.local_values(path, module, 1).items()
+            if self.tp_size > 1 and value % self.tp_size
+        }
+        first = next(iter(counts), None)
+        uneven = [] if first is None else [f"tp_size={self.tp_size} does not divide {first}={counts[first]}"]
+        return super().check() + [f"{each}; use {divisors_phrase(counts[first])}" for each in uneven]
 
 
 @dataclass(frozen=True)
@@ -34,7 +51,7 @@ class ProposedPlan:
 
     def policy(self) -> PlanPolicy:
         """Return the policy for `HybridParallelPlugin(custom_policy=...)`."""
-        return PlanPolicy(
+        return ProposedPolicy(
             DeclaredPlan(
                 dict(self.styles),
                 dict(self.local),

@@ -176,7 +176,7 @@ def _style_of_parameter(halves: Halves) -> str | None:
 
 
 def _is_norm_like(model: nn.Module, name: str) -> bool:
-    """Return whether the parameter belongs to a module without children, whose parameters are all alike."""
+    """Return whether the parameter belongs to a module without children, such as a norm."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return not any(True for _ in owner.children())
 

@@ -6,16 +6,21 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
+from shardformer.policies.plans.declared import declared_plans, proposed_plans
+from shardformer.policies.plans.styles import STYLES
 from shardformer.policies.proposed.attributes import local_choices
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.proposed.propose import propose_plan
 from shardformer.policies.proposed.recording import record
 from shardformer.policies.proposed.regions import Region, find_regions
+from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.harness.case import Recipe
 
 _WIDTH, _HEADS = 16, 4
@@ -152,6 +157,13 @@ def test_a_plan_has_what_is_cut_by_itself_and_travels_as_json(tmp_path: Path) ->
     assert pickle.loads(pickle.dumps(policy)).declared == policy.declared
 
 
+def test_an_attribute_that_the_ranks_cannot_share_is_refused() -> None:
+    policy = ProposedPlan({}, {"attention": ("h",)}).policy()
+    policy.set_model(Model())
+    with mock.patch.object(type(policy), "tp_size", 3):
+        assert policy.check() == ["tp_size=3 does not divide blocks.0.attention.h=4; use 1, 2 or 4"]
+
+
 def test_families_with_a_policy_get_its_columns_and_rows() -> None:
     recipe = Recipe(family="gpt2", head="lm_head", rows=3)
     attention, mlp = _regions(recipe.model(), **recipe.batch(0))
@@ -176,3 +188,12 @@ def test_a_mistake_in_an_edited_plan_is_one_sentence(text: Any, message: str, tm
     with pytest.raises(ValueError) as caught:
         ProposedPlan.load(file)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_shipped_plans_are_for_families_without_another() -> None:
+    families = proposed_plans()
+    assert len(families) > 50 and not families.keys() & declared_plans().keys() & family_policies().keys()
+    assert {style for plan in families.values() for style in plan.styles.values()} <= STYLES.keys()
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(hidden_sizes=[4], depths=[1]))
+    policy = policy_for(model)
+    assert (policy.declared, policy.head_losses) == (families["resnet"], {})

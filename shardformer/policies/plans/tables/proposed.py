@@ -1,7 +1,8 @@
 """Plans that were derived from the models and verified: `proposed.json`, and where its families can be split.
 
 `python -m zoo_tests.campaigns.proposed_plans --ship PATTERN` writes the file. A family without styles has nothing that
-tensor parallelism could cut exactly (convolutions and their batch norms): every rank computes all of it.
+tensor parallelism could cut exactly (convolutions and their batch norms): every rank computes all of it. A plan of
+transformers takes precedence.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ def _declared(found: dict[str, Any]) -> DeclaredPlan:
         cut_vocabulary=found["cut_vocabulary"],
         whole_logits=found["whole_logits"],
         pipelined=False,
-        usual_losses=False,
     )
 
 
 _FOUND = json.loads((Path(__file__).parent / "proposed.json").read_text(encoding="utf-8"))
-PLANS = {family: replace(_declared(found), **_STAGES.get(family, {})) for family, found in _FOUND.items()}
+PROPOSED = {family: replace(_declared(found), **_STAGES.get(family, {})) for family, found in _FOUND.items()}
