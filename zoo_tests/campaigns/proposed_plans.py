@@ -31,7 +31,9 @@ from plugins.hybrid_parallel.verify.propose import propose_verified
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
 from shardformer.policies.plans import tables
+from shardformer.policies.plans.declared import proposed_plans
 from shardformer.policies.proposed.plan import ProposedPlan
+from shardformer.policies.registry import policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 
@@ -63,8 +65,6 @@ class Outcome:
 
 def proposal_of(head: HeadClass) -> Outcome | None:
     """The outcome of a class; None if it has no policy of its own, or does not train plainly."""
-    from shardformer.policies.registry import policy_for
-
     subject = subject_of(head)
     try:
         policy_for(subject[0].build())
@@ -162,6 +162,8 @@ def ship(pattern: str) -> None:
         plans = []
         for head in heads:
             subject = subject_of(head)
+            if subject is not None and not _needs_proposal(subject[0].build()):
+                continue
             try:
                 plans += [] if subject is None else [(subject[0].build().base_model_prefix, proposed(subject))]
             except Exception as error:  # arbitrary exception types of arbitrary models
@@ -171,6 +173,15 @@ def ship(pattern: str) -> None:
         sys.stdout.flush()
         rows = [f"{json.dumps(name)}: {json.dumps(plan)}" for name, plan in sorted(table.items())]
         _TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+def _needs_proposal(model: nn.Module) -> bool:
+    """Whether the model has no policy but a derived one."""
+    try:
+        policy = policy_for(model)
+    except ValueError:
+        return True
+    return getattr(policy, "declared", None) in proposed_plans().values()
 
 
 def of_family(plans: list[tuple[str, ProposedPlan]]) -> ProposedPlan:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardformer.policies.proposed.attributes import local_choices
 from shardformer.policies.proposed.plan import ProposedPlan
+from shardformer.policies.proposed.random_draws import with_own_masks
 from shardformer.policies.proposed.recording import Recording, record
 from shardformer.policies.proposed.regions import find_regions
 from shardformer.utils.module_paths import starred
@@ -30,7 +31,8 @@ def candidates(model: nn.Module, batch: Mapping[str, Any]) -> list[Alternatives]
     names = ("attention_mask",)  # a fully padded row has no derivatives
     whole = {name: torch.ones_like(value) if name in names else value for name, value in batch.items()}
     recording = record(model, lambda: model(**whole))
-    regions = find_regions(model, recording)
+    found_regions = [with_own_masks(model, region) for region in find_regions(model, recording)]
+    regions = [region for region in found_regions if region is not None]
     found = [[ProposedPlan(region.styles, local) for local in local_choices(model, region)] for region in regions]
     planned = {path for region in regions for path in region.styles}
     found += [[ProposedPlan({path: style})] for path, style in _single(model, recording).items() if path not in planned]

@@ -157,6 +157,21 @@ def test_a_plan_has_what_is_cut_by_itself_and_travels_as_json(tmp_path: Path) ->
     assert pickle.loads(pickle.dumps(policy)).declared == policy.declared
 
 
+def test_dropout_by_a_function_draws_on_each_rank_or_stops_the_cut() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(nn.functional.dropout(torch.relu(self.first(x)), 0.1, self.training))
+
+    assert propose_plan(Dropping(), {"x": torch.randn(3, 6)}).styles == {}
+    bart = Recipe(family="bart", head="generation", rows=3)
+    styles = propose_plan(bart.model(), bart.batch(0)).styles
+    assert styles["model.encoder.layers.*"] == "activation_dropout"
+
+
 def test_an_attribute_that_the_ranks_cannot_share_is_refused() -> None:
     policy = ProposedPlan({}, {"attention": ("h",)}).policy()
     policy.set_model(Model())
