@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 # Attribute names of head counts: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
-_HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
+HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
 
 
 def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int]:
@@ -28,7 +28,7 @@ def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int
     return {
         name: value
         for name, value in numbers.items()
-        if name in read and ((_HEADS.fullmatch(name) and part % value == 0) or (stride > 1 and value == part))
+        if name in read and ((HEADS.fullmatch(name) and part % value == 0) or (stride > 1 and value == part))
     }
 
 

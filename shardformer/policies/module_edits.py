@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.collectives import copy_to_region, reduce_from_region
 from shardformer.layers import ParallelDropout
 from shardformer.layers.linear import column_spec, copies_group
-from shardformer.shard_spec import Part, ShardSpec, shard_parameter
+from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
 
 _log = logging.getLogger(__name__)
 _BIASES = ("alibi", "attention_mask", "position_bias", "rel_pos", "rel_2d_pos")
@@ -124,6 +124,13 @@ def scale_input(module: nn.Module, group: ProcessGroup) -> None:
     """Divide the input by the number of ranks, because identical outputs are summed over ranks later."""
     size = dist.get_world_size(group)
     module.register_forward_pre_hook(lambda _, args: (args[0] / size, *args[1:]))
+
+
+def sum_gradient_of_parameter(owner: nn.Module, *, name: str, group: ProcessGroup) -> None:
+    """Declare a parameter of `owner` replicated, and used for a rank's own heads only: its gradients are summed."""
+    parameter = getattr(owner, name)
+    spec = ShardSpec(tuple(parameter.shape), rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+    annotate(parameter, spec, group)
 
 
 def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from torch import nn
 
 from shardformer.policies.base import Policy
-from shardformer.policies.plans.declared import declared_plan_of
+from shardformer.policies.plans.declared import declared_plan_of, proposed_plan_of
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
@@ -103,11 +103,16 @@ def policy_for(model: nn.Module) -> Policy:
         from shardformer.policies.plans.policy import PlanPolicy
 
         return PlanPolicy()
+    derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
+    if derived is not None:
+        from shardformer.policies.plans.policy import PlanPolicy
+
+        return PlanPolicy(derived)
     name = type(model).__name__
     near = difflib.get_close_matches(name, by_bare_name, n=3)
     raise ValueError(
         f"model class {name} has neither a sharding policy nor a plan of its own; tp_size=1 with pp_size=1 trains it "
         "data-parallel as it is, sharding_dim=-1 cuts its linear layers over tp_size, and a Policy (custom_policy=…), "
-        "a TPInfo or slots describe how to shard it (docs/writing_a_policy.md)"
+        "a TPInfo or slots describe how to shard it (docs/writing_a_policy.md); booster verify --propose derives a plan"
         + (f"; classes with a policy: {', '.join(near)}" if near else "")
     )

@@ -30,24 +30,27 @@ def model_builder(name: str, head: str | None = None) -> Callable[[], nn.Module]
     return partial(model_class, config)
 
 
-def model_of(name: str, head: str | None = None) -> tuple[Any, type[nn.Module] | None]:
+def model_of(name: str, head: str | None = None, trust_remote_code: bool = False) -> tuple[Any, type[nn.Module] | None]:
     """Return the configuration and the class of a model; the class is None if neither input names one.
 
     Args:
         name, head: see `model_builder`.
+        trust_remote_code: whether code in the model's directory may run.
 
     Raises:
         ConfigurationError: there is no such model or class.
     """
     import transformers
 
-    config = _config(name)
+    config = _config(name, trust_remote_code)
     chosen = head or next(iter(config.architectures or []), None)
     if chosen is None:
         return config, None
     found = getattr(transformers, chosen, None)
     if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
         return config, found
+    if trust_remote_code and (remote := _remote_class(name, config, chosen)) is not None:
+        return config, remote
     auto = getattr(transformers, f"AutoModelFor{chosen}", None)
     if auto is not None and type(config) in auto._model_mapping:
         return config, auto._model_mapping[type(config)]
@@ -71,7 +74,19 @@ def adapter_config(name: str) -> Any:
     return PeftConfig.from_pretrained(str(path))
 
 
-def _config(name: str) -> Any:
+def _remote_class(name: str, config: Any, chosen: str) -> type[nn.Module] | None:
+    """Return the class in the model's directory that is called `chosen` or is for that task; None if there is none."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    classes = {auto: place for auto, place in (getattr(config, "auto_map", None) or {}).items() if "Model" in auto}
+    found = [
+        place for auto, place in classes.items() if place.endswith(f".{chosen}") or auto == f"AutoModelFor{chosen}"
+    ]
+    folder = Path(name).parent if Path(name).is_file() else name
+    return get_class_from_dynamic_module(found[0], str(folder)) if found else None
+
+
+def _config(name: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     path = Path(name)
@@ -80,9 +95,14 @@ def _config(name: str) -> Any:
     if path.suffix == ".json" and not path.is_file():
         raise ConfigurationError(f"{name} is not a file; give a directory of a model, or a config.json")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
+        if "custom code" in reason:
+            raise ConfigurationError(
+                f"{name} has code of its own, which is not run unasked; read it, and use booster verify "
+                f"{name} --trust-remote-code"
+            ) from None
         raise ConfigurationError(
             f"no model '{name}' was found ({reason}); give a directory of a model, or a config.json"
         ) from None

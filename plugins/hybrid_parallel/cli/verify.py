@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places, refuse_without_pipeline
 from plugins.hybrid_parallel.cli.arguments import add_layout, count, layout_options
 from plugins.hybrid_parallel.cli.models import model_of
+from plugins.hybrid_parallel.cli.proposal import plan_of_file, propose, refuse_bad_output, show
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
+from plugins.hybrid_parallel.verify.propose import RANKS
 from plugins.hybrid_parallel.verify.report import allowed
 from plugins.hybrid_parallel.verify.report import to_text as verdict_to_text
 from plugins.hybrid_parallel.verify.verify import Verification, verify
@@ -35,17 +38,26 @@ def main(arguments: Sequence[str]) -> int:
     refuse_without_pipeline(options.pp, options.schedule, options.chunks)
     plugin_options = {**layout_options(options), "zero_stage": options.zero}
     refuse_bad_places(options.json)
+    _refuse_mixed_plans(options)
     import transformers
 
     transformers.logging.set_verbosity_error()
-    config, model_class = model_of(options.model, options.head)
+    config, model_class = model_of(options.model, options.head, options.trust_remote_code)
     if model_class is None:
         raise ConfigurationError(f"{options.model} does not say what it is for; name a head with --head, as CausalLM")
+    proposal = None
+    if options.propose:
+        proposal = propose(config, model_class, options.timeout)
+        show(proposal, options.output, prints_json(options.json))
+        plugin_options["tp_size"] = max(options.tp, RANKS)
+        plugin_options["custom_policy"] = proposal.plan.policy()
+    elif options.plan is not None:
+        plugin_options["custom_policy"] = plan_of_file(options.plan).policy()
     found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout)
     if not prints_json(options.json):
         sys.stdout.write(to_text(found))
     if options.json is not None:
-        write_json(as_json(found), options.json)
+        write_json(as_json(found) | ({} if proposal is None else proposal.as_json()), options.json)
     return 0 if found.verdict.first is None else _DIFFERENT
 
 
@@ -71,7 +83,7 @@ def as_json(found: Verification) -> dict[str, Any]:
     first = found.verdict.first
     return {
         "model": found.trial.tiny_model.name,
-        "options": found.trial.options,
+        "options": {name: value for name, value in found.trial.options.items() if name != "custom_policy"},
         "precision": found.precision,
         "ranks": found.world_size,
         "steps": found.trial.steps,
@@ -84,6 +96,19 @@ def as_json(found: Verification) -> dict[str, Any]:
         ],
         "not_reached": found.verdict.untrained,
     }
+
+
+def _refuse_mixed_plans(options: argparse.Namespace) -> None:
+    """Check the options about plans.
+
+    Raises:
+        ConfigurationError: they exclude each other.
+    """
+    if options.propose and options.plan is not None:
+        raise ConfigurationError(f"--propose derives a plan, and --plan {options.plan} gives one; use one of them")
+    if options.output is not None and not options.propose:
+        raise ConfigurationError(f"--output {options.output} needs a plan to write; add --propose")
+    refuse_bad_output(options.output)
 
 
 def _finite(value: float) -> float | None:
@@ -99,12 +124,19 @@ def parser() -> CommandParser:
         examples=(
             "booster verify config.json --tp 2 --pp 2",
             "booster verify config.json --head SequenceClassification --tp 2 --dp 2 --sp",
+            "booster verify model --trust-remote-code --propose --output plan.json",
             "booster verify config.json --pp 2 --schedule zbv --microbatches 4 --json result.json",
         ),
     )
     command.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
     command.add_argument("--head", help="the model's class, such as BertForMaskedLM, or what it is for, as MaskedLM")
     add_layout(command)
+    command.add_argument("--propose", action="store_true", help="derive a tensor-parallel plan first, and verify it")
+    command.add_argument("--output", metavar="FILE", help="write the proposed plan to a JSON file, for --plan")
+    command.add_argument("--plan", metavar="FILE", help="verify this plan, such as an edited proposal")
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code in the model's directory, which can do anything"
+    )
     command.add_argument("--zero", type=int, default=1, help="ZeRO stage (1)")
     command.add_argument(
         "--precision", choices=list(TOLERANCES), help="of both trainings (fp64, or fp32 where it must)"

@@ -68,16 +68,11 @@ def verify(
     if not takes_labels(model_class):
         raise ConfigurationError(f"{model_class.__name__} has no loss; name a head with --head, as CausalLM")
     refuse_what_cannot_be_cut(config, model_class, layout, world_size)
-    num_stages = parallel.pp_size * layout.chunks_per_rank
-    tiny_model = TinyModel(
-        model_class.__module__,
-        model_class.__name__,
-        small_config(config, TwinSizes.of(config, parallel.tp_size, num_stages)),
-    )
+    tiny_model = tiny_model_of(config, model_class, parallel.tp_size, parallel.pp_size * layout.chunks_per_rank)
     microbatches = pipeline.num_microbatches or parallel.pp_size
     rows = 2 * (parallel.dp_size or 1) * microbatches * (pipeline.microbatch_size or 1) + 1
     trial = VerifyCase(tiny_model, max(rows, 7), steps, options)
-    trial, precision, plain = _plain(trial, precision)
+    trial, precision, plain = plain_training(trial, precision)
     _refuse_batch_norm(trial.tiny_model, layout)
     try:
         ranks = run_on_local_ranks(train_on_rank, world_size, trial, timeout_s=timeout_s)
@@ -88,6 +83,39 @@ def verify(
         raise ConfigurationError(f"the tiny model of {tiny_model.name} cannot be cut like the model: {error}") from None
     num_parameters = sum(plain.first_weights[min(names)].size for names in plain.aliases)
     return Verification(trial, precision, world_size, num_parameters, verdict)
+
+
+def tiny_model_of(config: Any, model_class: type[nn.Module], tp_size: int, num_stages: int) -> TinyModel:
+    """Describe the tiny model of a model for a layout.
+
+    Raises:
+        ConfigurationError: the class of the configuration rejects the small sizes.
+    """
+    small = small_config(config, TwinSizes.of(config, tp_size, num_stages))
+    return TinyModel(model_class.__module__, model_class.__name__, small)
+
+
+def plain_training(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase, str, Trace]:
+    """Train a trial's tiny model unsharded, in the first precision in which it trains.
+
+    Returns:
+        The trial with the tiny model of that precision, its name, and the trace of the training.
+
+    Raises:
+        ConfigurationError: the tiny model trains in no precision.
+    """
+    for name in [precision] if precision is not None else list(DTYPES):
+        tried = replace(trial, tiny_model=replace(trial.tiny_model, dtype=DTYPES[name]))
+        try:
+            return tried, name, train_reference(tried)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # model classes fail with arbitrary exception types
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
+    raise ConfigurationError(
+        f"the tiny model of {trial.tiny_model.name} does not train unsharded in {name} ({reason}); "
+        "use --head with another class of the family"
+    )
 
 
 def refuse_what_cannot_be_cut(
@@ -109,22 +137,6 @@ def refuse_what_cannot_be_cut(
         except Exception:  # some models need real values to be built; their tiny models get them
             return
         shard_model(model, layout, mesh)
-
-
-def _plain(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase, str, Trace]:
-    """Train unsharded in the first precision that works; return the trial, the precision and the training's trace."""
-    for name in [precision] if precision is not None else list(DTYPES):
-        tried = replace(trial, tiny_model=replace(trial.tiny_model, dtype=DTYPES[name]))
-        try:
-            return tried, name, train_reference(tried)
-        except ConfigurationError:
-            raise
-        except Exception as error:  # model classes fail with arbitrary exception types
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
-    raise ConfigurationError(
-        f"the tiny model of {trial.tiny_model.name} does not train unsharded in {name} ({reason}); "
-        "use --head with another class of the family"
-    )
 
 
 def _refuse_batch_norm(tiny_model: TinyModel, layout: HybridParallelConfig) -> None:

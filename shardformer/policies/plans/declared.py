@@ -84,7 +84,7 @@ class DeclaredPlan:
 
     def check(self, model: nn.Module) -> list[str]:
         """Return a sentence for each configuration field whose value prevents sharding."""
-        config, name = model.config, type(model).__name__
+        config, name = getattr(model, "config", None), type(model).__name__
         return [
             f"{name} with {field}={getattr(config, field)!r} cannot be sharded; use {field}={value!r}"
             for field, value in self.needs.items()
@@ -196,6 +196,17 @@ def declared_head_losses() -> dict[str, HeadLosses]:
 def declared_plan_of(cls: type) -> DeclaredPlan | None:
     """Return the plan of the family that a transformers model class belongs to; None if it has none."""
     return declared_plans().get(_family_of(cls))
+
+
+@cache
+def proposed_plans() -> dict[str, DeclaredPlan]:
+    """Return the plans that were derived from the models: the tables `PROPOSED`."""
+    return _tables("PROPOSED")
+
+
+def proposed_plan_of(cls: type) -> DeclaredPlan | None:
+    """Return the derived plan of the family that a transformers model class belongs to; None if it has none."""
+    return proposed_plans().get(_family_of(cls))
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ from shardformer.policies.plans.sequence import (
 )
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES
+from shardformer.shard_spec import spec_of
 from shardformer.utils.module_paths import starred
 from shardformer.utils.phrases import divisors_phrase
 
@@ -56,6 +58,10 @@ class PlanPolicy(Policy):
         super().__init__()
         self.declared = declared
         self.head_losses = {} if declared is None else declared.head_losses
+
+    def __reduce__(self) -> tuple[type[PlanPolicy], tuple[DeclaredPlan | None]]:
+        """Pickle the plan alone: a model and its process groups cannot be sent to other processes."""
+        return type(self), (self.declared,)
 
     @property
     def base_path(self) -> str:
@@ -115,10 +121,6 @@ class PlanPolicy(Policy):
         layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
         uses_ulysses = layers is not None and self.shard_config.uses_ulysses
         table = self._whole_layers(layers) if uses_ulysses else self._cut_layers()
-        if self.tp_size > 1 and not table:
-            log_once(
-                type(self.model).__name__, f"keeps its layers whole: tp_size={self.tp_size} cuts its vocabulary alone"
-            )
         if layers is not None and not uses_ulysses:
             add_sequence_regions(table, self.model, layers, self.shard_config)
         for target, module in self._vocabulary():
@@ -130,6 +132,16 @@ class PlanPolicy(Policy):
                     target, options["gather_output"] = ColumnParallelLinear, True
                 description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
+
+    def postprocess(self) -> nn.Module:
+        """Log how little is divided, if most of the parameters are whole on every rank."""
+        specs = [spec_of(parameter) for parameter in self.model.parameters()]
+        sizes = [(prod(spec.full_shape), spec.dim is not None) for spec in specs]
+        share = sum(size for size, is_cut in sizes if is_cut) / max(sum(size for size, _ in sizes), 1)
+        if self.tp_size > 1 and share < 0.5:
+            name = type(self.model).__name__
+            log_once(name, f"keeps most of its layers whole: tp_size={self.tp_size} divides {share:.0%} of its weights")
+        return self.model
 
     def _splits_sequence(self) -> bool:
         """Return whether the layers can process slices of the sequence."""
@@ -215,7 +227,7 @@ class PlanPolicy(Policy):
 
     def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
         """Return (target, module) of token embeddings and head; they may be tied, so they are sharded identically."""
-        embedding, head = _asked(self.model.get_input_embeddings), _asked(self.model.get_output_embeddings)
+        embedding, head = (_asked(self.model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
         cut: list[tuple[type[nn.Module], nn.Module]] = []
         if self.declared is not None and not self.declared.cut_vocabulary:
             return cut
@@ -280,7 +292,7 @@ class PlanPolicy(Policy):
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
         if not _is_attention(owner):
             return None
-        config = getattr(owner, "config", None) or self.model.config.get_text_config()
+        config = getattr(owner, "config", None) or _text_config(self.model)
         head_dim = getattr(owner, "head_dim", None)
         is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
         if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:
@@ -333,12 +345,18 @@ def _attends(module: nn.Module) -> bool:
     )
 
 
-def _asked(getter: Callable[[], nn.Module | None]) -> nn.Module | None:
-    """Call a model's embedding getter; None if the model has no such embedding."""
+def _asked(model: nn.Module, getter: str) -> nn.Module | None:
+    """Call a model's embedding getter; None if the model has no such getter or embedding."""
     try:
-        return getter()
+        return getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return None
+
+
+def _text_config(model: nn.Module) -> Any:
+    """Return the configuration of a model's text part; None for a module that is not a transformers model."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _join(path: str, name: str) -> str:

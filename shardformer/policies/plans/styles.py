@@ -18,6 +18,7 @@ from shardformer.policies.module_edits import (
     scale_input,
     shard_own_parameter,
     share_expert_inputs,
+    sum_gradient_of_parameter,
     sum_gradient_of_rotary_part,
     skip_idle_casts,
     use_local_biases,
@@ -93,6 +94,8 @@ def _embedding(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
 
 
 def _partial_gradient(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    if not isinstance(getattr(owner, name), nn.Module):
+        return partial(sum_gradient_of_parameter, name=name, group=policy.shard_config.group)
     return SubModuleReplacementDescription(name, None, partial_gradient=True)
 
 

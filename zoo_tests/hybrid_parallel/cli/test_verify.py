@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -349,3 +350,32 @@ def _wait_for(what: Callable[[], bool], limit_s: float = 90.0) -> None:
     while not what():
         assert time.monotonic() < limit, "it did not happen in time"
         time.sleep(0.05)
+
+
+def test_mistakes_about_plans_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, broken = _directory(tmp_path / "model", "GPT2Config", "GPT2LMHeadModel"), tmp_path / "plan.json"
+    broken.write_text('{"styles": {"attn.c_attn": "columns"}}')
+    told = {
+        ("--propose", "--plan", str(broken)): f"--propose derives a plan, and --plan {broken} gives one; use one",
+        ("--output", "plan.json"): "--output plan.json needs a plan to write; add --propose",
+        ("--propose", "--output", str(tmp_path)): f"--output {tmp_path} cannot be written; name a file in an existing",
+        ("--plan", str(broken)): "style 'columns' of 'attn.c_attn' is not known; use one of",
+        ("--plan", "/nowhere.json"): "/nowhere.json holds no plan",
+    }
+    for arguments, message in told.items():
+        code, _, err = outcome(capsys, "verify", model, *arguments)
+        assert (code, err.count("\n")) == (2, 1) and message in err, err
+
+
+@pytest.mark.slow
+def test_a_directory_with_code_gets_a_plan_and_a_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shutil.copytree(Path(verify_faults.__file__).parent / "remote_model", tmp_path / "model")
+    model, file = str(tmp_path / "model"), tmp_path / "plan.json"
+    code, _, err = outcome(capsys, "verify", model, "--propose")
+    assert code == 2 and f"{model} has code of its own, which is not run unasked" in err
+    code, out, err = outcome(capsys, "verify", model, "--trust-remote-code", "--propose", "--output", str(file))
+    assert code == 0 and "divide 9" in out and "\nequal\n" in out, out + err
+    assert json.loads(file.read_text())["local"] == {"blocks.*.mixer": ["heads"]}
+    file.write_text(file.read_text().replace('"heads"', '"width"'))
+    code, out, err = outcome(capsys, "verify", model, "--trust-remote-code", "--plan", str(file), "--tp", "2")
+    assert code == 1, "an edit that is wrong"

@@ -1,0 +1,108 @@
+"""`booster verify --propose`: a plan for a model that has none, and whether a tiny model trains the same with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.verify.compare import TOLERANCES
+from plugins.hybrid_parallel.verify.propose import RANKS, propose_verified
+from plugins.hybrid_parallel.verify.random_batch import takes_labels
+from plugins.hybrid_parallel.verify.share_cut import ShareCut, share_cut
+from plugins.hybrid_parallel.verify.train import VerifyCase
+from plugins.hybrid_parallel.verify.verify import Verification, plain_training, tiny_model_of, verify
+from shardformer.policies.proposed.plan import ProposedPlan
+
+_ROWS = 7  # odd, so that no size of the model divides it
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A proposed plan.
+
+    Attributes:
+        plan: the plan, of which each part trained the tiny model exactly.
+        share: what it divides of the tiny model.
+        pipeline: a sentence about whether the layers can be split into two stages.
+    """
+
+    plan: ProposedPlan
+    share: ShareCut
+    pipeline: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the keys that the proposal adds to the document of `booster verify`."""
+        return {
+            "plan": json.loads(self.plan.to_json()),
+            "parameters_cut": self.share.parameters,
+            "flops_cut": self.share.flops,
+            "pipeline": self.pipeline,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.plan.to_json()}{RANKS} tensor-parallel ranks divide {self.share}\n{self.pipeline}\n"
+
+
+def propose(config: Any, model_class: type[nn.Module], timeout_s: float) -> Proposal:
+    """Derive a plan from a tiny model of the class, and verify its parts on two ranks.
+
+    Raises:
+        ConfigurationError: the class has no loss, or no tiny model of it trains.
+    """
+    if not takes_labels(model_class):
+        raise ConfigurationError(f"{model_class.__name__} has no loss; name a head with --head, as CausalLM")
+    trial = VerifyCase(tiny_model_of(config, model_class, RANKS, RANKS), _ROWS, 1, {})
+    trial, precision, _ = plain_training(trial, None)
+    tiny_model = trial.tiny_model
+    plan = propose_verified(tiny_model, _ROWS, tolerance=TOLERANCES[precision], timeout_s=timeout_s)
+    batch = tiny_model.batch(tiny_model.build(), 0, _ROWS)
+    share = share_cut(tiny_model.build, batch, RANKS, custom_policy=plan.policy())
+    return Proposal(plan, share, _pipeline(config, model_class, plan, timeout_s))
+
+
+def plan_of_file(file: str) -> ProposedPlan:
+    """Read a plan.
+
+    Raises:
+        ConfigurationError: the file holds no plan.
+    """
+    try:
+        return ProposedPlan.load(file)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def refuse_bad_output(output: str | None) -> None:
+    """Check that the plan can be written, before anything is trained.
+
+    Raises:
+        ConfigurationError: the folder does not exist, or `output` is a folder.
+    """
+    if output is not None and (Path(output).is_dir() or not Path(output).absolute().parent.is_dir()):
+        raise ConfigurationError(f"--output {output} cannot be written; name a file in an existing folder")
+
+
+def show(proposal: Proposal, output: str | None, quiet: bool) -> None:
+    """Print the proposal unless `quiet`, and write its plan to `output` if that is a file's name."""
+    if not quiet:
+        sys.stdout.write(str(proposal))
+    if output is not None:
+        proposal.plan.save(output)
+        (sys.stderr if quiet else sys.stdout).write(f"plan written to {output}; edit it, and verify it with --plan\n")
+
+
+def _pipeline(config: Any, model_class: type[nn.Module], plan: ProposedPlan, timeout_s: float) -> str:
+    """Train the tiny model in two stages, and say what came of it."""
+    options = {"tp_size": 1, "pp_size": RANKS, "dp_size": 1, "num_microbatches": 1, "custom_policy": plan.policy()}
+    try:
+        found: Verification = verify(config, model_class, options, steps=1, timeout_s=timeout_s)
+    except ConfigurationError as error:
+        return f"pipeline: no ({error})"
+    first = found.verdict.first
+    return "pipeline: 2 stages train the same" if first is None else f"pipeline: no ({first.text}); use pp_size=1"

@@ -1,0 +1,187 @@
+"""Choice of the tensor-parallel regions of a model: column-parallel layers, what lies between, a row-parallel layer.
+
+Megatron-LM's pairs (arXiv 1909.08053, section 3) are found by independence instead of by names: a layer can be
+row-parallel if each half of its input depends on one half of the features of every layer just before it, and those
+layers can be column-parallel if nothing else reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from shardformer.policies.proposed.recording import Halves, Reads, Recording, num_outputs_of
+from shardformer.utils.module_paths import starred
+
+# Styles of a column-parallel layer whose features are 1, 3 or 2 parts, each cut by itself; the first that fits counts.
+_COLUMNS = {1: "colwise", 3: "fused_colwise", 2: "packed_colwise"}
+PARTIAL = "replicated_with_grad_allreduce"
+
+
+@dataclass
+class Region:
+    """A tensor-parallel region, in every layer that has it.
+
+    Attributes:
+        styles: path with `*` for numbers -> tensor-parallel style, of linear layers and of parameters in between.
+        columns, rows: the paths of its linear layers.
+    """
+
+    styles: dict[str, str] = field(default_factory=dict)
+    columns: set[str] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
+
+
+def find_regions(model: nn.Module, recording: Recording) -> list[Region]:
+    """Return the regions of `model`, in the order in which they run.
+
+    A linear layer whose weight other modules use too is in none of them.
+    """
+    search = _Search(model, recording)
+    rows = search.independent_rows()
+    rows = search.consistent(search.without_chains(rows))
+    regions: list[Region] = []
+    for row in (each for each in search.order if each in rows):
+        styles = {**search.columns_of(row), **(search.parameters_of(row) or {}), row: "rowwise"}
+        new = Region(styles, set(search.columns_of(row)), {row})
+        for other in [each for each in regions if each.columns & new.columns or each.styles.keys() & new.styles.keys()]:
+            regions.remove(other)
+            new = Region(other.styles | new.styles, other.columns | new.columns, other.rows | new.rows)
+        regions.append(new)
+    for region in regions:
+        region.styles |= dict.fromkeys(sorted(_dropouts_in(region, recording)), "dropout")
+    return regions
+
+
+class _Search:
+    """Elimination of layers that cannot be row- or column-parallel, over paths with `*` for numbers."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self._model, self._recording = model, recording
+        self._readers: dict[str, list[Reads]] = {}
+        for path, reads in recording.linears.items():
+            self._readers.setdefault(starred(path), []).append(reads)
+        self.order = list(self._readers)
+        self._unfit = self._used_elsewhere()
+        self._kinds: dict[tuple[str, str], str | None] = {}
+        for row, found in self._readers.items():
+            # A dict: the order of a set would differ between ranks.
+            for source in dict.fromkeys(starred(path) for reads in found for path in reads.sources):
+                self._kinds[row, source] = self._kind(row, source)
+
+    def columns_of(self, row: str) -> dict[str, str | None]:
+        """Return the style of each layer that `row` reads, by path; None for one that cannot be column-parallel."""
+        return {source: kind for (reader, source), kind in self._kinds.items() if reader == row}
+
+    def parameters_of(self, row: str) -> dict[str, str] | None:
+        """Return the styles of the parameters between the columns and `row`; None if one cannot be cut."""
+        styles: dict[str, str] = {}
+        for reads in self._readers[row]:
+            for name, halves in reads.parameters.items():
+                style = _style_of_parameter(halves)
+                path = name
+                if style == PARTIAL and _is_norm_like(self._model, name):
+                    path = name.rpartition(".")[0]
+                if style is None or styles.setdefault(starred(path), style) != style:
+                    return None
+        return styles
+
+    def independent_rows(self) -> set[str]:
+        """Return the layers that could be row-parallel, if what they read were column-parallel."""
+        return {
+            row
+            for row, found in self._readers.items()
+            if row not in self._unfit and all(reads.sources and reads.num_features % 2 == 0 for reads in found)
+            if all(kind is not None for kind in self.columns_of(row).values()) and self.parameters_of(row) is not None
+        }
+
+    def without_chains(self, rows: set[str]) -> set[str]:
+        """Drop rows that read another row: of a chain of layers the first two are a pair."""
+        kept: set[str] = set()
+        for row in (each for each in self.order if each in rows):
+            if not kept & self.columns_of(row).keys() and row not in self.columns_of(row):
+                kept.add(row)
+        return kept
+
+    def consistent(self, rows: set[str]) -> set[str]:
+        """Drop rows until nothing outside of the regions reads what is inside of them."""
+        outside = set(map(starred, self._recording.outputs.sources)) | self._unfit
+        outside_parameters = set(self._recording.outputs.parameters)
+        while True:
+            others = [(row, reads) for row, found in self._readers.items() if row not in rows for reads in found]
+            read = outside | {starred(path) for _, reads in others for path in reads.sources}
+            params = outside_parameters | {name for _, reads in others for name in reads.parameters}
+            kept = {row for row in rows if not read & self.columns_of(row).keys() and self._agrees(row, rows)}
+            kept = {row for row in kept if not any(params & reads.parameters.keys() for reads in self._readers[row])}
+            if kept == rows:
+                return rows
+            rows = kept
+
+    def _agrees(self, row: str, rows: Iterable[str]) -> bool:
+        """Return whether all rows want the same style of the columns of `row`, and none of these is a row."""
+        own = self.columns_of(row)
+        wanted = [self.columns_of(other) for other in rows]
+        return not own.keys() & set(rows) and all(
+            each.get(source, style) == style for each in wanted for source, style in own.items()
+        )
+
+    def _kind(self, row: str, source: str) -> str | None:
+        kinds = set()
+        for reads in self._readers[row]:
+            for path, halves in reads.sources.items():
+                if starred(path) == source:
+                    kinds.add(_style_of_column(halves, num_outputs_of(self._model, path)))
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def _used_elsewhere(self) -> set[str]:
+        """Return the linear layers whose weight is also used without calling them, or that are tied."""
+        read = set(self._recording.outputs.parameters)
+        read |= {name for found in self._readers.values() for reads in found for name in reads.parameters}
+        owners: dict[int, set[str]] = {}
+        for name, param in self._model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(param), set()).add(name)
+            if len(owners[id(param)]) > 1:
+                read |= owners[id(param)]
+        return {starred(name.rpartition(".")[0]) for name in read}
+
+
+def _style_of_column(halves: Halves, features: int) -> str | None:
+    """Return the style of a layer whose `features` the halves of a row's input depend on; None if they overlap."""
+    for parts, style in _COLUMNS.items():
+        if features % (2 * parts) == 0 and _is_first(halves[0], parts) and _is_first(~halves[0] & halves[1], parts, 1):
+            return None if (halves[0] & halves[1]).any() else style
+    return None
+
+
+def _is_first(mask: Tensor, parts: int, half: int = 0) -> bool:
+    """Return whether a mask [features] holds only elements of this half of each part."""
+    return bool(mask.any()) and not mask.view(parts, 2, -1)[:, 1 - half].any()
+
+
+def _style_of_parameter(halves: Halves) -> str | None:
+    """Return the style of a parameter that the halves of a row's input depend on; None if it cannot be cut."""
+    first, second = halves
+    if not first.any() or not second.any():
+        return None
+    if (first & second).any():
+        return PARTIAL
+    for dim, style in ((0, "first_dim"), (first.dim() - 1, "rowwise"), (first.dim() - 2, "colwise")):
+        if dim >= 0 and first.shape[dim] % 2 == 0:
+            rows = [mask.transpose(0, dim).flatten(1).any(1) if mask.dim() > 1 else mask for mask in halves]
+            if _is_first(rows[0], 1) and _is_first(rows[1], 1, 1):
+                return style
+    return None
+
+
+def _is_norm_like(model: nn.Module, name: str) -> bool:
+    """Return whether the parameter belongs to a module without children, such as a norm."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return not any(True for _ in owner.children())
+
+
+def _dropouts_in(region: Region, recording: Recording) -> set[str]:
+    """Return the dropouts between the columns and the rows of a region: each rank draws its own mask there."""
+    inside: Mapping[str, set[str]] = {path: set(map(starred, read)) for path, read in recording.dropouts.items()}
+    return {starred(path) for path, read in inside.items() if read and read <= region.columns}

@@ -1,0 +1,226 @@
+"""Take the plan away from families that have a policy, propose one, and count the proposals that verify.
+
+    python -m zoo_tests.campaigns.proposed_plans [--only PATTERN] [--output docs/results/proposed_plans.md]
+    python -m zoo_tests.campaigns.proposed_plans --ship PATTERN
+
+One head of each family with a policy or a plan is derived as if nobody knew it. A proposal verifies if a tiny model
+trains exactly with the whole plan, and the plan cuts at least one column-row pair. The share of parameters of the
+family's own policy stands next to that of the proposal.
+
+`--ship` derives the plans of families that have no other, and writes them to the table of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import re
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plugins.hybrid_parallel.verify.compare import TOLERANCES
+from plugins.hybrid_parallel.verify.propose import propose_verified
+from plugins.hybrid_parallel.verify.share_cut import share_cut
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
+from shardformer.policies.plans import tables
+from shardformer.policies.plans.declared import proposed_plans
+from shardformer.policies.proposed.plan import ProposedPlan
+from shardformer.policies.registry import policy_for
+from zoo_tests.campaigns.census.classes import HeadClass, head_classes
+from zoo_tests.harness.ranks import run_on_ranks, stop_pools
+
+_ROWS, _TIMEOUT_S = 6, 180.0
+_TABLE = Path(tables.__file__).parent / "proposed.json"
+_SIZES = TwinSizes(kv_heads=4, is_faithful=False)
+
+
+@dataclass
+class Outcome:
+    """What became of a family without its plan.
+
+    Attributes:
+        known, proposed: share of the parameters that its own policy divides, and that the proposed plan divides.
+        reason: why there is no proposal; empty if there is one.
+    """
+
+    known: float = 0.0
+    proposed: float = 0.0
+    reason: str = ""
+
+    @property
+    def verifies(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return self.reason or f"verified; {self.proposed:.0%} of the parameters, {self.known:.0%} by its policy"
+
+
+def proposal_of(head: HeadClass) -> Outcome | None:
+    """The outcome of a class; None if it has no policy of its own, or does not train plainly."""
+    subject = subject_of(head)
+    try:
+        policy_for(subject[0].build())
+    except Exception:  # no subject of this campaign: the census tells why
+        return None
+    if not _trains_plainly(subject):
+        return None
+    try:
+        plan, twin = proposed(subject), subject[0]
+        batch = twin.batch(twin.build(), 0, _ROWS)
+        known = share_cut(twin.build, batch).parameters
+        found = share_cut(twin.build, batch, custom_policy=plan.policy()).parameters
+    except Exception as error:  # arbitrary exception types of arbitrary models
+        return Outcome(reason=" ".join(f"{type(error).__name__}: {error}".split())[:160])
+    return Outcome(known, found, "" if "rowwise" in plan.styles.values() else "no column-row pair verified")
+
+
+def subject_of(head: HeadClass) -> tuple[TinyModel, str] | None:
+    """The tiny model of a class, and the first precision in which its forward runs; None if there is none."""
+    try:
+        config = getattr(importlib.import_module(head.module), head.name).config_class()
+        twin = _Twin(head.module, head.name, small_config(config, _SIZES))
+        for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
+            twin = replace(twin, dtype=dtype)
+            if _trains_plainly((twin, precision)):
+                return twin, precision
+    except Exception:  # arbitrary exception types of arbitrary models
+        return None
+    return None
+
+
+class _Twin(TinyModel):
+    """A tiny model that may be large: some families have layers of a fixed size."""
+
+    def build(self) -> nn.Module:
+        return build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
+
+
+def proposed(subject: tuple[TinyModel, str]) -> ProposedPlan:
+    """The verified plan of a tiny model."""
+    twin, precision = subject
+    return propose_verified(twin, _ROWS, tolerance=TOLERANCES[precision], timeout_s=_TIMEOUT_S, run=_run)
+
+
+def _trains_plainly(subject: tuple[TinyModel, str] | None) -> bool:
+    if subject is None:
+        return False
+    try:
+        model = subject[0].build()
+        return bool(model(**subject[0].batch(model, 0, _ROWS)).loss.isfinite())
+    except Exception:  # arbitrary exception types of arbitrary models
+        return False
+
+
+def _run(function: Any, world_size: int, *arguments: Any, timeout_s: float) -> list[Any]:
+    return run_on_ranks(world_size, function, *arguments, timeout_s=timeout_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="regular expression on Family/Class")
+    parser.add_argument("--ship", help="regular expression on Family/Class: write their plans to the package")
+    parser.add_argument("--output", type=Path, help="Markdown page to write")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    if arguments.ship is not None:
+        ship(arguments.ship)
+        stop_pools()
+        return
+    outcomes: dict[HeadClass, Outcome] = {}
+    for head in head_classes():
+        is_known = any(other.family == head.family for other in outcomes)
+        if is_known or not re.search(arguments.only, f"{head.family}/{head.name}"):
+            continue
+        start = time.monotonic()
+        outcome = proposal_of(head)
+        if outcome is not None:
+            outcomes[head] = outcome
+            sys.stdout.write(f"{head.family}/{head.name}: {outcome} ({time.monotonic() - start:.0f} s)\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{sum(each.verifies for each in outcomes.values())} of {len(outcomes)} proposals verify\n")
+    if arguments.output is not None:
+        arguments.output.write_text(page(outcomes), encoding="utf-8")
+    stop_pools()
+
+
+def ship(pattern: str) -> None:
+    """Derive the plan of each family from its heads that match, and write the table after each family."""
+    families: dict[str, list[HeadClass]] = {}
+    for head in head_classes():
+        if re.search(pattern, f"{head.family}/{head.name}"):
+            families.setdefault(head.family, []).append(head)
+    table = json.loads(_TABLE.read_text(encoding="utf-8"))
+    for family, heads in families.items():
+        plans = []
+        for head in heads:
+            subject = subject_of(head)
+            if subject is not None and not _needs_proposal(subject[0].build()):
+                continue
+            try:
+                plans += [] if subject is None else [(subject[0].build().base_model_prefix, proposed(subject))]
+            except Exception as error:  # arbitrary exception types of arbitrary models
+                sys.stdout.write(f"{family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
+        table[family] = json.loads((of_family(plans) if plans else ProposedPlan()).to_json())
+        sys.stdout.write(f"{family}: {len(plans)} of {len(heads)} heads run, {len(table[family]['styles'])} styles\n")
+        sys.stdout.flush()
+        rows = [f"{json.dumps(name)}: {json.dumps(plan)}" for name, plan in sorted(table.items())]
+        _TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+def _needs_proposal(model: nn.Module) -> bool:
+    """Whether the model has no policy but a derived one."""
+    try:
+        policy = policy_for(model)
+    except ValueError:
+        return True
+    return getattr(policy, "declared", None) in proposed_plans().values()
+
+
+def of_family(plans: list[tuple[str, ProposedPlan]]) -> ProposedPlan:
+    """One plan of the plans of several heads, each with the prefix of its base model: what all agree on in the layers.
+
+    If the heads disagree about a module of the layers, nothing is cut.
+    """
+    styles: dict[str, str] = {}
+    local: dict[str, tuple[str, ...]] = {}
+    for prefix, plan in plans:
+        for path, style in plan.styles.items():
+            if "*" in path and styles.setdefault(path.removeprefix(f"{prefix}."), style) != style:
+                return ProposedPlan()
+        local |= {path.removeprefix(f"{prefix}."): names for path, names in plan.local.items() if "*" in path}
+    cut_vocabulary = all(plan.cut_vocabulary for _, plan in plans)
+    return ProposedPlan(styles, local, cut_vocabulary, any(plan.whole_logits for _, plan in plans))
+
+
+def page(outcomes: dict[HeadClass, Outcome]) -> str:
+    """The results as Markdown."""
+    verified = sum(each.verifies for each in outcomes.values())
+    rows = [f"| `{head.name}` | {outcome} |" for head, outcome in outcomes.items()]
+    return "\n".join(
+        [
+            "# Proposed plans of models whose plan is taken away",
+            "",
+            "Written by `python -m zoo_tests.campaigns.proposed_plans --output docs/results/proposed_plans.md`; do not",
+            "edit.",
+            "",
+            f"**{verified} of {len(outcomes)}** proposals verify ({verified / max(len(outcomes), 1):.0%}): one head of",
+            "each family that has a policy or a plan and whose tiny model trains, derived as if nobody knew it.",
+            "",
+            "| Class | Proposal |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
