@@ -90,6 +90,8 @@ class Policy(ABC):
             the heads: it is not inherited. The loss of a head that it lacks is the usual one for its suffix
             (`USUAL_HEAD_LOSSES`) if its forward calls transformers' `loss_function`, and that of its forward otherwise.
         supports_ulysses: whether the attention supports an all-to-all that trades sequence shards for head shards.
+        own_attention: class name of an attention that the model's own code computes -> the class whose forward calls a
+            kernel of the registry instead; it is used where an attention backend or `all_to_all` is asked for.
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         applies_to_16_bit: whether a model that is not sharded needs the policy too, once its parameters are in 16 bit.
         uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
@@ -107,6 +109,7 @@ class Policy(ABC):
     head_losses: HeadLosses = {}
     splits_towers = False
     supports_ulysses = True
+    own_attention: Mapping[str, type[nn.Module]] = {}
     repeats_layers = False
     applies_to_16_bit = False
     uneven_heads = False
