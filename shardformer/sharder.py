@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.attention import log_once, use_backend, use_sharded_attention
+from shardformer.attention import log_once, route_own_attention, use_backend, use_sharded_attention
 from shardformer.attention.scores import return_whole_scores
 from shardformer.context_parallel.attention import use_context_attention
 from shardformer.expert_parallel.experts import check_experts, shard_experts
@@ -158,6 +158,8 @@ class ModelSharder:
             log_once(name, "keeps its own norms: its policy names none to fuse")
 
     def _route_attention(self) -> None:
+        if (self.config.enable_flash_attention or self.config.uses_ulysses) and self.config.context is None:
+            route_own_attention(self.model, self.policy.own_attention)
         if self.config.enable_flash_attention:
             first = next(self.model.parameters(), torch.empty(0))
             device, dtype = self.config.device_of(first), self.config.compute_dtype or first.dtype
