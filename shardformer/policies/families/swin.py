@@ -116,22 +116,6 @@ class Swinv2Policy(SwinPolicy):
     supports_sequence_parallel = True
     head_losses = USUAL_HEAD_LOSSES
 
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; stages split lists that are recomputed as a whole."""
-        problems = super().check()
-        if self.shard_config.stage_manager.num_stages > 1 and any(
-            each.gradient_checkpointing for each in self._lists()
-        ):
-            problems.append(
-                "gradient_checkpointing='full' recomputes whole lists of layers of "
-                f"{type(self.model).__name__}, which pipeline stages cut; use gradient_checkpointing=None or pp_size=1"
-            )
-        return problems
-
-    def preprocess(self) -> nn.Module:
-        """Return the model as it is."""
-        return self.model
-
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
