@@ -28,6 +28,7 @@ from shardformer.shard_spec import ShardSpec, annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder, has_module, replace_module
 from shardformer.transforms.context_parallel import context_problems, share_sequences
 from shardformer.transforms.layout_checks import exchange_problems, router_problems
+from shardformer.transforms.norm_fusion import fuse_norms
 from shardformer.transforms.operator_fusion import fuse_operators
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.utils.customizations import carry_over
@@ -137,6 +138,8 @@ class ModelSharder:
         for _, module, description in self._described():
             self._apply(module, description)
             fusions += len(description.fusions)
+        if self.config.enable_fused_normalization and not self.policy.names_norms:
+            fuse_norms(self.model)
         if self.config.enable_jit_fused:
             fusions += fuse_operators(self.model)
         self._tell_what_stays(fusions)

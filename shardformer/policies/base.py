@@ -96,6 +96,7 @@ class Policy(ABC):
         applies_to_16_bit: whether a model that is not sharded needs the policy too, once its parameters are in 16 bit.
         uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
             the weights.
+        names_norms: whether the table names the norms; if not, they are found by what their classes compute.
         replicate_unlisted: whether modules that the table does not name are replicated instead of causing an error.
         cuts_attention: whether attention heads are sharded over ranks.
     """
@@ -113,6 +114,7 @@ class Policy(ABC):
     repeats_layers = False
     applies_to_16_bit = False
     uneven_heads = False
+    names_norms = True
     replicate_unlisted = False
     cuts_attention = True
 

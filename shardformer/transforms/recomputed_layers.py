@@ -1,7 +1,8 @@
-"""Recomputation of layers that transformers cannot recompute one by one (ALBERT, CPM-Ant, MPNet, SwinV2)."""
+"""Recomputation of layers that transformers cannot recompute one by one (ALBERT, MPNet, SwinV2)."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,10 @@ def layers_without_recomputation(model: nn.Module) -> list[nn.Module]:
     base, layout = model.get_submodule(policy.base_path), policy.stages
     lists = [each.layers for each in layout.chain if has_module(base, each.layers)] if layout is not None else []
     layers = [layer for path in lists for layer in base.get_submodule(path)]
-    return [] if any(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else layers
+    by_transformers = any(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+    # A second run would write the keys and values of a second pass into the cache.
+    writes_cache = any("past_key_values" in inspect.signature(layer.forward).parameters for layer in layers)
+    return [] if by_transformers or writes_cache else layers
 
 
 def recompute_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:

@@ -31,7 +31,7 @@ def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
     is_possible = getattr(model, "supports_gradient_checkpointing", True) or layers_without_recomputation(model)
     if wanted != "selective" and not is_possible:
         raise ConfigurationError(
-            f"gradient_checkpointing={wanted!r} recomputes layers, which {name} has no known list of; "
+            f"gradient_checkpointing={wanted!r} recomputes layers, which transformers cannot for {name}; "
             "use gradient_checkpointing=None"
         )
     if wanted == "selective" and not any(map(uses_registry, model.modules())):
