@@ -9,6 +9,7 @@ them, the native code runs.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -227,3 +228,64 @@ class MvpRegistryAttention(OwnAttention):
         if self.needs_native(output_attentions):
             return super().forward(hidden_states, output_attentions=True, attn_prompt=attn_prompt, **kwargs)
         return BartAttention.forward(self, hidden_states, around=even_where_blind, **kwargs)
+
+
+class Swinv2RegistryAttention(OwnAttention):
+    """SwinV2: cosines of query and key with a learned scale per head (arXiv 2111.09883), and relative positions."""
+
+    is_even_where_blind = False  # every window has patches
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
+    ) -> tuple[Tensor, ...]:
+        """hidden_states: [batch * windows, patches, hidden]; attention_mask: [windows, patches, patches]."""
+        if self.needs_native(bool(output_attentions)):
+            return super().forward(hidden_states, attention_mask, output_attentions)
+        heads_last = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+        projections = (self.query, self.key, self.value)
+        query, key, value = (layer(hidden_states).view(heads_last).transpose(1, 2) for layer in projections)
+        scale = torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
+        query, key = F.normalize(query, dim=-1) * scale, F.normalize(key, dim=-1)
+        table = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, self.num_attention_heads)
+        patches = hidden_states.shape[1]
+        bias = table[self.relative_position_index.view(-1)].view(1, patches, patches, -1).permute(0, 3, 1, 2)
+        bias = 16 * torch.sigmoid(bias)
+        if attention_mask is not None:
+            windows = attention_mask.repeat(len(hidden_states) // len(attention_mask), 1, 1)
+            bias = bias + 2 * windows.unsqueeze(1)  # the native code adds it twice
+        return (self.attend(query, key, value, bias, dropout=self.drops(self.dropout), scaling=1.0),)
+
+
+class DebertaRegistryAttention(OwnAttention):
+    """DeBERTa-v2: disentangled content and position (arXiv 2006.03654), whose cross terms are the bias."""
+
+    is_even_where_blind = False  # nothing reads the rows of padding, which alone see no key
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        output_attentions: bool = False,
+        query_states: Tensor | None = None,
+        relative_pos: Tensor | None = None,
+        rel_embeddings: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """hidden_states: [batch, seq, hidden]; attention_mask: [batch, 1, seq, seq]."""
+        if self.needs_native(output_attentions):
+            rest = (query_states, relative_pos, rel_embeddings)
+            return super().forward(hidden_states, attention_mask, output_attentions, *rest)
+        heads = self.num_attention_heads
+        reads = (hidden_states if query_states is None else query_states, hidden_states, hidden_states)
+        layers = (self.query_proj, self.key_proj, self.value_proj)
+        flat = [self.transpose_for_scores(layer(x), heads) for layer, x in zip(layers, reads, strict=True)]
+        factor = 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
+        mask = attention_mask.bool()
+        bias = torch.zeros_like(mask, dtype=flat[0].dtype)
+        if self.relative_attention:
+            tables = self.pos_dropout(rel_embeddings)
+            terms = self.disentangled_attention_bias(*flat[:2], relative_pos, tables, factor)
+            bias = terms.view(-1, heads, *terms.shape[-2:])
+        bias = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+        query, key, value = (x.view(-1, heads, *x.shape[-2:]) for x in flat)
+        options = {"dropout": self.drops(self.dropout), "scaling": (query.shape[-1] * factor) ** -0.5}
+        return self.attend(query, key, value, bias, **options), None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardformer.attention.own_attention import Swinv2RegistryAttention
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -111,6 +112,7 @@ class Swinv2Policy(SwinPolicy):
     """Policy for SwinV2: a learned scale per head, and relative position biases computed by a small MLP."""
 
     family, prefix = "swinv2", "Swinv2"
+    own_attention = {"Swinv2SelfAttention": Swinv2RegistryAttention}
     applies_to_16_bit = True
     layer_outputs = 1
     supports_sequence_parallel = True
