@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.attention import log_once, use_backend, use_sharded_attention, uses_registry
+from shardformer.attention import log_once, route_own_attention, use_backend, use_sharded_attention
 from shardformer.attention.scores import return_whole_scores
 from shardformer.context_parallel.attention import use_context_attention
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.loss.routers import router_loss_of, routers_are_asked
+from shardformer.loss.routers import routers_are_asked
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
@@ -27,6 +27,9 @@ from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder, has_module, replace_module
 from shardformer.transforms.context_parallel import context_problems, share_sequences
+from shardformer.transforms.layout_checks import exchange_problems, router_problems
+from shardformer.transforms.norm_fusion import fuse_norms
+from shardformer.transforms.operator_fusion import fuse_operators
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.utils.customizations import carry_over
 from shardformer.utils.derived_modules import change_module
@@ -97,7 +100,7 @@ class ModelSharder:
         """
         problems = [*self.policy.check(), *self._check_towers()]
         if routers_are_asked(self.model, {}):
-            problems += self._check_routers()
+            problems += router_problems(self.model, self.config)
         if self.config.stage_manager.num_stages > 1:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
@@ -105,7 +108,7 @@ class ModelSharder:
         if not problems:
             problems += self._kept.problems(self.model)
         if self.config.uses_ulysses:
-            problems += self._check_exchange()
+            problems += exchange_problems(self.model, self.policy, self.config)
         if self.config.context is not None:
             problems += context_problems(self.model, self.policy, self.config)
         problems += check_experts(self.model, self.config)
@@ -135,6 +138,10 @@ class ModelSharder:
         for _, module, description in self._described():
             self._apply(module, description)
             fusions += len(description.fusions)
+        if self.config.enable_fused_normalization and not self.policy.names_norms:
+            fuse_norms(self.model)
+        if self.config.enable_jit_fused:
+            fusions += fuse_operators(self.model)
         self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
@@ -148,12 +155,14 @@ class ModelSharder:
         """Log the options that have no effect on this model, so that they are not ignored silently."""
         name = type(self.model).__name__
         if self.config.enable_jit_fused and not fusions:
-            log_once(name, "keeps its own operators: its policy names none to fuse")
+            log_once(name, "keeps its own operators: its forwards have none of those that can be fused")
         fused = any(isinstance(module, FusedLayerNorm | FusedRMSNorm) for module in self.model.modules())
         if self.config.enable_fused_normalization and not fused:
             log_once(name, "keeps its own norms: its policy names none to fuse")
 
     def _route_attention(self) -> None:
+        if (self.config.enable_flash_attention or self.config.uses_ulysses) and self.config.context is None:
+            route_own_attention(self.model, self.policy.own_attention)
         if self.config.enable_flash_attention:
             first = next(self.model.parameters(), torch.empty(0))
             device, dtype = self.config.device_of(first), self.config.compute_dtype or first.dtype
@@ -285,36 +294,6 @@ class ModelSharder:
             if missing
             else []
         )
-
-    def _check_routers(self) -> list[str]:
-        """Return layouts that conflict with a load-balancing loss, which reads the scores of all layers and tokens."""
-        routers = router_loss_of(self.model)
-        adds_up = routers is not None and routers.adds_up
-        spread = {
-            f"pp_size={self.config.stage_manager.num_stages}": self.config.stage_manager.num_stages > 1 and not adds_up,
-            "cp_size above 1": self.config.context is not None,
-            "sequence_parallelism_mode='all_to_all'": self.config.uses_ulysses,
-        }
-        return [
-            f"output_router_logits=True adds a loss over the router scores of all layers and tokens, which {what} "
-            "spreads over ranks; use output_router_logits=False, or another layout"
-            for what, is_asked in spread.items()
-            if is_asked
-        ]
-
-    def _check_exchange(self) -> list[str]:
-        """Check what `all_to_all` requires: attention that uses the registry, without per-head biases."""
-        mode, name = "sequence_parallelism_mode='all_to_all'", type(self.model).__name__
-        attends = [module for module in self.model.modules() if uses_registry(module)]
-        if not attends or not self.policy.supports_ulysses:
-            return [f"{mode} cannot reach the attention of {name}; use 'split_gather' or no sequence parallelism"]
-        size, config = self.config.tensor_parallel_size, self.model.config
-        kv_heads = getattr(config, "num_key_value_heads", None) or size
-        if kv_heads % size and size % kv_heads:
-            return [
-                f"{mode} with tp_size={size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"
-            ]
-        return []
 
     def _check_table(self) -> list[str]:
         problems, claimed = [], set()

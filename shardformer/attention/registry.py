@@ -72,7 +72,9 @@ def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str],
 
 def uses_registry(module: nn.Module) -> bool:
     """Return whether the module uses the registry; others compare the configured name, which must not change."""
-    return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+    return getattr(module, "attends_by_registry", False) or hasattr(
+        sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
 
 
 def _register(name: str, implementation: str) -> None:
@@ -98,6 +100,7 @@ def _sharded(implementation: str) -> Any:
         if exchange is None:
             return call_kernel(implementation, module, query, key, value, attention_mask, **kwargs)
         query, key, value = exchange.to_heads(query, key, value)
+        attention_mask = exchange.own_heads(attention_mask, query.shape[1])
         if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
             module.num_key_value_groups = query.shape[1] // key.shape[1]
         if kwargs.get("position_ids") is not None:  # flash-attn finds packed documents by them, in the whole sequence
@@ -115,10 +118,16 @@ def call_kernel(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    around: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the named kernel; dropout draws from a per-rank stream if ranks hold different heads."""
+    """Run the named kernel, or `around` with it as first argument.
+
+    Dropout draws from a per-rank stream if ranks hold different heads.
+    """
     kernel = kernel_named(implementation, module)
+    if around is not None:
+        kernel = partial(around, kernel)
     recomputes = getattr(module, "recomputes_attention", False) and torch.is_grad_enabled()
     if recomputes and keeps_scores(implementation, query, attention_mask, **kwargs):
         kernel = partial(checkpoint, kernel, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")))

@@ -65,7 +65,8 @@ def needs_of(
         config: the configuration.
         modules: the modules that read it; those that are models of transformers declare what they support.
     """
-    owners = [model, *(module for module in modules if hasattr(module, "_supports_sdpa"))]
+    routed = all(getattr(module, "attends_by_registry", False) for module in modules)  # what the model says is its own
+    owners = [*([] if routed else [model]), *(module for module in modules if hasattr(module, "_supports_sdpa"))]
     restricted = [getattr(owner, "_compatible_flash_implementations", None) for owner in owners]
     return AttentionNeeds(
         supports_flash=all(getattr(owner, "_supports_flash_attn", False) for owner in owners),

@@ -12,15 +12,13 @@ import logging
 import math
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from shardformer.layers.replicated_linear import replicated_linear
-from shardformer.utils.derived_modules import derive
 
 _log = logging.getLogger(__name__)
 _SQRT_HALF, _SQRT_2_PI, _CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
@@ -42,92 +40,159 @@ def _compiled(body: Callable[..., Any], device: str) -> Callable[..., Any]:
     return torch.compile(body, dynamic=True)
 
 
-def _run(body: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+@cache
+def _of_kind(body: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Return `body` for one `kind`, as code of its own: the compiler limits how often it compiles the same code."""
+    code = body.__code__.replace(co_name=f"{body.__name__}_{kind}")
+    return FunctionType(code, body.__globals__, code.co_name, argdefs=(kind,))
+
+
+def _run(body: Callable[..., Any], x: Tensor, *rest: Tensor, kind: str | None = None) -> Any:
     # Detached: if inputs required a gradient, the compiler would trace its own backward pass, including the hooks of
     # activation checkpointing.
-    plain = [value.detach() if isinstance(value, Tensor) else value for value in (x, *rest)]
-    return _compiled(body, x.device.type)(*plain)
+    body = body if kind is None else _of_kind(body, kind)
+    return _compiled(body, x.device.type)(x.detach(), *(value.detach() for value in rest))
 
 
-def _swiglu_body(gate: Tensor, value: Tensor) -> Tensor:
-    return F.silu(gate) * value
+def _silu_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(x)
+    silu = x * sigmoid
+    return silu, sigmoid + silu * (1 - sigmoid)
 
 
-def _swiglu_backward_body(grad: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return grad * value * (sigmoid + silu * (1 - sigmoid)), grad * silu
+def _erf_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    cumulative = 0.5 * (1 + torch.erf(x * _SQRT_HALF))
+    return x * cumulative, cumulative + x * torch.exp(-0.5 * x * x) * (_SQRT_2_PI / 2)
 
 
-class _SwiGLU(torch.autograd.Function):
+def _tanh_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    tanh = torch.tanh(_SQRT_2_PI * (x + _CUBIC * x * x * x))
+    slope = _SQRT_2_PI * (1 + 3 * _CUBIC * x * x)
+    return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+
+
+def _bloom_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    tanh = torch.tanh(0.79788456 * x * (1 + _CUBIC * x * x))  # the digits that BLOOM's own code has
+    slope = 0.79788456 + 0.1070322243 * x * x
+    return x * 0.5 * (1 + tanh), 0.5 * x * ((1 - tanh * tanh) * slope) + 0.5 * (1 + tanh)
+
+
+def _quick_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(1.702 * x)
+    return x * sigmoid, sigmoid + 1.702 * x * sigmoid * (1 - sigmoid)
+
+
+def _relu_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.relu(x), (x > 0).to(x.dtype)
+
+
+# Kind of activation -> the function of x that returns its value and its derivative.
+_SLOPES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "silu": _silu_slope,
+    "none": _erf_slope,
+    "tanh": _tanh_slope,
+    "bloom": _bloom_slope,
+    "quick": _quick_slope,
+    "relu": _relu_slope,
+}
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "none": F.gelu,
+    "tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _value(x: Tensor, kind: str) -> Tensor:
+    return _VALUES[kind](x) if kind in _VALUES else _SLOPES[kind](x)[0]
+
+
+def _gated_body(gate: Tensor, value: Tensor, kind: str) -> Tensor:
+    return _value(gate, kind) * value
+
+
+def _gated_backward_body(grad: Tensor, gate: Tensor, value: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    activated, slope = _SLOPES[kind](gate)
+    return grad * value * slope, grad * activated
+
+
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, value: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(gate, value)
-        return _run(_swiglu_body, gate, value)
+        ctx.kind = kind
+        return _run(_gated_body, gate, value, kind=kind)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, value = ctx.saved_tensors
-        return _run(_swiglu_backward_body, grad, gate, value)
+        return *_run(_gated_backward_body, grad, gate, value, kind=ctx.kind), None
+
+
+def gated(gate: Tensor, value: Tensor, kind: str = "silu") -> Tensor:
+    """Compute activation(gate) * value (gated linear units, arXiv 2002.05202) on tensors of equal shape.
+
+    Args:
+        gate, value: [..., features].
+        kind: "silu", or a GELU: "none" for the error function, "tanh" for its approximation.
+    """
+    if torch.compiler.is_compiling():  # a graph around it fuses the body with more
+        return _gated_body(gate, value, kind)
+    return _Gated.apply(gate, value, kind)
 
 
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
-    """Compute silu(gate) * value (arXiv 2002.05202) on tensors of equal shape."""
-    if torch.compiler.is_compiling():  # a graph around it fuses the body with more
-        return _swiglu_body(gate, value)
-    return _SwiGLU.apply(gate, value)
+    """Compute silu(gate) * value on tensors of equal shape."""
+    return gated(gate, value, "silu")
 
 
-def _gelu_erf_body(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
+def _bias_activation_body(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    return _value(x + bias, kind)
 
 
-def _gelu_tanh_body(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias, approximate="tanh")
+def _bias_activation_backward_body(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    return grad * _SLOPES[kind](x + bias)[1]
 
 
-def _gelu_erf_backward_body(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-    x = x + bias
-    density = torch.exp(-0.5 * x * x) * (_SQRT_2_PI / 2)
-    return grad * (0.5 * (1 + torch.erf(x * _SQRT_HALF)) + x * density)
-
-
-def _gelu_tanh_backward_body(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-    x = x + bias
-    tanh = torch.tanh(_SQRT_2_PI * (x + _CUBIC * x * x * x))
-    slope = _SQRT_2_PI * (1 + 3 * _CUBIC * x * x)
-    return grad * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope)
-
-
-_GELU = {"none": (_gelu_erf_body, _gelu_erf_backward_body), "tanh": (_gelu_tanh_body, _gelu_tanh_backward_body)}
-
-
-class _BiasGelu(torch.autograd.Function):
+class _BiasActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.approximate = approximate
-        return _run(_GELU[approximate][0], x, bias)
+        ctx.kind = kind
+        return _run(_bias_activation_body, x, bias, kind=kind)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, bias = ctx.saved_tensors
-        grad_x = _run(_GELU[ctx.approximate][1], grad, x, bias)
+        grad_x = _run(_bias_activation_backward_body, grad, x, bias, kind=ctx.kind)
         return grad_x, grad_x.flatten(0, -2).sum(0), None
 
 
-def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """Compute gelu(x + bias) (arXiv 1606.08415): "none" uses the error function, "tanh" its approximation.
+def bias_activation(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """Compute activation(x + bias); x: [..., features], bias: [features].
 
-    The two are never swapped. x: [..., features], bias: [features].
+    Args:
+        x, bias: the product of a linear layer, and its bias.
+        kind: "none" (GELU with the error function, arXiv 1606.08415), "tanh" (its approximation), "bloom" (the same
+            with the rounded constants of BLOOM), "quick" (CLIP's x * sigmoid(1.702 x)), "relu" or "silu". They are
+            never swapped.
     """
     if torch.compiler.is_compiling():
-        return _GELU[approximate][0](x, bias.to(x.dtype))
-    return _BiasGelu.apply(x, bias.to(x.dtype), approximate)
+        return _bias_activation_body(x, bias.to(x.dtype), kind)
+    return _BiasActivation.apply(x, bias.to(x.dtype), kind)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    """Compute gelu(x + bias): "none" uses the error function, "tanh" its approximation."""
+    return bias_activation(x, bias, approximate)
 
 
 def _bias_dropout_add_body(x: Tensor, bias: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
     return (x + bias) * keep + residual
+
+
+def _dropout_add_body(x: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+    return x * keep + residual
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -148,82 +213,33 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Modu
 
     `dropout` itself draws the mask, from its own random stream, as it would without the fusion.
     """
-    active = dropout.training and dropout.p > 0
-    keep = dropout(torch.ones_like(x)) if active else torch.ones((), dtype=x.dtype, device=x.device)
+    keep = _mask_of(dropout, x)
     if torch.compiler.is_compiling():
         return _bias_dropout_add_body(x, bias.to(x.dtype), keep, residual)
     return _BiasDropoutAdd.apply(x, bias.to(x.dtype), keep, residual)
 
 
-# ----- installing the fused operators in modules -----
+class _DropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+        ctx.save_for_backward(keep)
+        return _run(_dropout_add_body, x, keep, residual)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        return grad * ctx.saved_tensors[0], None, grad
 
 
-def fuse_gated_mlp(mlp: nn.Module) -> nn.Module | None:
-    """Fuse the activation of Llama's feed-forward; return the module that replaces it, None if it stays."""
-    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation") or "forward" in vars(mlp):
-        return None
-    return derive(mlp, _FusedGatedMLP)
+def dropout_add(x: Tensor, residual: Tensor, dropout: nn.Module) -> Tensor:
+    """Compute residual + dropout(x); both [..., features]. `dropout` draws the mask, as in `bias_dropout_add`."""
+    keep = _mask_of(dropout, x)
+    if torch.compiler.is_compiling():
+        return _dropout_add_body(x, keep, residual)
+    return _DropoutAdd.apply(x, keep, residual)
 
 
-def fuse_bias_gelu(module: nn.Module, linear: str, activation: str) -> None:
-    """Let the activation after a linear layer add that layer's bias."""
-    kind = _gelu_kind(getattr(module, activation))
-    if kind is not None and _leave_bias_out(module, linear):
-        setattr(module, activation, _BiasActivation(getattr(module, linear), kind))
-
-
-def fuse_output(module: nn.Module) -> nn.Module | None:
-    """Fuse BERT's output block: linear, dropout, then the norm of the sum with the block's input.
-
-    Returns:
-        The module that replaces the block, because the sum is between two modules; None if the block stays.
-    """
-    if "forward" in vars(module) or not _leave_bias_out(module, "dense"):
-        return None
-    return derive(module, _FusedOutput)
-
-
-class _FusedGatedMLP(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-
-
-class _FusedOutput(nn.Module):
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        found = self.dense(hidden_states)
-        return self.LayerNorm(bias_dropout_add(found, self.dense.bias, input_tensor, self.dropout))
-
-
-class _BiasActivation(nn.Module):
-    """gelu(x + bias) with the bias of a linear layer, which stays that layer's parameter."""
-
-    def __init__(self, linear: nn.Module, approximate: str) -> None:
-        super().__init__()
-        self.__dict__["linear"] = linear  # not a submodule: its parameters must have one name
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return bias_gelu(x, self.linear.bias, self.approximate)
-
-
-def _gelu_kind(activation: Any) -> str | None:
-    """Return the kind of GELU of an activation; None for another activation."""
-    name = type(activation).__name__
-    if name in ("GELUActivation", "GELU"):
-        return getattr(activation, "approximate", "none")
-    return {"NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}.get(name)
-
-
-def _leave_bias_out(module: nn.Module, name: str) -> bool:
-    """Let a linear layer of `module` return its product without the bias, which the consumer adds.
-
-    Returns:
-        False if that cannot be: the layer has no bias, or a forward of its own.
-    """
-    native = getattr(module, name)
-    layer = native if hasattr(native, "adds_bias") else replicated_linear(native)
-    if layer is None or layer.bias is None:
-        return False
-    setattr(module, name, layer)
-    layer.adds_bias = False
-    return True
+def _mask_of(dropout: nn.Module, x: Tensor) -> Tensor:
+    """Return the factors of a dropout module for `x`; a 0-d one if it drops nothing."""
+    if dropout.training and dropout.p > 0:
+        return dropout(torch.ones_like(x))
+    return torch.ones((), dtype=x.dtype, device=x.device)

@@ -85,14 +85,18 @@ class FusedRMSNorm(ParallelModule):
     """RMS norm over the last dim (arXiv 1910.07467) in one kernel instead of six.
 
     Liger's kernel on a GPU if it is installed, else torch's.
+
+    Args:
+        native: the norm, with a weight [hidden].
+        offset: what is added to the weight: 1.0 for norms of Gemma, whose weights start at 0.
     """
 
     needs_axis = False
     can_stay_whole = True
 
-    def __init__(self, native: nn.Module) -> None:
+    def __init__(self, native: nn.Module, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = native.weight
+        self.weight, self.offset = native.weight, offset
         self.variance_epsilon = native.variance_epsilon if hasattr(native, "variance_epsilon") else native.eps
 
     @staticmethod
@@ -107,8 +111,9 @@ class FusedRMSNorm(ParallelModule):
             _log_once(type(self).__name__, reason)
             kernel = None
         if kernel is None:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
-        return kernel(x, self.weight, self.variance_epsilon)
+            weight = self.weight + self.offset if self.offset else self.weight
+            return F.rms_norm(x, (x.shape[-1],), weight, self.variance_epsilon)
+        return kernel(x, self.weight, self.variance_epsilon, self.offset)
 
 
 def _not_served_by_liger(x: Tensor, weight: Tensor) -> str:
@@ -124,7 +129,7 @@ def _not_served_by_liger(x: Tensor, weight: Tensor) -> str:
 
 
 @cache
-def _liger_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor] | None:
+def _liger_rms_norm() -> Callable[[Tensor, Tensor, float, float], Tensor] | None:
     if not are_installed(RMS_NORM_PACKAGES):
         return None
     try:
@@ -136,9 +141,9 @@ def _liger_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor] | None:
         _log_once("FusedRMSNorm", "this liger-kernel has no in_place option; install a newer one")
         return None
 
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         # In place it would overwrite the gradient of its output, which a residual after the norm reads too.
-        offset, casting_mode, in_place = 0.0, "llama", False
+        casting_mode, in_place = "gemma" if offset else "llama", False
         return LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode, in_place)
 
     return rms_norm

@@ -90,10 +90,13 @@ class Policy(ABC):
             the heads: it is not inherited. The loss of a head that it lacks is the usual one for its suffix
             (`USUAL_HEAD_LOSSES`) if its forward calls transformers' `loss_function`, and that of its forward otherwise.
         supports_ulysses: whether the attention supports an all-to-all that trades sequence shards for head shards.
+        own_attention: class name of an attention that the model's own code computes -> the class whose forward calls a
+            kernel of the registry instead; it is used where an attention backend or `all_to_all` is asked for.
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         applies_to_16_bit: whether a model that is not sharded needs the policy too, once its parameters are in 16 bit.
         uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
             the weights.
+        names_norms: whether the table names the norms; if not, they are found by what their classes compute.
         replicate_unlisted: whether modules that the table does not name are replicated instead of causing an error.
         cuts_attention: whether attention heads are sharded over ranks.
     """
@@ -107,9 +110,11 @@ class Policy(ABC):
     head_losses: HeadLosses = {}
     splits_towers = False
     supports_ulysses = True
+    own_attention: Mapping[str, type[nn.Module]] = {}
     repeats_layers = False
     applies_to_16_bit = False
     uneven_heads = False
+    names_norms = True
     replicate_unlisted = False
     cuts_attention = True
 

@@ -68,11 +68,19 @@ class SequenceParallel:
         return out
 
     def gather(self, x: Tensor) -> Tensor:
-        """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], the input of sharded weights."""
+        """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], the input of sharded weights.
+
+        Also [batch * seq/tp, hidden] -> [batch * seq, hidden], for layers that flatten both.
+        """
+        if x.dim() == 2:
+            share = pad_to_multiple(self.length, self.world_size) // self.world_size
+            return self.gather(x.unflatten(0, (-1, share))).flatten(0, 1)
         return all_gather(x, _SEQ_DIM, self.group, self.length)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Apply `g-bar*`: reduce-scatter partial sums [batch, seq, hidden] -> [batch, seq/tp, hidden]."""
+        if x.dim() == 2:
+            return self.reduce_scatter(x.unflatten(0, (-1, self.length))).flatten(0, 1)
         return reduce_scatter(x, _SEQ_DIM, self.group)
 
     def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, dist.Work]:
@@ -161,7 +169,7 @@ def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool 
     """
 
     def start(x: Tensor) -> Tensor:
-        return PendingGather(x, region).placeholder() if overlaps else region.gather(x)
+        return PendingGather(x, region).placeholder() if overlaps and x.dim() > 2 else region.gather(x)
 
     module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, start), with_kwargs=True)
 

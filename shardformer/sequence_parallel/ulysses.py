@@ -6,6 +6,7 @@ each rank the whole sequence for a subset of the heads; an all-to-all after it r
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 
 from shardformer.distributed.collectives import all_to_all, pad_dim
@@ -30,6 +31,12 @@ class UlyssesAllToAll:
         size, length = self.region.world_size, self.region.length
         repeated = (repeated_for(x, size) for x in projections)
         return tuple(all_to_all(x, 1, 2, self.region.group)[:, :, :length] for x in repeated)
+
+    def own_heads(self, bias: Tensor | None, heads: int) -> Tensor | None:
+        """Return the part of a bias [batch, all heads or 1, seq, seq] for this rank's `heads`."""
+        if bias is None or bias.dim() < 4 or bias.shape[1] in (1, heads):
+            return bias
+        return bias.narrow(1, dist.get_rank(self.region.group) * heads, heads)
 
     def to_sequence(self, found: Tensor) -> Tensor:
         """Exchange attention output back: [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""

@@ -2,7 +2,7 @@
 
 `pytest zoo_tests/parity --write-support` writes the page from what passed; a run of a part of the directory (`-k`)
 writes the rows of the families that it trained. A run of the whole directory fails when the committed page says
-anything else. A cell that no test proved reads "no".
+anything else. What no test proved reads "no", with the number of the sentence of `support_reasons` that says why.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from zoo_tests.harness.case import Case
+from zoo_tests.harness.support_reasons import REASONS, SENTENCES
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "support.md"
 _ROW = re.compile(r"\| \w+ \| (yes|no) ")
@@ -71,16 +72,18 @@ class SupportMatrix:
             "",
             "Written by the tests from what passed: `pytest zoo_tests/parity --write-support`; do not edit. Each cell",
             "is training compared with plain transformers: losses, every gradient and every weight. A cell that no",
-            'test proved reads "no".',
+            'test proved reads "no", with the number of the reason, below the table.',
             "",
             f"| Family | {' | '.join(FEATURES)} |",
             "|---" * (len(FEATURES) + 1) + "|",
         ]
         rows = {line.split()[1]: line for line in other_rows.splitlines() if _ROW.match(line)}
         for family in self.proved:
-            cells = ["yes" if feature in self.proved[family] else "no" for feature in FEATURES[:-1]]
+            proved = self.proved[family]
+            cells = ["yes" if feature in proved else _no(family, feature) for feature in FEATURES[:-1]]
             rows[family] = f"| {family} | {' | '.join(cells)} | {len(self.heads[family])} |"
-        return "\n".join([*lines, *(rows[family] for family in sorted(rows))]) + "\n"
+        reasons = [f"{number}. {sentence}" for number, sentence in enumerate(SENTENCES, start=1)]
+        return "\n".join([*lines, *(rows[family] for family in sorted(rows)), "", *reasons]) + "\n"
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.is_worker:
@@ -100,6 +103,12 @@ class SupportMatrix:
         if options.keyword or options.markexpr or options.ignore or options.collectonly or session.shouldstop:
             return False
         return any(parity.is_relative_to(Path(arg.split("::")[0]).resolve()) for arg in session.config.args)
+
+
+def _no(family: str, feature: str) -> str:
+    """The cell of what no test proved; without a number where no sentence says why, which the page's test refuses."""
+    reason = REASONS.get((family, feature))
+    return "no" if reason is None else f"no ({SENTENCES.index(reason) + 1})"
 
 
 def features_of(case: Case) -> set[str]:

@@ -22,7 +22,7 @@ _HEADS = {
     "gpt2": "lm_head",
     "qwen3": "causal_lm",
 }
-_HEADS |= dict.fromkeys(("gpt_neox", "mixtral", "opt"), "causal_lm")
+_HEADS |= dict.fromkeys(("bloom", "gpt_neox", "mixtral", "opt"), "causal_lm")
 _CLIP = 0.05  # far below the norms of these models: it bites at every step
 
 
@@ -78,7 +78,7 @@ SLOW = [
     _case("llama", "pp2", options={**_FUSED, "gradient_checkpointing": "full"}),
     _case("gpt2", "tp2dp2", options=_FUSED),
     _case("gpt2", "dp2", options={"enable_all_optimization": True}),
-    # All that the family can do: OPT cannot be cut along the sequence.
+    # All that the family can do: T5 has a sequence for each tower, and OPT's layers flatten batch and sequence.
     _case("t5", "tp2pp2", options={"enable_all_optimization": True}, precision="fp32"),
     _case("opt", "tp2", options={"enable_all_optimization": True}, precision="fp32"),
     # Two lengths at once, and regions that start at a linear, or at a block of experts.
@@ -87,6 +87,7 @@ SLOW = [
     _case("gpt_neox", "tp2pp2", sp=True, options=_RECOMPUTED_OVERLAP, max_norm=_CLIP),
     _case("mixtral", "tp2", sp=True, options=_RECOMPUTED_OVERLAP, precision="fp32"),
     _case("bert", "tp4", sp=True, options=_OVERLAP, optimizer="momentum"),
+    _case("bloom", "tp2", sp=True, options=_RECOMPUTED_OVERLAP, precision="fp32"),
     _case("gpt2", "tp4", sp=True, options=_OVERLAP, max_norm=_CLIP),
     _case("roberta_prelayernorm", "tp2", sp=True, options=_OVERLAP, head="masked_lm"),  # a norm reads its input
     _case("llama", "tp2", sp=True, options={**_OVERLAP, "gradient_checkpointing": "full"}),

@@ -34,12 +34,24 @@ _FUSED_NORMS = {"enable_fused_normalization": True}
 _FUSED_OPERATORS = {"enable_jit_fused": True}
 _RECOMPUTATION = {"gradient_checkpointing": "full"}
 _ALL_TO_ALL = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
-# transformers recomputes nothing of ALBERT, CPM-Ant and MPNet, and whole stages of SwinV2, which pipeline stages cut.
-_WITHOUT_RECOMPUTATION = ("albert", "cpmant", "mpnet", "swinv2")
+# What a family cannot do, and why, is in `harness/support_reasons.py`.
+_WITHOUT_RECOMPUTATION = ("cpmant",)
+_WITHOUT_FUSED_NORMS = ("cpmant",)
+_WITHOUT_FUSIONS = ("falcon", "falcon_multi_query", "mixtral", "qwen3_moe", "cpmant")
+_WITHOUT_EXCHANGE = ("gpt_neox", "clip_towers", "blip_2", "blip_2_t5")
+# Members of the zoo that are other configurations, or other models, of a family with a policy.
+_VARIANTS = {
+    **dict.fromkeys(("clip_text", "clip_vision", "clip_towers"), "clip"),
+    **dict.fromkeys(("falcon_alibi", "falcon_multi_query"), "falcon"),
+    "blip_2_t5": "blip_2",
+    "deberta_v2_convolved": "deberta_v2",
+    "opt_projected": "opt",
+}
 # Their native norms round to fp32, which the fused ones do not.
-_ROUNDING = ("llama", "mistral", "qwen2", "qwen3", "chatglm2")
-# Whose tables name operators to fuse.
-_WITH_FUSIONS = ("bert", "roberta", "ernie", "electra", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+_ROUNDING = (
+    *("llama", "mistral", "qwen2", "qwen3", "chatglm2", "gemma2", "gemma3", "glm", "glm4", "olmo2", "phi3"),
+    *("mixtral", "qwen3_moe", "blip_2_t5"),
+)
 
 
 def _engine_cases(family: str, members: Family) -> Iterator[Case]:
@@ -117,22 +129,25 @@ def _only_renames(family: str) -> bool:
 
 def _kernels(family: str, members: Family) -> dict[str, Any]:
     """The fused kernels that have a meaning for the family."""
-    kernels = dict(_FLASH) if _attends_by_registry(members) else {}
-    kernels |= _FUSED_NORMS if _policy(family) is not None else {}  # a plan does not say which norms it has
-    return kernels | (_FUSED_OPERATORS if family in _WITH_FUSIONS else {})
+    kernels = dict(_FLASH) if _attends_by_registry(family, members) else {}
+    kernels |= {} if family in _WITHOUT_FUSED_NORMS else _FUSED_NORMS
+    return kernels | ({} if family in _WITHOUT_FUSIONS else _FUSED_OPERATORS)
 
 
 def _supports_ulysses(family: str, members: Family) -> bool:
     policy = _policy(family)
-    exchanges = policy is not None and policy.supports_ulysses
-    return exchanges and members.sequence_parallel and _attends_by_registry(members)
+    exchanges = family not in _WITHOUT_EXCHANGE and (policy is None or policy.supports_ulysses)
+    return exchanges and members.sequence_parallel and _attends_by_registry(family, members)
 
 
 def _policy(family: str) -> type | None:
-    return family_policies().get(family.removesuffix("_convolved"))
+    return family_policies().get(_VARIANTS.get(family, family))
 
 
-def _attends_by_registry(members: Family) -> bool:
+def _attends_by_registry(family: str, members: Family) -> bool:
+    policy = _policy(family)
+    if policy is not None and policy.own_attention:
+        return True
     model_class = getattr(importlib.import_module(members.module), members.heads[members.main_head].model_class)
     return hasattr(importlib.import_module(model_class.__module__), "ALL_ATTENTION_FUNCTIONS")
 

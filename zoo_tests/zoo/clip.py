@@ -111,7 +111,6 @@ CLIP_TOWERS = Family(
         "contrastive": Head("CLIPModel", _ask_for_loss, _both(3, 2), samples_are_coupled=True),
     },
     inputs=_pairs,
-    sequence_parallel=False,
 )
 
 FAMILIES = {"clip": CLIP, "clip_vision": CLIP_VISION, "clip_text": CLIP_TEXT, "clip_towers": CLIP_TOWERS}

@@ -51,10 +51,8 @@ _WITHOUT_TOKEN = ("causal_lm", "sequence", "question_answering")
 
 # BLOOM, GPT-Neo and GPT-J compute attention in fp32 whatever the dtype.
 FAMILIES = {
-    "opt": _decoder("OPT", *_WITHOUT_TOKEN, sp=False, **_OPT),
-    "opt_projected": _decoder(
-        "OPT", "causal_lm", sp=False, **{**_OPT, "word_embed_proj_dim": 30, "do_layer_norm_before": False}
-    ),
+    "opt": _decoder("OPT", *_WITHOUT_TOKEN, **_OPT),
+    "opt_projected": _decoder("OPT", "causal_lm", **{**_OPT, "word_embed_proj_dim": 30, "do_layer_norm_before": False}),
     "gpt_neo": _decoder(
         "GPTNeo",
         *_ALL,
@@ -88,16 +86,15 @@ FAMILIES = {
         "Bloom",
         *_ALL,
         precision="fp32",
-        sp=False,
         hidden_size=48,
         n_layer=5,
         n_head=4,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     ),
-    "falcon": _decoder("Falcon", *_ALL, sp=False, **_FALCON, new_decoder_architecture=True, num_kv_heads=4),
-    "falcon_multi_query": _decoder("Falcon", "causal_lm", sp=False, **_FALCON, multi_query=True),
+    "falcon": _decoder("Falcon", *_ALL, **_FALCON, new_decoder_architecture=True, num_kv_heads=4),
+    "falcon_multi_query": _decoder("Falcon", "causal_lm", **_FALCON, multi_query=True),
     "falcon_alibi": _decoder(
-        "Falcon", "causal_lm", sp=False, **_FALCON, multi_query=False, alibi=True, parallel_attn=False, bias=True
+        "Falcon", "causal_lm", **_FALCON, multi_query=False, alibi=True, parallel_attn=False, bias=True
     ),
 }

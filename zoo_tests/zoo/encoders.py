@@ -157,7 +157,6 @@ ALBERT = Family(
         "one_group_cut": Head("AlbertForPreTraining", _order_labels, {"num_hidden_groups": 1}),
     },
     attention_output="attention.dense",
-    sequence_parallel=False,
     **_BERT_LIKE,
 )
 

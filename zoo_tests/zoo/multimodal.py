@@ -105,9 +105,7 @@ def _blip2(text: Mapping[str, Any], head: Head, **options: Any) -> Family:
         "image_token_index": _IMAGE_TOKEN,
         "use_decoder_only_language_model": text["model_type"] == "opt",
     }
-    return Family(
-        "Blip2Config", config, {"generation": head}, inputs=captioned_images, sequence_parallel=False, **options
-    )
+    return Family("Blip2Config", config, {"generation": head}, inputs=captioned_images, **options)
 
 
 SAM = Family(

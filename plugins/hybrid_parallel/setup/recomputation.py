@@ -8,6 +8,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from shardformer.attention import recompute_attention, uses_registry
+from shardformer.transforms.recomputed_layers import RecomputedLayer, layers_without_recomputation, recompute_layers
 
 
 def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
@@ -27,7 +28,8 @@ def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
             f"gradient_checkpointing={wanted!r} needs a transformers model, not a {name}; "
             "use gradient_checkpointing=None"
         )
-    if wanted != "selective" and not getattr(model, "supports_gradient_checkpointing", True):
+    is_possible = getattr(model, "supports_gradient_checkpointing", True) or layers_without_recomputation(model)
+    if wanted != "selective" and not is_possible:
         raise ConfigurationError(
             f"gradient_checkpointing={wanted!r} recomputes layers, which transformers cannot for {name}; "
             "use gradient_checkpointing=None"
@@ -43,8 +45,10 @@ def recompute(wanted: str | float | None, model: nn.Module) -> None:
     """Turn on recomputation of the attention, or of all layers, of a whole model."""
     if wanted == "selective":
         recompute_attention(model)
+    elif wanted and (layers := layers_without_recomputation(model)):
+        recompute_layers(model, layers)
     elif wanted:
-        _recompute_layers(model)
+        _recompute_by_transformers(model)
 
 
 def recompute_share(model: nn.Module, share: float) -> None:
@@ -55,7 +59,8 @@ def recompute_share(model: nn.Module, share: float) -> None:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    kinds = (GradientCheckpointingLayer, RecomputedLayer)
+    layers = [module for module in model.modules() if isinstance(module, kinds)]
     if not layers:
         raise ConfigurationError(
             f"gradient_checkpointing={share} finds no layers to choose from in {type(model).__name__}; use 'full'"
@@ -64,7 +69,7 @@ def recompute_share(model: nn.Module, share: float) -> None:
         layer.gradient_checkpointing = False
 
 
-def _recompute_layers(model: nn.Module) -> None:
+def _recompute_by_transformers(model: nn.Module) -> None:
     """Turn on recomputation by transformers' own switch, which has another name in newer releases."""
     how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):

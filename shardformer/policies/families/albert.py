@@ -12,6 +12,7 @@ from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.text import pretraining
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
+from shardformer.sequence_parallel.split_gather import run_whole
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
@@ -80,7 +81,7 @@ class AlbertPolicy(Policy):
         "ForQuestionAnswering",
         "ForMultipleChoice",
     )
-    supports_sequence_parallel = False  # the residual is added inside the attention
+    supports_sequence_parallel = True
     repeats_layers = True
     stages = StageLayout(
         layers="encoder.albert_layer_groups",
@@ -93,12 +94,11 @@ class AlbertPolicy(Policy):
     }
 
     def preprocess(self) -> nn.Module:
-        """Give the list of layer groups the depth of the model if it is split into stages."""
+        """Give the list of layer groups the depth of the model if its first and last layer need hooks of their own."""
         encoder = self.model.get_submodule(self.base_path).encoder
         depth, groups = encoder.config.num_hidden_layers, encoder.config.num_hidden_groups
-        if self.shard_config.stage_manager.num_stages > 1 and not isinstance(
-            encoder.albert_layer_groups, RepeatedLayers
-        ):
+        has_hooks = self.shard_config.stage_manager.num_stages > 1 or self.shard_config.sequence is not None
+        if has_hooks and not isinstance(encoder.albert_layer_groups, RepeatedLayers):
             order = [int(position / (depth / groups)) for position in range(depth)]  # same formula as in transformers
             encoder.albert_layer_groups = RepeatedLayers(encoder.albert_layer_groups, order)
             # The encoder runs group `position * groups / depth` at each position; groups = depth makes it the position.
@@ -110,21 +110,29 @@ class AlbertPolicy(Policy):
         """Return the table of the family's modules."""
         rules = ShardingRules(self.shard_config)
         heads = self.model.config.num_attention_heads
+        # The attention adds its residual and normalises the sum: under split-gather it sees the whole sequence.
+        runs_whole = self.shard_config.sequence is not None and not self.shard_config.uses_ulysses
+        whole = ShardingRules(self.shard_config.without_sequence()) if runs_whole else rules
         return {
             "AlbertEmbeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
             "AlbertAttention": ModulePolicyDescription(
+                param_replacement=[self._run_whole] if runs_whole else [],
                 sub_module_replacement=[
-                    *rules.column("query", "key", "value", num_heads=heads),
-                    *rules.row("dense", num_heads=heads),
-                    *rules.layer_norm("LayerNorm"),
-                ]
+                    *whole.column("query", "key", "value", num_heads=heads),
+                    *whole.row("dense", num_heads=heads),
+                    *whole.layer_norm("LayerNorm"),
+                    *whole.residual_dropout("output_dropout"),
+                ],
             ),
             "AlbertLayer": ModulePolicyDescription(
                 sub_module_replacement=[
-                    *rules.column("ffn"),
+                    *rules.column("ffn", gathers_sequence=True),
                     *rules.row("ffn_output"),
                     *rules.layer_norm("full_layer_layer_norm"),
                 ]
             ),
             "AlbertMLMHead": ModulePolicyDescription(sub_module_replacement=rules.head("decoder")),
         }
+
+    def _run_whole(self, attention: nn.Module) -> None:
+        run_whole(attention, self.shard_config.sequence)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from shardformer.attention.own_attention import MvpRegistryAttention
 from shardformer.distributed.random import draw_per_rank
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.text import masked_lm
@@ -149,6 +150,7 @@ class MvpPolicy(BartPolicy):
     """Policy for MVP, without prompts before the keys and values of its layers."""
 
     family, prefix = "mvp", "Mvp"
+    own_attention = {"MvpAttention": MvpRegistryAttention}
     head_losses = _HEAD_LOSSES
 
     def _keep_local_heads(self, attention: nn.Module) -> nn.Module:

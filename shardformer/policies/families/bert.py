@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
-from shardformer.layers.fused_ops import fuse_bias_gelu, fuse_output
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -50,16 +48,12 @@ class BertPolicy(Policy):
             ),
             f"{self.prefix}SelfOutput": ModulePolicyDescription(
                 sub_module_replacement=[*rules.row("dense", num_heads=heads), *output],
-                fusions=[fuse_output],
             ),
             f"{self.prefix}Intermediate": ModulePolicyDescription(
                 sub_module_replacement=rules.column("dense"),
                 gathers_sequence=True,
-                fusions=[partial(fuse_bias_gelu, linear="dense", activation="intermediate_act_fn")],
             ),
-            f"{self.prefix}Output": ModulePolicyDescription(
-                sub_module_replacement=[*rules.row("dense"), *output], fusions=[fuse_output]
-            ),
+            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *output]),
             f"{self.prefix}LMPredictionHead": ModulePolicyDescription(sub_module_replacement=rules.head("decoder")),
         }
 

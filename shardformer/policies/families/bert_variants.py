@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.attention.own_attention import MPNetRegistryAttention
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.text import causal_lm, recurring_spans
 from shardformer.policies.base import ModulePolicyDescription
@@ -103,6 +104,7 @@ class MPNetPolicy(BertPolicy):
     """Policy for MPNet. Every stage holds the position biases, which are computed once and sharded by heads."""
 
     family, prefix = "mpnet", "MPNet"
+    own_attention = {"MPNetSelfAttention": MPNetRegistryAttention}
     heads = (
         "Model",
         "ForMaskedLM",

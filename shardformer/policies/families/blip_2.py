@@ -11,6 +11,7 @@ from torch import nn
 from shardformer.loss.text import language_of_images
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
+from shardformer.sequence_parallel.split_gather import run_whole
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
@@ -19,7 +20,8 @@ class Blip2Policy(Policy):
 
     family, prefix = "blip_2", "Blip2"
     heads = ("ForConditionalGeneration", "Model")
-    supports_sequence_parallel = False  # three towers
+    supports_sequence_parallel = True
+    splits_towers = True
     head_losses = dict.fromkeys(("Blip2ForConditionalGeneration", "Blip2Model"), language_of_images)
 
     @cached_property
@@ -61,6 +63,13 @@ class Blip2Policy(Policy):
     def _language_path(self) -> str:
         return ".".join(filter(None, ("language_model", self.language_policy.base_path)))
 
+    def _cross_attentions(self) -> list[str]:
+        paths = [path for path, _ in self.model.named_modules()]
+        return [path for path in paths if path.startswith("qformer.") and path.endswith(".crossattention.attention")]
+
+    def _run_whole(self, attention: nn.Module) -> None:
+        run_whole(attention, self.shard_config.sequence)
+
     def head_counts(self) -> Mapping[str, int]:
         """Return the head counts of the image encoder and the querying transformer."""
         config = self.model.config
@@ -79,27 +88,36 @@ class Blip2Policy(Policy):
         config = self.model.config
         heads = config.qformer_config.num_attention_heads
         output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
+
+        def attention(reads_image: bool) -> ModulePolicyDescription:
+            # Keys and values of a cross-attention read the image, so they do not share the query's input.
+            projections = [
+                *rules.column("query", num_heads=heads),
+                *rules.column("key", "value", num_heads=heads, reads_whole=reads_image),
+            ]
+            return ModulePolicyDescription(sub_module_replacement=projections, gathers_sequence=True)
+
         return {
             # It reshapes by the size of its input, so weights are sharded but every rank computes all heads.
             "Blip2Attention": ModulePolicyDescription(
                 {"attention_is_replicated": True},
+                [self._run_whole] if self.shard_config.sequence is not None else [],
                 sub_module_replacement=[*rules.gathered("qkv"), *rules.row_split_input("projection")],
             ),
-            "Blip2MLP": ModulePolicyDescription(sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")]),
+            "Blip2MLP": ModulePolicyDescription(
+                sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")], gathers_sequence=True
+            ),
             "Blip2EncoderLayer": ModulePolicyDescription(
                 sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
             ),
-            # Keys and values of a cross-attention read the image, so they do not share the query's input.
-            "Blip2QFormerMultiHeadAttention": ModulePolicyDescription(
-                sub_module_replacement=[
-                    *rules.column("query", num_heads=heads),
-                    *rules.column("key", "value", num_heads=heads),
-                ]
-            ),
+            "Blip2QFormerMultiHeadAttention": attention(reads_image=False),
+            **{path: attention(reads_image=True) for path in self._cross_attentions()},
             "Blip2QFormerSelfOutput": ModulePolicyDescription(
                 sub_module_replacement=[*rules.row("dense", num_heads=heads), *output]
             ),
-            "Blip2QFormerIntermediate": ModulePolicyDescription(sub_module_replacement=rules.column("dense")),
+            "Blip2QFormerIntermediate": ModulePolicyDescription(
+                sub_module_replacement=rules.column("dense"), gathers_sequence=True
+            ),
             "Blip2QFormerOutput": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *output]),
             **self.language_policy.module_policy(),
         }

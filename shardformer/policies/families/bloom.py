@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from shardformer.attention.own_attention import BloomRegistryAttention, FalconRegistryAttention, OwnAttention
 from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import MultiQueryLinear
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
@@ -20,7 +21,8 @@ class BloomPolicy(Policy):
 
     family, prefix = "bloom", "Bloom"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-    supports_sequence_parallel = False  # the residual is added inside the regions
+    supports_sequence_parallel = True
+    own_attention: Mapping[str, type[OwnAttention]] = {"BloomAttention": BloomRegistryAttention}
     stages = StageLayout(
         layers="h",
         first={"word_embeddings": Received, "word_embeddings_layernorm": IdentityPlaceholder},
@@ -54,15 +56,23 @@ class BloomPolicy(Policy):
                     *rules.row("dense", num_heads=heads),
                     *rules.region_dropout("attention_dropout"),
                 ],
+                gathers_sequence=True,
             ),
             "BloomMLP": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")]
+                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")],
+                gathers_sequence=True,
             ),
             "BloomBlock": ModulePolicyDescription(
-                sub_module_replacement=rules.layer_norm("input_layernorm", "post_attention_layernorm")
+                param_replacement=[self._drop_own_slice],
+                sub_module_replacement=rules.layer_norm("input_layernorm", "post_attention_layernorm"),
             ),
             "BloomForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
+
+    def _drop_own_slice(self, layer: nn.Module) -> nn.Module:
+        """Draw functional dropout between the regions per rank, because each rank holds its own sequence slice."""
+        sees_slice = self.shard_config.sequence is not None
+        return draw_per_rank(layer, self.shard_config.group.rank()) if sees_slice else layer
 
     def _use_local_biases(self, attention: nn.Module) -> None:
         if self.tp_size > 1:
@@ -73,6 +83,8 @@ class FalconPolicy(BloomPolicy):
     """Policy for Falcon: one key/value head for all query heads, one per group, or one per query head."""
 
     family, prefix = "falcon", "Falcon"
+    supports_sequence_parallel = True
+    own_attention = {"FalconAttention": FalconRegistryAttention}
     stages = StageLayout(
         layers="h", first={"word_embeddings": Received}, every=("rotary_emb",), last=("ln_f",), tuple_output=2
     )
@@ -100,7 +112,13 @@ class FalconPolicy(BloomPolicy):
         elif config.multi_query:
             fused = [
                 SubModuleReplacementDescription(
-                    "query_key_value", MultiQueryLinear, {"num_heads": heads, "head_dim": config.hidden_size // heads}
+                    "query_key_value",
+                    MultiQueryLinear,
+                    {
+                        "num_heads": heads,
+                        "head_dim": config.hidden_size // heads,
+                        "input_is_gathered": self.shard_config.sequence is not None,
+                    },
                 )
             ]
         else:
@@ -112,14 +130,17 @@ class FalconPolicy(BloomPolicy):
                 local,
                 [self._use_local_biases, self._draw_per_rank],
                 [*fused, *rules.row("dense", num_heads=heads), *rules.region_dropout("attention_dropout")],
+                gathers_sequence=True,
             ),
             "FalconMLP": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")]
+                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")],
+                gathers_sequence=True,
             ),
             "FalconDecoderLayer": ModulePolicyDescription(
+                param_replacement=[self._drop_own_slice],
                 sub_module_replacement=rules.layer_norm(
                     "input_layernorm?", "post_attention_layernorm?", "ln_attn?", "ln_mlp?"
-                )
+                ),
             ),
             "FalconForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }

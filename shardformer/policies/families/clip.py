@@ -26,6 +26,7 @@ class CLIPPolicy(Policy):
         "ForImageClassification",
     )
     supports_sequence_parallel = True
+    splits_towers = True
     head_losses = {**USUAL_HEAD_LOSSES, "CLIPModel": contrastive}
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.attention.own_attention import DebertaRegistryAttention
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -14,6 +15,7 @@ class DebertaV2Policy(Policy):
     """Policy for DeBERTa-v2. All stages hold the table of relative positions, because every layer reads it."""
 
     family, prefix = "deberta_v2", "DebertaV2"
+    own_attention = {"DisentangledSelfAttention": DebertaRegistryAttention}
     heads = (
         "Model",
         "ForMaskedLM",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
-from shardformer.layers.fused_ops import fuse_bias_gelu
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -56,7 +54,6 @@ class GPT2Policy(Policy):
                     *rules.residual_dropout("dropout"),
                 ],
                 gathers_sequence=True,
-                fusions=[partial(fuse_bias_gelu, linear="c_fc", activation="act")],
             ),
             "GPT2Block": ModulePolicyDescription(
                 sub_module_replacement=rules.layer_norm("ln_1", "ln_2", "ln_cross_attn?")

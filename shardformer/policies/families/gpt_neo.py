@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardformer.attention.own_attention import GPTJRegistryAttention
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -67,6 +68,8 @@ class GPTJPolicy(GPTNeoPolicy):
     """Policy for GPT-J. Attention and feed-forward read the same norm, and the head has a bias."""
 
     family, prefix = "gptj", "GPTJ"
+    supports_ulysses = True
+    own_attention = {"GPTJAttention": GPTJRegistryAttention}
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
     stages = StageLayout(
         layers="h", first={"wte": Received, "drop": IdentityPlaceholder}, last=("ln_f",), tuple_output=2

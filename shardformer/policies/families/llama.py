@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardformer.layers.fused_ops import fuse_gated_mlp
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -60,7 +59,6 @@ class LlamaPolicy(Policy):
             f"{self.prefix}MLP": ModulePolicyDescription(
                 sub_module_replacement=[*rules.column("gate_proj", "up_proj"), *rules.row("down_proj")],
                 gathers_sequence=True,
-                fusions=[fuse_gated_mlp],
             ),
             f"{self.prefix}DecoderLayer": ModulePolicyDescription(
                 sub_module_replacement=rules.rms_norm("input_layernorm", "post_attention_layernorm")

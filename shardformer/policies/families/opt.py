@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardformer.context_parallel.zigzag import Positions
+from shardformer.distributed.random import draw_per_rank
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -15,11 +16,11 @@ from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout,
 
 
 class OPTPolicy(Policy):
-    """Policy for OPT. No sequence parallelism, because layers flatten batch and sequence before the feed-forward."""
+    """Policy for OPT. Its layers flatten batch and sequence before the feed-forward."""
 
     family, prefix = "opt", "OPT"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
-    supports_sequence_parallel = False
+    supports_sequence_parallel = True
     stages = StageLayout(
         layers="decoder.layers",
         first={
@@ -43,16 +44,23 @@ class OPTPolicy(Policy):
                     *rules.column("q_proj", "k_proj", "v_proj", num_heads=heads),
                     *rules.row("out_proj", num_heads=heads),
                 ],
+                gathers_sequence=True,
             ),
             "OPTDecoderLayer": ModulePolicyDescription(
+                param_replacement=[self._drop_own_slice],
                 sub_module_replacement=[
-                    *rules.column("fc1"),
+                    *rules.column("fc1", gathers_sequence=True),
                     *rules.row("fc2"),
                     *rules.layer_norm("self_attn_layer_norm", "final_layer_norm"),
-                ]
+                ],
             ),
             "OPTForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
         }
+
+    def _drop_own_slice(self, layer: nn.Module) -> nn.Module:
+        """Draw functional dropout between the regions per rank, because each rank holds its own sequence slice."""
+        sees_slice = self.shard_config.sequence is not None
+        return draw_per_rank(layer, self.shard_config.group.rank()) if sees_slice else layer
 
     def position_counter(self) -> Positions:
         """Return a function that counts positions from the attention mask."""

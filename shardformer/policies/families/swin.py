@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardformer.attention.own_attention import Swinv2RegistryAttention
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -111,26 +112,11 @@ class Swinv2Policy(SwinPolicy):
     """Policy for SwinV2: a learned scale per head, and relative position biases computed by a small MLP."""
 
     family, prefix = "swinv2", "Swinv2"
+    own_attention = {"Swinv2SelfAttention": Swinv2RegistryAttention}
     applies_to_16_bit = True
     layer_outputs = 1
     supports_sequence_parallel = True
     head_losses = USUAL_HEAD_LOSSES
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; stages split lists that are recomputed as a whole."""
-        problems = super().check()
-        if self.shard_config.stage_manager.num_stages > 1 and any(
-            each.gradient_checkpointing for each in self._lists()
-        ):
-            problems.append(
-                "gradient_checkpointing='full' recomputes whole lists of layers of "
-                f"{type(self.model).__name__}, which pipeline stages cut; use gradient_checkpointing=None or pp_size=1"
-            )
-        return problems
-
-    def preprocess(self) -> nn.Module:
-        """Return the model as it is."""
-        return self.model
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         """Return the table of the family's modules."""

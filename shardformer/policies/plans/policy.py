@@ -51,6 +51,7 @@ class PlanPolicy(Policy):
         declared: the plan declared in this package for the family; it takes precedence over the model's own plan.
     """
 
+    names_norms = False
     replicate_unlisted = True
     supports_sequence_parallel = True
 

@@ -183,7 +183,6 @@ def test_fewer_key_value_heads_than_ranks_are_fine(monkeypatch: pytest.MonkeyPat
         ("beit", "segmentation", {"stages": 2}, "BeitForSemanticSegmentation reads hidden states that lie on several"),
         ("swinv2", "backbone", {"stages": 2}, "Swinv2Backbone reads hidden states that lie on several pipeline stages"),
         ("beit", "backbone", {"sequence": True}, "leaves BeitBackbone parts of the hidden states that it reads; use"),
-        ("swinv2", "image", {"stages": 2, "recompute": True}, "recomputes whole lists of layers of Swinv2ForImage"),
     ],
 )
 def test_what_a_family_cannot_do(family: str, head: str, options: dict[str, int], message: str) -> None:

@@ -1,0 +1,194 @@
+"""Fused operators in the modules of a model, found by what their forwards do and not by the names of families.
+
+Two rules. An activation that reads exactly what a linear layer returns adds that layer's bias. A forward whose
+statements are those of a known block (a gated feed-forward, the end of a layer) is replaced by the same block with
+fused operators. The forwards are read as syntax trees, so a release of transformers that changes one only ends the
+fusion there.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardformer.layers.fused_ops import bias_activation, bias_dropout_add, dropout_add, gated
+from shardformer.layers.replicated_linear import replicated_linear
+from shardformer.stages.stage import StagePlaceholder
+from shardformer.utils.customizations import hook_on
+from shardformer.utils.derived_modules import change_module, derive
+from shardformer.utils.forward_syntax import activated_linears, definer, parsed, statements_of
+
+_KINDS = {
+    "NewGELUActivation": "tanh",
+    "GELUTanh": "tanh",
+    "PytorchGELUTanh": "tanh",
+    "QuickGELUActivation": "quick",
+    "BloomGelu": "bloom",
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+}
+_GATES = ("silu", "none", "tanh")
+
+
+def fuse_operators(model: nn.Module) -> int:
+    """Fuse operators in all modules of `model`, in place; return how many modules have changed."""
+    count = 0
+    for module in list(model.modules()):
+        if "forward" in vars(module) or any(isinstance(child, StagePlaceholder) for child in module.children()):
+            continue
+        for linear, activation in activated_linears(definer(type(module))):
+            count += fuse_bias_activation(module, linear, activation)
+        methods = _block_of(definer(type(module)))
+        if methods is not None and methods.applies_to(module):
+            change_module(model, module, lambda native, methods=methods: derive(native, methods))
+            count += 1
+    return count
+
+
+def fuse_bias_activation(module: nn.Module, linear: str, activation: str) -> bool:
+    """Let the activation after a linear layer of `module` add that layer's bias; return whether it does now."""
+    native = getattr(module, activation, None)
+    is_followed = isinstance(native, nn.Sequential) and len(native) > 0  # by the dropout of its region
+    kind = activation_kind(native[0] if is_followed else native)
+    if kind is None or not _leave_bias_out(module, linear):
+        return False
+    fused = _BiasActivation(getattr(module, linear), kind)
+    setattr(module, activation, nn.Sequential(fused, *native[1:]) if is_followed else fused)
+    return True
+
+
+def activation_kind(activation: Any) -> str | None:
+    """Return the kind of an activation in `fused_ops`; None for another one, or one with hooks."""
+    if not isinstance(activation, nn.Module) or hook_on(activation) is not None:
+        return None
+    name = type(activation).__name__
+    if name in ("GELUActivation", "GELU"):
+        return getattr(activation, "approximate", "none")
+    return _KINDS.get(name)
+
+
+class _BiasActivation(nn.Module):
+    """activation(x + bias) with the bias of a linear layer, which stays that layer's parameter."""
+
+    def __init__(self, linear: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.__dict__["linear"] = linear  # not a submodule: its parameters must have one name
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return bias_activation(x, self.linear.bias, self.kind)
+
+
+def _leave_bias_out(module: nn.Module, name: str) -> bool:
+    """Let a linear layer of `module` return its product without the bias, which the consumer adds.
+
+    Returns:
+        False if that cannot be: the layer has no bias, a forward of its own or hooks, or the bias is left out already.
+    """
+    native = getattr(module, name, None)
+    if not isinstance(native, nn.Module) or hook_on(native) is not None:
+        return False
+    layer = native if hasattr(native, "adds_bias") else replicated_linear(native)
+    if layer is None or layer.bias is None or not layer.adds_bias:
+        return False
+    setattr(module, name, layer)
+    layer.adds_bias = False
+    return True
+
+
+# ----- blocks whose whole forward is replaced -----
+
+
+class _FusedGatedMLP(nn.Module):
+    """Feed-forward of Llama."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), activation_kind(self.act_fn)))
+
+    @staticmethod
+    def applies_to(module: nn.Module) -> bool:
+        return activation_kind(module.act_fn) in _GATES
+
+
+class _FusedHalves(nn.Module):
+    """Feed-forward of Phi-3 and GLM: gate and value are halves of one projection."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, value = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(gated(gate, value, activation_kind(self.activation_fn)))
+
+    @staticmethod
+    def applies_to(module: nn.Module) -> bool:
+        return activation_kind(module.activation_fn) in _GATES
+
+
+class _FusedChatGLM(nn.Module):
+    """Feed-forward of ChatGLM2."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, value = self.dense_h_to_4h(hidden_states).chunk(2, dim=-1)
+        return self.dense_4h_to_h(gated(gate, value, "silu"))
+
+    @staticmethod
+    def applies_to(_: nn.Module) -> bool:
+        return True
+
+
+class _FusedNormedOutput(nn.Module):
+    """End of a layer of BERT: linear, dropout, then the norm of the sum with the block's input."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        found = self.dense(hidden_states)
+        return self.LayerNorm(bias_dropout_add(found, self.dense.bias, input_tensor, self.dropout))
+
+    @staticmethod
+    def applies_to(module: nn.Module) -> bool:
+        return hook_on(module.dropout) is None and _leave_bias_out(module, "dense")
+
+
+class _FusedOutput(nn.Module):
+    """End of a layer of RoBERTa-PreLayerNorm: linear, dropout, then the sum with the block's input."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        return bias_dropout_add(self.dense(hidden_states), self.dense.bias, input_tensor, self.dropout)
+
+    @staticmethod
+    def applies_to(module: nn.Module) -> bool:
+        return hook_on(module.dropout) is None and _leave_bias_out(module, "dense")
+
+
+class _FusedT5Layer(nn.Module):
+    """Feed-forward layer of T5: norm, feed-forward, dropout, then the sum with the layer's input."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return dropout_add(self.DenseReluDense(self.layer_norm(hidden_states)), hidden_states, self.dropout)
+
+    @staticmethod
+    def applies_to(module: nn.Module) -> bool:
+        return hook_on(module.dropout) is None
+
+
+_LINEAR_DROPOUT = "hidden_states = self.dense(hidden_states); hidden_states = self.dropout(hidden_states); "
+_BLOCKS: dict[str, type] = {
+    "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)); return down_proj": _FusedGatedMLP,
+    "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))": _FusedGatedMLP,
+    "up_states = self.gate_up_proj(hidden_states); gate, up_states = up_states.chunk(2, dim=-1); "
+    "up_states = up_states * self.activation_fn(gate); return self.down_proj(up_states)": _FusedHalves,
+    "gate, value = self.dense_h_to_4h(hidden_states).chunk(2, dim=-1); "
+    "return self.dense_4h_to_h(F.silu(gate) * value)": _FusedChatGLM,
+    _LINEAR_DROPOUT + "hidden_states = self.LayerNorm(hidden_states + input_tensor); "
+    "return hidden_states": _FusedNormedOutput,
+    _LINEAR_DROPOUT + "hidden_states = hidden_states + input_tensor; return hidden_states": _FusedOutput,
+    "forwarded_states = self.layer_norm(hidden_states); forwarded_states = self.DenseReluDense(forwarded_states); "
+    "hidden_states = hidden_states + self.dropout(forwarded_states); return hidden_states": _FusedT5Layer,
+}
+
+
+@cache
+def _block_of(cls: type) -> Any:
+    """Return the methods that fuse a class whose forward is that of a known block; None for another class."""
+    statements = statements_of(cls)
+    return next((methods for text, methods in _BLOCKS.items() if parsed(text) == statements), None)

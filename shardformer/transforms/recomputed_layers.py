@@ -1,0 +1,57 @@
+"""Recomputation of layers that transformers cannot recompute one by one (ALBERT, MPNet, SwinV2)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardformer.policies.registry import policy_for
+from shardformer.stages.stage import has_module
+from shardformer.utils.derived_modules import derive, replace_modules
+
+
+class RecomputedLayer(nn.Module):
+    """Methods of a layer whose forward runs again in the backward pass (arXiv 1604.06174).
+
+    Attributes:
+        gradient_checkpointing: whether the layer is recomputed, by the name that layers of transformers have for it.
+    """
+
+    gradient_checkpointing = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward, and keep nothing of it but its inputs."""
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
+def layers_without_recomputation(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the model's lists if transformers cannot recompute them one by one; else none.
+
+    The lists are those that pipeline stages are cut from.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    try:
+        policy = policy_for(model)
+    except ValueError:  # a model without policy has no lists that we know
+        return []
+    policy.set_model(model)
+    base, layout = model.get_submodule(policy.base_path), policy.stages
+    lists = [each.layers for each in layout.chain if has_module(base, each.layers)] if layout is not None else []
+    layers = [layer for path in lists for layer in base.get_submodule(path)]
+    by_transformers = any(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+    # A second run would write the keys and values of a second pass into the cache.
+    writes_cache = any("past_key_values" in inspect.signature(layer.forward).parameters for layer in layers)
+    return [] if by_transformers or writes_cache else layers
+
+
+def recompute_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Let `layers` of `model` be recomputed, in place."""
+    replace_modules(model, {layer: derive(layer, RecomputedLayer) for layer in layers})

@@ -1,0 +1,91 @@
+"""What the forward of a class does, read from its syntax tree: known blocks, and activations of linear layers."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+
+def definer(cls: type) -> type:
+    """Return the class whose forward runs."""
+    return next(each for each in cls.__mro__ if "forward" in vars(each))
+
+
+@cache
+def statements_of(cls: type) -> str:
+    """Return the statements of the class's own forward, in the form of `parsed`; "" without source or if decorated."""
+    forward = next((each for each in _methods(cls) if each.name == "forward"), None)
+    return "" if forward is None or forward.decorator_list else _dump(forward.body)
+
+
+@cache
+def parsed(text: str) -> str:
+    """Return statements, such as "x = self.dense(x); return x", in a form that layout and comments do not change."""
+    return _dump(ast.parse(text).body)
+
+
+def _dump(statements: list[ast.stmt]) -> str:
+    return ";".join(ast.dump(each) for each in statements if not _is_text(each))
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+@cache
+def activated_linears(cls: type) -> tuple[tuple[str, str], ...]:
+    """Return (linear, activation) of each `self.activation` that reads only what `self.linear` returns, and is alone.
+
+    Both are named once in all methods but `__init__`, so that no other code sees a product without its bias.
+    """
+    methods = _methods(cls)
+    named = Counter(name for each in methods for node in ast.walk(each) if (name := _own_name(node)) is not None)
+    pairs = [pair for each in methods for pair in _pairs(each)]
+    return tuple(pair for pair in pairs if all(named[name] == 1 for name in pair))
+
+
+def _pairs(method: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(method):
+        outer = _called(node)
+        inner = _called(node.args[0]) if outer is not None and len(node.args) == 1 else None
+        if outer is not None and inner is not None:
+            yield inner, outer
+        for body in filter(None, (getattr(node, field, None) for field in ("body", "orelse"))):
+            for first, second in zip(body, body[1:], strict=False) if isinstance(body, list) else ():
+                yield from _pair(first, second)
+
+
+def _pair(first: ast.stmt, second: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Yield the pair of `x = self.linear(...)` that is followed by `x = self.activation(x)`."""
+    if not all(isinstance(each, ast.Assign) and len(each.targets) == 1 for each in (first, second)):
+        return
+    names = [each.targets[0].id if isinstance(each.targets[0], ast.Name) else None for each in (first, second)]
+    linear, activation = _called(first.value), _called(second.value)
+    if linear is None or activation is None or names[0] is None or names[0] != names[1]:
+        return
+    if not second.value.keywords and [getattr(each, "id", None) for each in second.value.args] == [names[0]]:
+        yield linear, activation
+
+
+def _called(node: ast.AST) -> str | None:
+    """Return the name of an own sub-module that the node calls; None for another node."""
+    return _own_name(node.func) if isinstance(node, ast.Call) else None
+
+
+def _own_name(node: ast.AST) -> str | None:
+    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if is_own else None
+
+
+def _methods(cls: type) -> list[ast.FunctionDef]:
+    """Return the syntax trees of the methods of a class but `__init__`; none without its source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):  # classes from a prompt, or in C
+        return []
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    return [each for each in body if isinstance(each, ast.FunctionDef) and each.name != "__init__"]
