@@ -33,8 +33,8 @@ class StageLayout:
             its keys. Each value is a pair of tensors.
         changes_shapes: whether modules change the shape of the hidden state. Later stages then compute the shapes that
             the model's code between modules sees on the meta device, see `MetaModule`.
-        calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts with
-            the received hidden state as the output of the layer before it; that output has a single tensor.
+        calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts
+            with the received hidden state as the output of the layer before it; that output has a single tensor.
         next_layers: the layout of the layer list that runs next.
     """
 
