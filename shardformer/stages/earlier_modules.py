@@ -21,10 +21,11 @@ _MAX_SHAPES = 64  # combinations of input shapes that are remembered
 
 
 class MetaModule(StagePlaceholder):
-    """Placeholder for a module of an earlier stage; returns zeros in the shapes of the module's outputs.
+    """Placeholder for a module of an earlier stage; returns dummies in the shapes of the module's outputs.
 
     A copy of the module runs on the meta device, once for each combination of input shapes. Numbers that the module
-    returns (height and width of a grid) are right.
+    returns (height and width of a grid) are right. The dummies are NaN: should a later layer read one, the loss is NaN
+    instead of wrong.
 
     Args:
         module: the full module, not yet sharded.
@@ -39,7 +40,7 @@ class MetaModule(StagePlaceholder):
         self._outputs: dict[Any, Any] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros in the shapes of the module's outputs, floating-point ones in the dtype of the hidden state."""
+        """Return values in the shapes of the module's outputs, floating-point ones in the dtype of the hidden state."""
         leaves, structure = tree_flatten((args, kwargs))
         key = (str(structure), *(_signature(leaf) for leaf in leaves))
         if key not in self._outputs:
@@ -50,11 +51,11 @@ class MetaModule(StagePlaceholder):
         devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)] + [self.device]
         dtype = None if hidden is None else hidden.dtype
 
-        def zeros(output: Tensor) -> Tensor:
+        def dummy(output: Tensor) -> Tensor:
             kept = output.dtype if dtype is None or not output.is_floating_point() else dtype
-            return torch.zeros(output.shape, dtype=kept, device=devices[0])
+            return torch.full(output.shape, torch.nan if kept.is_floating_point else 0, dtype=kept, device=devices[0])
 
-        return tree_map_only(Tensor, zeros, self._outputs[key])
+        return tree_map_only(Tensor, dummy, self._outputs[key])
 
     def _run(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         module = self._copy[0]
@@ -66,7 +67,9 @@ class MetaModule(StagePlaceholder):
 
         with torch.no_grad(), torch.device("meta"), _no_autocast():
             args, kwargs = tree_map_only(Tensor, to_meta, (args, dict(kwargs)))
-            return module(*map(_no_cache, args), **{name: _no_cache(value) for name, value in kwargs.items()})
+            kwargs = {name: _no_cache(value) for name, value in kwargs.items()}
+            # Not called: a stage of the same rank may start with the module, whose calls then read what arrived.
+            return module.forward(*map(_no_cache, args), **kwargs)
 
 
 @contextmanager

@@ -27,14 +27,14 @@ class StageLayout:
         first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
         sublayer_lists: lists of further parts of the same layers (XLM's norms and feed-forwards), in the order in
             which they run; the last part returns the hidden state.
-        kept_outputs: modules, or single layers, whose outputs later stages read too (the states of a block for a residual
-            over many layers): path -> number of tensors in the output of the module; 0 for a bare tensor.
+        kept_outputs: modules, or single layers, whose outputs later stages read too (a residual over many layers):
+            path -> number of tensors in the output of the module; 0 for a bare tensor.
         shared_states: dictionaries that layers write for later layers (keys and values): name of the layer's input ->
             its keys. Each value is a pair of tensors.
         changes_shapes: whether modules change the shape of the hidden state. Later stages then compute the shapes that
             the model's code between modules sees on the meta device, see `MetaModule`.
-        calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts with the
-            received hidden state as the output of the layer before it; that output has a single tensor.
+        calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts
+            with the received hidden state as the output of the layer before it; that output has a single tensor.
         next_layers: the layout of the layer list that runs next.
     """
 

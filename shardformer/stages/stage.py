@@ -203,7 +203,7 @@ class StagePartitioner:
                     layers.keep_used()
 
     def _kept_outputs(self) -> dict[str, tuple[int, int]]:
-        """Return the modules whose outputs later stages read: path -> (number of tensors, layer number it runs with)."""
+        """Return the modules whose outputs later stages read: path -> (number of tensors, layer that it runs with)."""
         found = {}
         for start, end, layout in zip(self.starts, self.starts[1:], self.lists, strict=False):
             for path, count in layout.kept_outputs.items():
@@ -288,7 +288,9 @@ class StagePartitioner:
                         LayerInputPlaceholder() if ends_layer else IdentityPlaceholder(), part
                     )
                 elif position >= held.stop:
-                    view.placeholders[parts, position - start] = _alike(UnreachablePlaceholder(f"{path}.{position - start}"), part)
+                    view.placeholders[parts, position - start] = _alike(
+                        UnreachablePlaceholder(f"{path}.{position - start}"), part
+                    )
 
     def _stand_in(
         self,

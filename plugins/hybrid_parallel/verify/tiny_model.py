@@ -41,6 +41,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "seq_length"), 64),
     **dict.fromkeys(("vocab_size", "padded_vocab_size", "text_vocab_size"), 101),
     "rotary_dim": 4,
+    "linear_head_dim": _HEAD_DIM,
+    "linear_num_heads": 4,
     "image_size": 16,
     "patch_size": 4,
     "sliding_window": 5,

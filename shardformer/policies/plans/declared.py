@@ -30,16 +30,16 @@ class DeclaredPlan:
     Attributes:
         styles: path of a module or parameter -> tensor-parallel style; None for the model's own plan.
         local: path of a module -> attributes that count heads or features; each is divided by the number of ranks.
-        layers: path of the layer list that is split into stages; None for the list that the styles name. Several paths,
-            or a path with `*` for numbers, name lists that run one after the other.
+        layers: path of the layer list that is split into stages; None for the list that the styles name. Several
+            paths, or one with `*` for numbers, name lists that run in this order.
         towers: paths of the layer lists of an encoder and its decoder.
         first: placeholders on later stages for modules before the layers, if the module tree does not determine them:
             because they are registered after the layers, or because their names do not say what they return.
         every: modules that all stages need.
         last: modules that run after the layers but are registered before them.
         carried_inputs: inputs of the layers that an earlier layer computes.
-        kept_outputs, shared_states, changes_shapes, calls_forward: see `StageLayout`. Paths of kept outputs match by their
-            end; a function computes them from the model.
+        kept_outputs, shared_states, changes_shapes, calls_forward: see `StageLayout`. Paths of kept outputs match by
+            their end; a function computes them from the model.
         needs: configuration field -> the only value with which the family can be sharded.
         sublayer_lists: paths of the lists of further parts of the same layers.
         layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
@@ -138,7 +138,9 @@ class DeclaredPlan:
         next_layers = None if layout.next_layers is None else self._corrected(layout.next_layers, model, changes_shapes)
         outputs = layout.tuple_output if self.layer_outputs is None else self.layer_outputs
         skips_encoders = any(placeholder is UnreachablePlaceholder for placeholder in first.values())
-        layout = replace(layout, first=first, last=last, first_inputs=ENCODED_INPUTS if skips_encoders and not changes_shapes else ())
+        layout = replace(
+            layout, first=first, last=last, first_inputs=ENCODED_INPUTS if skips_encoders and not changes_shapes else ()
+        )
         layer = model.get_submodule(layout.layers)[0]
         return replace(
             layout,

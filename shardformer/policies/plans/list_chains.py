@@ -14,7 +14,7 @@ def chain_layout(model: nn.Module, lists: Sequence[str]) -> StageLayout:
     """Build a layout for the layer lists at `lists`, assuming that modules run in registration order.
 
     A module between two lists runs at the end of the first of them if it is nearer to it in the module tree, and
-    before the second otherwise. A list of modules beside the lists, as long as their number, has one module for each.
+    before the second otherwise. Another list with as many modules as there are lists has one module for each.
     Poolers, and the modules of a head class outside its base model, run after all lists.
     """
     first: list[dict] = [{} for _ in lists]
@@ -55,7 +55,11 @@ def chain_layout(model: nn.Module, lists: Sequence[str]) -> StageLayout:
 
 
 def _linked(
-    model: nn.Module, lists: Sequence[str], first: Sequence[Mapping], last: Sequence[Sequence[str]], every: Sequence[str]
+    model: nn.Module,
+    lists: Sequence[str],
+    first: Sequence[Mapping],
+    last: Sequence[Sequence[str]],
+    every: Sequence[str],
 ) -> StageLayout:
     layout = None
     for index in reversed(range(len(lists))):

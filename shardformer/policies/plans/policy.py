@@ -327,7 +327,10 @@ class PlanPolicy(Policy):
         path = _name_of(self.model, owner)
         if not isinstance(groups, int) or self.plan.get(starred(_join(path, "k_proj"))) != "colwise":
             return {}
-        kv_heads = self.heads_of(owner, "k_proj", key.out_features)
+        if key is None:  # the layer reads the keys and values of an earlier one
+            kv_heads = self.model.config.get_text_config().num_attention_heads // groups
+        else:
+            kv_heads = self.heads_of(owner, "k_proj", key.out_features)
         if kv_heads is None or kv_heads % self.tp_size == 0:
             return {}
         return {"num_key_value_groups": groups * kv_heads // self.tp_size}

@@ -18,9 +18,9 @@ from shardformer.policies.module_edits import (
     scale_input,
     shard_own_parameter,
     share_expert_inputs,
+    skip_idle_casts,
     sum_gradient_of_parameter,
     sum_gradient_of_rotary_part,
-    skip_idle_casts,
     use_local_biases,
 )
 from shardformer.shard_config import ShardConfig

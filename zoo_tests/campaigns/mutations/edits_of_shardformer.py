@@ -22,6 +22,8 @@ _MIXTRAL = "mixtral-causal_lm-dp2-zero1-momentum-fp32-clip-ep_size=2"
 _CROWDED = "mixtral-causal_lm-tp2-zero1-momentum-fp32-clip-ep_size=1-expert_capacity_factor=0.6"
 _KERNELS = "enable_flash_attention=True-enable_fused_normalization=True"
 
+_MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_read_travels"
+
 EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # layers, matmul
     "gradient of a column input keeps one rank's part": Edit(
@@ -287,6 +289,18 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]",
         "carried = [None for _ in self.carried_inputs]",
         (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2-{_KERNELS}]",),
+    ),
+    "keys and values of earlier stages do not arrive": Edit(
+        "shardformer.stages.shared_states",
+        "inputs[name][key] = (first, second)",
+        "inputs[name][key] = (second, first)",
+        (f"{_MESSAGES}[_gemma4-options0]",),
+    ),
+    "outputs of earlier modules do not travel": Edit(
+        "shardformer.stages.earlier_modules",
+        "received = iter(kept)",
+        "received = iter(torch.zeros_like(each) for each in kept)",
+        (f"{_MESSAGES}[_funnel-options3]",),
     ),
     "a stage does not read what arrived": Edit(
         "shardformer.stages.placeholders",

@@ -46,7 +46,6 @@ _FUSED = {
 _VOCABULARY = DeclaredPlan({})
 
 
-
 def _block_inputs(model: nn.Module) -> dict[str, int]:
     """Return the modules whose outputs are the inputs of blocks; attention in all later layers reads these."""
     block = model.config.get_text_config().n_layers_per_attn_res_block

@@ -161,7 +161,9 @@ PLANS = {
     "rembert": _BERT,
     "roc_bert": replace(_BERT, head_losses={"RoCBertForPreTraining": own_loss}),
     "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
-    "squeezebert": DeclaredPlan({}, changes_shapes=True, calls_forward=True),  # its projections are grouped convolutions
+    "squeezebert": DeclaredPlan(
+        {}, changes_shapes=True, calls_forward=True
+    ),  # its projections are grouped convolutions
     "tapas": replace(_BERT, head_losses={"TapasForQuestionAnswering": own_loss}),
     "visual_bert": replace(
         _BERT,
