@@ -169,7 +169,7 @@ def test_dropout_by_a_function_draws_on_each_rank_or_stops_the_cut() -> None:
     assert propose_plan(Dropping(), {"x": torch.randn(3, 6)}).styles == {}
     bart = Recipe(family="bart", head="generation", rows=3)
     styles = propose_plan(bart.model(), bart.batch(0)).styles
-    assert styles["model.encoder.layers.*"] == "activation_dropout"
+    assert styles["model.decoder.layers.*"] == "activation_dropout"
 
 
 def test_an_attribute_that_the_ranks_cannot_share_is_refused() -> None:
