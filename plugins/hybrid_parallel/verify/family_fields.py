@@ -38,9 +38,16 @@ _DETECTOR = {"backbone": None, "use_timm_backbone": False, "use_pretrained_backb
     "num_labels": 3,
     "image_size": 64,
 }
-_LEVELS = {**_DETECTOR, "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"], "out_indices": [2, 3, 4]}}
+_LEVELS = {
+    **_DETECTOR,
+    "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"], "out_indices": [2, 3, 4]},
+}
 _ALL_STAGES = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "out_indices": [1, 2, 3, 4]}
-_DETR_HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")  # of the masks: hidden + heads in groups of 8
+_DETR_HEADS = (
+    "num_attention_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)  # of the masks: hidden + heads in groups of 8
 _CODEC = {"upsample_groups": 4, "num_filters": 2, "codebook_dim": 16, "codebook_size": 16, "num_quantizers": 4}
 _BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 _FLOW_HEAD = {"hidden_size": 32, "num_hidden_layers": 2, "frequency_embedding_size": 16}
@@ -127,7 +134,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "omdet-turbo": {**_LEVELS, "class_distance_type": "cosine"},
     "deformable_detr": {**_LEVELS, "num_feature_levels": 3},
     "yolos": {"num_detection_tokens": 5, "num_labels": 3, "image_size": [32, 32], "patch_size": 8},
-    "ernie4_5_vl_moe_text": {"rope_parameters": {**_BY_KIND["full_attention"], "mrope_section": [1, 1, 2]}, "moe_intermediate_size": [16, 16]},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {**_BY_KIND["full_attention"], "mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [16, 16],
+    },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     | {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
@@ -136,11 +146,19 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "gradium_phonon_tts": {"flow_head_config": _FLOW_HEAD},
     "pocket_tts": {"flow_head_config": _FLOW_HEAD, "audio_bos_token_id": 4, "audio_latent_token_id": 6}
     | {"audio_prompt_token_id": 5},
-    "granite4_vision": {"vision_config": {"hidden_size": 64}, "downsample_rate": "2/4", "deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1]},
+    "granite4_vision": {
+        "vision_config": {"hidden_size": 64},
+        "downsample_rate": "2/4",
+        "deepstack_layer_map": [[1, 0]],
+        "spatial_target_layers": [1],
+    },
     "granite_speech5_encoder": {"context_size": 8, "num_mel_bins": 24},
     "mimo_v2_flash": {"num_key_value_heads": 2, "n_routed_experts": 4},
-    "mistral4": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
-    | {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+    "mistral4": {
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+        | {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
+    },
     "molmo2_vision": {"image_size": [16, 16]},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
@@ -165,8 +183,9 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 97}),
     "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
     "qwen3_omni_moe_talker_code_predictor": {"num_code_groups": 12},
-    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
-    | {"mrope_section": [1, 1, 1, 1]}},
+    "hunyuan_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | {"mrope_section": [1, 1, 1, 1]}
+    },
     "kyutai_speech_to_text": {"audio_pad_token_id": 160, "audio_bos_token_id": 9, "codebook_vocab_size": 17}
     | {"num_codebooks": 4},
     "csm": {"num_codebooks": 4, "codebook_size": 16},

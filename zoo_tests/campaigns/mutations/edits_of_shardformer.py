@@ -23,8 +23,34 @@ _CROWDED = "mixtral-causal_lm-tp2-zero1-momentum-fp32-clip-ep_size=1-expert_capa
 _KERNELS = "enable_flash_attention=True-enable_fused_normalization=True"
 
 _MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_read_travels"
+_PROPOSED = f"{_SHARDFORMER}/policies/test_proposed.py"
 
 EDITS_OF_SHARDFORMER: dict[str, Edit] = {
+    # proposed plans
+    "a column whose features something else reads is cut": Edit(
+        "shardformer.policies.proposed.regions",
+        "if not read & self.columns_of(row).keys() and self._agrees(row, rows)}\n",
+        "if self._agrees(row, rows)}\n",
+        (f"{_PROPOSED}::test_what_something_else_reads_too_is_no_column",),
+    ),
+    "halves that overlap count as independent": Edit(
+        "shardformer.policies.proposed.regions",
+        "            return None if (halves[0] & halves[1]).any() else style\n",
+        "            return style\n",
+        (f"{_PROPOSED}::test_what_something_else_reads_too_is_no_column",),
+    ),
+    "a parameter that all heads use is taken for a rank's own": Edit(
+        "shardformer.policies.proposed.regions",
+        "    if (first & second).any():\n        return PARTIAL\n",
+        '    if (first & second).any():\n        return "replicate"\n',
+        (f"{_PROPOSED}::test_the_regions_of_a_model_that_nobody_has_seen",),
+    ),
+    "a part of a plan that differs stays": Edit(
+        "plugins.hybrid_parallel.verify.propose",
+        "        is_equal = compare(plain, [trace], tolerance).first is None\n",
+        "        is_equal = trace is not None\n",
+        ("zoo_tests/hybrid_parallel/verify/test_propose.py::test_a_part_that_differs_is_dropped",),
+    ),
     # layers, matmul
     "gradient of a column input keeps one rank's part": Edit(
         "shardformer.layers.linear_autograd",
