@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from shardformer.loss.terms import Batch, HeadLoss, LossTerm
 
 Targets = Sequence[Mapping[str, Tensor]]
-_BY_BOXES = ("DeformableDetrForObjectDetectionLoss", "DeformableDetrForSegmentationLoss", "LwDetrForObjectDetectionLoss")
+_BY_BOXES = (
+    "DeformableDetrForObjectDetectionLoss",
+    "DeformableDetrForSegmentationLoss",
+    "LwDetrForObjectDetectionLoss",
+)
 _BY_QUERIES = ("ForObjectDetectionLoss", "ForSegmentationLoss")
 _CLASSES = "loss_ce"  # and "loss_ce_0", … of the decoder's layers
 
@@ -24,7 +28,9 @@ def detection(model: nn.Module) -> HeadLoss | None:
     """Return the loss of a detector; None if parts of it are divided by what a part of the batch does not tell."""
     name = getattr(model.loss_function, "__name__", "")
     if name in _BY_BOXES:
-        return HeadLoss(LossTerm("labels", _boxes, lambda outputs, labels: outputs.loss * _divisor(labels), is_input=True))
+        return HeadLoss(
+            LossTerm("labels", _boxes, lambda outputs, labels: outputs.loss * _divisor(labels), is_input=True)
+        )
     if name not in _BY_QUERIES:
         return None
 
