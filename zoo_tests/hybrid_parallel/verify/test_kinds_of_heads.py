@@ -26,7 +26,7 @@ _TP2, _PARTS, _DP2 = {"tp_size": 2}, {"tp_size": 2, "num_microbatches": 4}, {"dp
         ("yolos", "YolosForObjectDetection", _PARTS),  # boxes differ in number between samples and replicas
         ("yolos", "YolosForObjectDetection", _DP2),
         ("beit", "BeitForMaskedImageModeling", _TP2),
-        ("glpn", "GLPNForDepthEstimation", _TP2),
+        ("beit", "BeitForSemanticSegmentation", _TP2),
         ("wav2vec2", "Wav2Vec2ForCTC", _PARTS),
         ("videomae", "VideoMAEForVideoClassification", _PARTS),
         ("bros", "BrosSpadeELForTokenClassification", _DP2),  # a mean over tokens that another entry marks
