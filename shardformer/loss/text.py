@@ -161,6 +161,18 @@ def plain_classes(_: nn.Module, per_token: bool = False) -> HeadLoss:
     return HeadLoss(LossTerm("labels", not_ignored, total, per_token=per_token), function="ForTokenClassification")
 
 
+def mean_of_marked(entry: str, _: nn.Module) -> HeadLoss:
+    """Return the loss of a head that averages over the tokens that `entry` of the batch marks, whatever the labels."""
+
+    def marks(_: Tensor, batch: Batch) -> Tensor:
+        return batch[entry]
+
+    def total(outputs: Any, marked: Tensor) -> Tensor:
+        return outputs.loss * marked.sum() if marked.any() else outputs.logits.sum() * 0.0
+
+    return HeadLoss(LossTerm("labels", lambda marked, _: marked.sum(), total, is_input=True, prepare=marks))
+
+
 def classes_of_tokens(_: nn.Module) -> HeadLoss:
     """Return the loss of token classes, averaged over tokens that are not padding."""
     of_tokens = replaced_tokens(_).terms[0].prepare

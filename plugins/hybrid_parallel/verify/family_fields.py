@@ -48,6 +48,7 @@ _DETR_HEADS = (
     "encoder_attention_heads",
     "decoder_attention_heads",
 )  # of the masks: hidden + heads in groups of 8
+_WITH_MASKS = _DETECTOR | dict.fromkeys(_DETR_HEADS, 8) | {"backbone_config": {**_RESNET, **_ALL_STAGES}}
 _CODEC = {"upsample_groups": 4, "num_filters": 2, "codebook_dim": 16, "codebook_size": 16, "num_quantizers": 4}
 _BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 _FLOW_HEAD = {"hidden_size": 32, "num_hidden_layers": 2, "frequency_embedding_size": 16}
@@ -99,7 +100,14 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "convnext": {"image_size": 32},
     "dots3_note_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16}
     | {"swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8}
-    | {"num_key_value_heads": 4, "shared_experts_intermediate_size": 16, **_INDEXER},
+    | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "shared_experts_intermediate_size": 16,
+        **_INDEXER,
+    },
     "siglip2_vision_model": {"num_patches": 16},
     **dict.fromkeys(("convnextv2", "pvt", "segformer", "glpn", "efficientnet"), {"image_size": 64}),
     "pvt_v2": {"image_size": 64, "num_attention_heads": [2, 2, 4, 4], "hidden_sizes": [16, 16, 32, 32]},
@@ -127,7 +135,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     **dict.fromkeys(("table-transformer", "dab-detr"), _DETECTOR),
-    **dict.fromkeys(("detr", "conditional_detr"), _DETECTOR | dict.fromkeys(_DETR_HEADS, 8)),
+    **dict.fromkeys(("detr", "conditional_detr"), _WITH_MASKS),
     "d_fine": {**_LEVELS, "encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
     | {"encoder_hidden_dim": 32, "lqe_hidden_dim": 8, "max_num_bins": 8, "backbone_config": _LEVELS["backbone_config"]},
     "lw_detr": {"projector_scale_factors": [1.0], "num_queries": 5, "group_detr": 2, "num_labels": 3, "image_size": 64},
@@ -181,15 +189,14 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 97}),
-    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
+    "Qwen3OmniMoeTalkerConfig": {"vocab_size": 101, "spatial_merge_size": 2},
     "qwen3_omni_moe_talker_code_predictor": {"num_code_groups": 12},
     "hunyuan_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | {"mrope_section": [1, 1, 1, 1]}
     },
     "kyutai_speech_to_text": {"audio_pad_token_id": 160, "audio_bos_token_id": 9, "codebook_vocab_size": 17}
     | {"num_codebooks": 4},
-    "csm": {"num_codebooks": 4, "codebook_size": 16},
-    "csm_depth_decoder_model": {"num_codebooks": 4, "backbone_hidden_size": 32, "vocab_size": 17},
+    "csm": {"num_codebooks": 4, "codebook_size": 16, "depth_decoder_config": {"num_codebooks": 4, "vocab_size": 17}},
     "higgs_audio_v2": {"num_codebooks": 4, "codebook_size": 16, "audio_token_id": 99, "audio_delay_token_id": 98},
     "neomme": {"rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "partial_rotary_factor": 0.5}}},
     "lw_detr_vit": {"image_size": 64, "pretrain_image_size": 64, "num_windows": 4, "window_block_indices": [0, 2]}
@@ -202,4 +209,16 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 100},
     "kosmos-2": {"latent_query_num": 2},
     "shieldgemma2": {"yes_token_index": 10, "no_token_index": 11},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "per_layer_config": {}},
+    "seamless_m4t_v2": {"t2u_variance_predictor_embed_dim": 32, "t2u_variance_predictor_hidden_dim": 16},
+    "timm_wrapper": {"architecture": "resnet18", "num_labels": 3, "image_size": 32, "model_args": {"in_chans": 3}},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_tiny_patch16_224",
+            "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": [16, 16]} | {"patch_size": 4},
+        }
+    },
+    "cvt": {"drop_path_rate": [0.0, 0.0, 0.0]},
+    "deimv2": {**_LEVELS, "encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
+    | {"encoder_hidden_dim": 32, "max_num_bins": 8},
 }

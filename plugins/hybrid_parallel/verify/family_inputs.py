@@ -176,6 +176,10 @@ _INPUTS: Mapping[str, Maker] = {
     "ViltForImagesAndText/labels": _draw(2, -1),
     "XmodForMultipleChoice/lang_ids": _nothing,
     "granite_speech5/input_features": _noise(-1, 48, 96),
+    **dict.fromkeys(
+        ("SplinterForQuestionAnswering/start_positions", "SplinterForQuestionAnswering/end_positions"),
+        lambda *given: _kept(1)(*given)[:, 0],
+    ),
     "SplinterForPreTraining/question_positions": _kept(2),
     "SplinterForPreTraining/start_positions": _kept(2),
     "SplinterForPreTraining/end_positions": _kept(2),
@@ -224,4 +228,10 @@ _INPUTS: Mapping[str, Maker] = {
     "higgs_audio_v2/audio_input_ids": _draw(16, -1, 3, 4),
     "higgs_audio_v2/audio_labels": _draw(16, -1, 3, 4),
     "higgs_audio_v2/audio_input_ids_mask": lambda *given: _ones(-1, 3)(*given).bool(),
+    "SeamlessM4Tv2TextToUnit/char_input_ids": _draw(90, -1, -1),
+    "SeamlessM4Tv2TextToUnit/char_count_per_id": _ones(-1, -1),
+    "BlipFor/pixel_values": _images(),
+    "clipseg/conditional_pixel_values": _images(),
+    "canary/input_features": _noise(-1, 48, 80),
+    "cohere_asr/input_features": _noise(-1, 48, 80),
 }

@@ -70,11 +70,6 @@ def ragged_text(shape: tuple[int, ...], length: int, generator: torch.Generator)
     return {"input_ids": (tokens * mask).view(*shape, length), "attention_mask": mask.view(*shape, length)}
 
 
-def kept_positions(mask: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draw positions of tokens that the mask [rows, seq] keeps, [rows, count]."""
-    return torch.multinomial(mask.float(), count, replacement=True, generator=generator)
-
-
 def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
     if "inputs" in takes and "pixel_values" not in takes and "input_ids" not in takes:  # Perceiver's
@@ -101,8 +96,8 @@ def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generat
 def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator) -> dict[str, Any]:
     kind, classes = kind_of(model), getattr(model.config, "num_labels", 2)
     if kind in ("ForQuestionAnswering", "ForQuestionAnsweringSimple"):
-        positions = kept_positions(batch["attention_mask"], 2, generator)
-        return {"start_positions": positions[:, 0], "end_positions": positions[:, 1]}
+        positions = torch.randint(0, batch["input_ids"].shape[1], (2, rows), generator=generator)
+        return {"start_positions": positions[0], "end_positions": positions[1]}
     if kind in _ONE_LABEL and classes == 1:  # regression
         return {"labels": torch.randn(rows, generator=generator)}
     if kind in _ONE_LABEL:

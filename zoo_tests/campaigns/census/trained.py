@@ -32,6 +32,8 @@ def refusal(head: HeadClass) -> str | None:
     """Why the class cannot be sharded at all, or None; also where the model cannot be built, which comes later."""
     from shardformer.policies.registry import policy_for
 
+    if training_refused(head) is not None:  # told by plain_run
+        return None
     try:
         model = _twin(head).build()
     except Exception:  # told by plain_run

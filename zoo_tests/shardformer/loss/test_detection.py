@@ -1,0 +1,66 @@
+"""Losses of detectors: those of parts of a batch add up to transformers' own, for images with and without boxes.
+
+What breaks here first: a release of transformers that divides a part of the loss by another number. Look in
+`shardformer/loss/detection.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
+from shardformer.policies.head_losses import head_loss_of
+
+ROWS = (1, 2, 3)  # of the parts
+
+
+def _tiny(family: str, name: str) -> TinyModel:
+    module = f"transformers.models.{family}.modeling_{family}"
+    config = getattr(importlib.import_module(module), name).config_class()
+    # DETR's weights of classes are fp32, whatever the dtype of the model.
+    return TinyModel(module, name, small_config(config, TwinSizes(kv_heads=4, is_faithful=False)), torch.float32)
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("yolos", "YolosForObjectDetection"), ("detr", "DetrForSegmentation"), ("lw_detr", "LwDetrForObjectDetection")],
+)
+def test_parts_add_up_to_the_whole(family: str, name: str) -> None:
+    tiny = _tiny(family, name)
+    model = tiny.build()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):  # would see the part, not the whole
+            module.eval()
+    batch = tiny.batch(model, 0, sum(ROWS))
+    targets = batch["labels"]
+    targets[0] = {key: value[:0] for key, value in targets[0].items()}  # the first part has no box at all
+    assert len({len(target["class_labels"]) for target in targets}) > 2
+    expected = model(**batch).loss
+    expected.backward()
+    gradients = _gradients(model)
+    loss, ends = head_loss_of(model), torch.tensor(ROWS).cumsum(0).tolist()
+    cuts = list(zip([0, *ends], ends, strict=False))
+    parts = [{key: value[start:end] for key, value in batch.items()} for start, end in cuts]
+    counts = sum(loss.counts(part) for part in parts)
+    total = sum(loss.weighted_sum(model(**loss.inputs(part)), part, counts) for part in parts)
+    total.backward()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0.0)
+    found = _gradients(model)
+    assert found.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-4, msg=key)
+
+
+def test_a_loss_with_parts_that_do_not_add_up_is_the_models_own() -> None:
+    """D-FINE's distillation divides by how many queries match, which a part of the batch does not tell."""
+    assert head_loss_of(_tiny("d_fine", "DFineForObjectDetection").build()) is None
