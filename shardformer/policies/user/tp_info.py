@@ -255,12 +255,17 @@ class TPInfoPolicy(UserPolicy):
 
     def _open_columns(self) -> list[str]:
         """Return problems of layers whose outputs stay sharded although no row-parallel layer reads them."""
-        closed = {_block(path) for path in self._matches["shard_row"]}
-        return [
-            f"shard_col leaves the outputs of {path} cut, and no layer in {_block(path) or 'the model'} is cut by "
-            f"shard_row; add one, or use shard_col({{'{path}': {{'gather_output': True}}}})"
+        closed = {_block(self.model, path) for path in self._matches["shard_row"]}
+        left = {
+            path: _block(self.model, path)
             for path, arguments in self._matches["shard_col"].items()
-            if _block(path) not in closed and not arguments.get("gather_output") and path not in self._tied_heads
+            if not arguments.get("gather_output") and path not in self._tied_heads
+        }
+        return [
+            f"shard_col leaves the outputs of {path} cut, and no layer in {block or 'the model'} is cut by "
+            f"shard_row; add one, or use shard_col({{'{path}': {{'gather_output': True}}}})"
+            for path, block in left.items()
+            if block not in closed
         ]
 
     def _in_between(self) -> list[str]:
@@ -329,8 +334,14 @@ def _in_order(rules: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sorted(said) if isinstance(said, set) else said for name, said in sorted(rules.items())}
 
 
-def _block(path: str) -> str:
-    """Return the path of the layer that contains a module: up to the last number in `path`, or "" without one."""
-    parts = path.split(".")
-    numbers = [position for position, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
+def _block(model: nn.Module, path: str) -> str:
+    """Return the path of the innermost layer that contains a module, or "" without one.
+
+    A list whose entries are of several classes, such as a linear layer and its dropout, is no list of layers.
+    """
+    parts, found = path.split("."), ""
+    for position, part in enumerate(parts):
+        entries = model.get_submodule(".".join(parts[:position])).children() if part.isdecimal() else ()
+        if len({type(entry) for entry in entries}) == 1:
+            found = ".".join(parts[: position + 1])
+    return found
