@@ -285,12 +285,30 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "mask = None",
         (f"{_ROUTERS}[2-options3]",),
     ),
+    "heads of the first rank's bias on every rank": Edit(
+        "shardformer.sequence_parallel.ulysses",
+        "bias.narrow(1, dist.get_rank(self.region.group) * heads, heads)",
+        "bias.narrow(1, 0, heads)",
+        (f"{PARITY}[bloom-causal_lm-tp2-zero1-fp32-{_ULYSSES}]",),
+    ),
+    "rows of left padding as the kernel has them": Edit(
+        "shardformer.attention.own_attention",
+        "torch.where(blind.transpose(1, 2), even.transpose(1, 2), found)",
+        "found",
+        (f"{PARITY}[bloom-causal_lm-tp2-zero1-fp32-{_ULYSSES}]",),
+    ),
+    "bias of an activation added twice": Edit(
+        "shardformer.transforms.operator_fusion",
+        "    layer.adds_bias = False\n",
+        "",
+        (f"{PARITY}[opt-causal_lm-tp2pp2-zero1-sp-num_microbatches=2-{_KERNELS}-enable_jit_fused=True]",),
+    ),
     # policies, stages
     "biases of the first heads on every rank": Edit(
         "shardformer.policies.module_edits",
         "first = dist.get_rank(group) * local_heads",
         "first = 0",
-        (f"{PARITY}[bloom-causal_lm-tp4-zero1-fp32-enable_fused_normalization=True]",),
+        (f"{PARITY}[bloom-causal_lm-tp4-zero1-fp32-{_KERNELS}-enable_jit_fused=True]",),
     ),
     "gathered input reduced twice": Edit(
         "shardformer.policies.rules",
@@ -314,7 +332,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "shardformer.stages.placeholders",
         "carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]",
         "carried = [None for _ in self.carried_inputs]",
-        (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2-{_KERNELS}]",),
+        (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2-{_KERNELS}-enable_jit_fused=True]",),
     ),
     "keys and values of earlier stages do not arrive": Edit(
         "shardformer.stages.shared_states",

@@ -27,7 +27,7 @@ from zoo_tests.campaigns.mutations.edits_of_zero import EDITS_OF_ZERO
 _TWO = "num_microbatches=2"
 _FLASH = "enable_flash_attention=True"
 _RECOMPUTED = "gradient_checkpointing=full"
-_KERNELS = f"{_FLASH}-enable_fused_normalization=True"
+_KERNELS = f"{_FLASH}-enable_fused_normalization=True-enable_jit_fused=True"
 FEATURES = "zoo_tests/parity/test_features.py::test_options_together"
 PRECISION = "zoo_tests/parity/test_precision.py::test_16_bit"
 DROPOUT = "zoo_tests/parity/test_dropout.py"
@@ -280,7 +280,7 @@ MUTANTS: dict[str, Mutant | Edit] = {
         (
             f"{PARITY}[bert-masked_lm-tp2-zero1-sp]",
             f"{PARITY}[gpt2-lm_head-tp2pp2-zero1-sp]",
-            f"{PARITY}[gpt_neox-causal_lm-tp2pp2-zero1-sp-{_TWO}-{_FLASH}]",
+            f"{PARITY}[gpt_neox-causal_lm-tp2pp2-zero1-sp-{_TWO}-{_KERNELS}]",
         ),
     ),
     "encoder read as a slice": Mutant(

@@ -221,7 +221,7 @@ def test_the_switch_changes_no_number(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("bloom", "keeps its own attention: it is written out in the model's modules"),
+        ("gpt_neo", "keeps its own attention: it is written out in the model's modules"),
         ("gemma2", "keeps its own attention: its attention scores are soft-capped"),
     ],
 )
