@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from booster import Booster
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import TPInfo
 from zoo_tests.harness.ranks import distributed
@@ -205,3 +206,16 @@ def _pair_loss_is_exact(name: str, layout: str) -> None:
     booster.backward(loss, optimizer)
     for key, gradient in optimizer.full_gradients().items():
         torch.testing.assert_close(gradient, expected[key], msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_diffusers_models_are_refused_under_a_pipeline() -> None:
+    pytest.importorskip("diffusers")
+    _are_refused_under_a_pipeline()
+
+
+@distributed(2)
+def _are_refused_under_a_pipeline() -> None:
+    name = "DiTTransformer2DModel"
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, tp_info=_MODELS[name][2])
+    with pytest.raises(ConfigurationError, match="cannot be cut into pipeline stages; use pp_size=1"):
+        Booster(plugin=plugin).boost(_model(name))

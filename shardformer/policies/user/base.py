@@ -39,6 +39,8 @@ class UserPolicy(Policy):
         """The stage layout of the family, or one at the model's largest list of layers."""
         if self.family_policy is not None:
             return self.family_policy.stages
+        if type(self.model).__module__.startswith("diffusers."):
+            return None  # blocks read embeddings of the time and of a text, and return two hidden states
         return stage_layout(self.model, layer_paths(self.model, {}))
 
     @property
