@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -112,8 +113,9 @@ class _Worker:
 
 
 def _work(connection: Connection) -> None:
-    """Judge what comes, until the process that sends it has ended."""
+    """Judge what comes, until the process that sends it has ended; then the ranks end too, also in mid-class."""
     os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     connection.send(None)
     from zoo_tests.campaigns.census.trained import judge  # imports torch
 
@@ -121,7 +123,12 @@ def _work(connection: Connection) -> None:
         while True:
             head, layouts, known = connection.recv()
             connection.send(_without_failing(judge, head, layouts, known))
-    os.killpg(0, signal.SIGKILL)  # ranks too
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _without_failing(judge: Any, head: HeadClass, layouts: list[str], known: Verdict | None) -> Verdict:
