@@ -26,6 +26,37 @@ from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 _PREFIX = "sharded_"
 
 
+class RegisteredName(str):
+    """Name of an entry of this package in the registries, which also equals the name of the kernel that it runs.
+
+    Models compare the configured name, to apply what that kernel cannot: sparse attention masks scores for "sdpa" and
+    "eager" alone. They must decide as with the kernel itself. Registries find the entry by its hash.
+
+    Args:
+        prefix: marks the names that this package registers.
+        implementation: the name that the model had, which may be of this package too.
+    """
+
+    kernel: str
+
+    def __new__(cls, prefix: str, implementation: str) -> RegisteredName:
+        """Create the name; a str gets its characters here."""
+        name = super().__new__(cls, prefix + implementation)
+        name.kernel, name._arguments = getattr(implementation, "kernel", implementation), (prefix, implementation)
+        return name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and (str.__eq__(self, other) or str.__eq__(self.kernel, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return self._arguments
+
+
 def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: UlyssesAllToAll | None = None) -> None:
     """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
 
@@ -64,8 +95,9 @@ def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str],
         modules.append(module)
     for config, implementation in configs.values():
         if not implementation.startswith(prefix):
-            register(prefix + implementation, implementation)
-            implementation = prefix + implementation
+            name = RegisteredName(prefix, implementation)
+            register(name, implementation)
+            implementation = name
         config._attn_implementation = implementation
     yield from modules
 

@@ -40,6 +40,10 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "embedding_size"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "seq_length"), 64),
     **dict.fromkeys(("vocab_size", "padded_vocab_size", "text_vocab_size"), 101),
+    # Fewer keys than a sample has tokens: sparse attention then leaves some out.
+    **dict.fromkeys(("index_topk", "index_n_heads"), 4),
+    **dict.fromkeys(("index_block_size", "index_topk_blocks"), 2),
+    "index_head_dim": 16,
     "rotary_dim": 4,
     "linear_head_dim": _HEAD_DIM,
     "linear_num_heads": 4,

@@ -29,6 +29,7 @@ _TP2, _PARTS, _DP2 = {"tp_size": 2}, {"tp_size": 2, "num_microbatches": 4}, {"dp
         ("beit", "BeitForSemanticSegmentation", _TP2),
         ("wav2vec2", "Wav2Vec2ForCTC", _PARTS),
         ("videomae", "VideoMAEForVideoClassification", _PARTS),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", _TP2),  # sparse attention, which compares the name of the kernel
         ("bros", "BrosSpadeELForTokenClassification", _DP2),  # a mean over tokens that another entry marks
     ],
 )

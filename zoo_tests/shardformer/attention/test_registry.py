@@ -7,6 +7,7 @@ lost without an error). Look in `shardformer/attention/registry.py`.
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
 from shardformer import ShardConfig, ShardFormer
+from shardformer.attention.registry import RegisteredName
 from shardformer.distributed.random import SharedStream
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
@@ -98,3 +100,11 @@ def _inputs_of_output_projection(model: nn.Module, family: str) -> Tensor:
         _found(model, family)
     hook.remove()
     return seen[0].contiguous()
+
+
+def test_a_registered_name_equals_its_kernels_name_and_is_found_by_its_own() -> None:
+    name = RegisteredName("context_", RegisteredName("sharded_", "sdpa"))
+    for each in (name, copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
+        assert each in ("eager", "sdpa") and each == "context_sharded_sdpa"
+        assert not each != "sdpa" and each != "eager" and each != None  # noqa: E711, SIM202
+        assert {"context_sharded_sdpa": 1, "sdpa": 2}[each] == 1
