@@ -60,8 +60,8 @@ def training_refused(head: HeadClass) -> str | None:
     import transformers
 
     file = Path(transformers.__file__).parent / "models" / head.family / f"modeling_{head.family}.py"
-    tree = ast.parse(next(text for text in _possible_heads(file.read_text("utf-8")) if f"class {head.name}(" in text))
-    for node in ast.walk(tree):
+    sources = (text for text in _possible_heads(file.read_text("utf-8")) if f"class {head.name}(" in text)
+    for node in ast.walk(ast.parse(next(sources, ""))):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "labels is not None":
             first = node.body[0]
             if isinstance(first, ast.Raise) and isinstance(first.exc, ast.Call):
