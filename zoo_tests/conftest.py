@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -85,3 +86,11 @@ def two_fake_ranks() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _messages_after_a_test_that_silences_them() -> Iterator[None]:
+    """A command that a test runs in this process may disable logging for the rest of it."""
+    before = logging.root.manager.disable
+    yield
+    logging.disable(before)

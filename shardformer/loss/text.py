@@ -173,6 +173,19 @@ def mean_of_marked(entry: str, _: nn.Module) -> HeadLoss:
     return HeadLoss(LossTerm("labels", lambda marked, _: marked.sum(), total, is_input=True, prepare=marks))
 
 
+def classes_of_marked(entry: str, _: nn.Module) -> HeadLoss:
+    """Return the loss of token classes, averaged over the tokens that `entry` marks, where the batch has it."""
+
+    def counted(labels: Tensor, batch: Batch) -> Tensor:
+        kept, marked = labels != IGNORE_INDEX, batch.get(entry)
+        return kept if marked is None else kept & marked.bool()
+
+    def total(outputs: Any, kept: Tensor) -> Tensor:
+        return outputs.loss * kept.sum() if kept.any() else outputs.logits.sum() * 0.0
+
+    return HeadLoss(LossTerm("labels", lambda kept, _: kept.sum(), total, is_input=True, prepare=counted))
+
+
 def classes_of_tokens(_: nn.Module) -> HeadLoss:
     """Return the loss of token classes, averaged over tokens that are not padding."""
     of_tokens = replaced_tokens(_).terms[0].prepare

@@ -131,7 +131,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "mrope_section": [2, 1, 1]}},
     },
-    "mimi": _CODEC,
+    "mimi": {**_CODEC, "num_quantizers": 8},  # Moshi has as many codebooks
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     **dict.fromkeys(("table-transformer", "dab-detr"), _DETECTOR),

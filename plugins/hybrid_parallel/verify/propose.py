@@ -15,6 +15,7 @@ from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.own_model import OwnModel
 from plugins.hybrid_parallel.verify.train import Subject, Trace, VerifyCase, train_on_rank, train_reference
+from shardformer.distributed.process_groups import world_group
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.proposed.propose import Alternatives, candidates
 
@@ -122,5 +123,5 @@ def _trains(case: VerifyCase, plan: ProposedPlan, plain: Trace, tolerance: Toler
     except Exception:  # a plan that does not fit makes arbitrary operators fail
         is_equal = False
     agreed = torch.tensor(int(is_equal))
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=world_group())
     return bool(agreed)

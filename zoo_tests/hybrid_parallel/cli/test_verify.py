@@ -207,7 +207,6 @@ def test_a_rank_that_raises_is_a_difference() -> None:
         ("ResNetConfig", "ResNetForImageClassification", ["--dp", "2"], "ResNetForImageClassification normalises over"),
         ("BertConfig", "BertForMaskedLM", ["--json", "/nowhere/x"], "/nowhere/x cannot be written, /nowhere is no"),
         ("BertConfig", "BertForMaskedLM", ["--precision", "bf16"], "argument --precision: invalid choice: 'bf16'"),
-        ("YolosConfig", "YolosForObjectDetection", [], "no labels can be made up for YolosForObjectDetection, a head"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -8,7 +8,13 @@ from functools import partial
 from torch import nn
 
 from shardformer.loss.heads import own_loss, with_further_entries
-from shardformer.loss.text import classes_of_tokens, masked_lm, mean_of_marked, plain_classes, replaced_tokens
+from shardformer.loss.text import (
+    classes_of_marked,
+    classes_of_tokens,
+    masked_lm,
+    mean_of_marked,
+    replaced_tokens,
+)
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED, LLAMA
 from shardformer.stages.stage import Received
@@ -81,9 +87,7 @@ PLANS = {
         _BERT_LOCAL,
         every=("bbox_embeddings",),
         head_losses={
-            "BrosForTokenClassification": with_further_entries(
-                partial(plain_classes, per_token=True), "bbox_first_token_mask"
-            ),
+            "BrosForTokenClassification": partial(classes_of_marked, "bbox_first_token_mask"),
             "BrosSpadeEEForTokenClassification": own_loss,
             "BrosSpadeELForTokenClassification": partial(mean_of_marked, "bbox_first_token_mask"),
         },
