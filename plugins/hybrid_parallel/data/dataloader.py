@@ -34,7 +34,7 @@ from plugins.hybrid_parallel.data.shares import (
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 
-_OPTIONS = (
+LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -245,7 +245,7 @@ def shard_dataloader(
     if isinstance(dataloader, ShardedDataLoader):
         return dataloader
     check_shareable(dataloader, rank, world_size)
-    options = {name: getattr(dataloader, name) for name in _OPTIONS if hasattr(dataloader, name)}
+    options = {name: getattr(dataloader, name) for name in LOADER_OPTIONS if hasattr(dataloader, name)}
     ordering = (dataloader.generator, dataloader.sampler, dataloader.batch_sampler)
     collate = ReplicaCollate(dataloader.collate_fn, dataloader.dataset, ordering, rank, world_size)
     share = ReplicaShare(dataloader.batch_size, rank, world_size, order, dataloader.generator, collate)

@@ -5,19 +5,7 @@ from __future__ import annotations
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
-
-_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "persistent_workers",
-    "prefetch_factor",
-)
+from plugins.hybrid_parallel.data.dataloader import LOADER_OPTIONS, ShardedDataLoader
 
 
 def check_loader(loader: DataLoader, dp_size: int) -> None:
@@ -48,7 +36,7 @@ def loader_for(loader: ShardedDataLoader, dp_size: int) -> DataLoader:
     given, batch_size = loader.given, _batch_size(loader, dp_size)
     if batch_size == loader.batch_size:
         return given
-    options = {name: getattr(given, name) for name in _OPTIONS}
+    options = {name: getattr(given, name) for name in ("generator", *LOADER_OPTIONS) if hasattr(given, name)}
     if not isinstance(given.dataset, IterableDataset):
         options["sampler"] = given.sampler
     return DataLoader(given.dataset, batch_size=batch_size, drop_last=given.drop_last, **options)
