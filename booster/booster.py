@@ -76,6 +76,11 @@ class Booster:
             ConfigurationError: the objects cannot move, or the model does not allow the layout; raised on every rank,
                 and training can continue with the objects given.
         """
+        if not isinstance(plugin, Plugin):
+            raise ConfigurationError(
+                f"relayout() got a {type(plugin).__name__} for its plugin; give the plugin of the new layout first, "
+                "then the objects"
+            )
         result = self._prepared("relayout", partial(self.plugin.relayout, plugin), objects, named)
         self.plugin = plugin
         return result

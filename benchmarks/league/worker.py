@@ -15,25 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 
 from benchmarks.league import outcome
 from benchmarks.league.outcome import Outcome, RefusedError, shortened
 from benchmarks.league.systems import SYSTEMS
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
-from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
 
 _ROWS, _STEPS = 6, 2
 _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)  # of the census
-
-
-class _Twin(TinyModel):
-    """A tiny model that may be large: some families have layers of a fixed size."""
-
-    def build(self) -> nn.Module:
-        return build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
 
 
 def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
@@ -42,7 +34,7 @@ def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Ou
     try:
         config_class = getattr(importlib.import_module(module), name).config_class
         config = small_config(config_class(), TwinSizes(kv_heads=4, is_faithful=False))
-        case = VerifyCase(_Twin(module, name, config, torch.float32), _ROWS, _STEPS, {})
+        case = VerifyCase(TinyModel(module, name, config, torch.float32, most_parameters=None), _ROWS, _STEPS, {})
         plain = train_reference(case)
     except Exception as error:  # any of a thousand classes may fail in its own way
         return Outcome(outcome.NOT_PLAIN, shortened(error))

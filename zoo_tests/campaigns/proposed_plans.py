@@ -29,7 +29,7 @@ from torch import nn
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
 from plugins.hybrid_parallel.verify.propose import propose_verified
 from plugins.hybrid_parallel.verify.share_cut import share_cut
-from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import proposed_plans
 from shardformer.policies.proposed.plan import ProposedPlan
@@ -86,7 +86,7 @@ def subject_of(head: HeadClass) -> tuple[TinyModel, str] | None:
     """The tiny model of a class, and the first precision in which its forward runs; None if there is none."""
     try:
         config = getattr(importlib.import_module(head.module), head.name).config_class()
-        twin = _Twin(head.module, head.name, small_config(config, _SIZES))
+        twin = TinyModel(head.module, head.name, small_config(config, _SIZES), most_parameters=None)
         for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
             twin = replace(twin, dtype=dtype)
             if _trains_plainly((twin, precision)):
@@ -94,13 +94,6 @@ def subject_of(head: HeadClass) -> tuple[TinyModel, str] | None:
     except Exception:  # arbitrary exception types of arbitrary models
         return None
     return None
-
-
-class _Twin(TinyModel):
-    """A tiny model that may be large: some families have layers of a fixed size."""
-
-    def build(self) -> nn.Module:
-        return build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
 
 
 def proposed(subject: tuple[TinyModel, str]) -> ProposedPlan:

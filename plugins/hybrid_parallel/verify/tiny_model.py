@@ -105,12 +105,14 @@ class TinyModel:
         module, name: module and name of the model's class.
         config: the small configuration.
         dtype: dtype of the weights.
+        most_parameters: largest size; None for any, as some families have layers of a fixed size.
     """
 
     module: str
     name: str
     config: Any
     dtype: torch.dtype = torch.float64
+    most_parameters: int | None = _MOST_PARAMETERS
 
     def build(self) -> nn.Module:
         """Build the model in training mode, without dropout.
@@ -119,7 +121,8 @@ class TinyModel:
             ConfigurationError: the model is not small, because a field with an unusual name makes it large.
         """
         model = build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
-        if (count := sum(param.numel() for param in model.parameters())) > _MOST_PARAMETERS:
+        count = sum(param.numel() for param in model.parameters())
+        if self.most_parameters is not None and count > self.most_parameters:
             largest, param = max(model.named_parameters(), key=lambda item: item[1].numel())
             raise ConfigurationError(
                 f"the tiny model of {self.name} would have {count:,} parameters, for {largest} stays "

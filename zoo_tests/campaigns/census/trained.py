@@ -7,13 +7,12 @@ import traceback
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.share_cut import share_cut
-from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank, train_reference
 from zoo_tests.campaigns.census.classes import HeadClass, training_refused
 from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, NO_PLAN, Share, Verdict
@@ -144,16 +143,10 @@ def _normalises_over_batch(head: HeadClass) -> bool:
     return any(isinstance(module, _BatchNorm) for module in _twin(head).build().modules())
 
 
-class _Twin(TinyModel):
-    """A tiny model that may be large: some families have layers of a fixed size."""
-
-    def build(self) -> nn.Module:
-        return build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
-
-
-def _twin(head: HeadClass) -> _Twin:
+def _twin(head: HeadClass) -> TinyModel:
     config_class = getattr(importlib.import_module(head.module), head.name).config_class
-    return _Twin(head.module, head.name, small_config(config_class(), _SIZES), torch.float32)
+    config = small_config(config_class(), _SIZES)
+    return TinyModel(head.module, head.name, config, torch.float32, most_parameters=None)
 
 
 def _short(error: object) -> str:

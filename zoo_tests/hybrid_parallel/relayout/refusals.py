@@ -79,6 +79,7 @@ MISTAKES: dict[str, Callable[..., None]] = {
     "layout": _layout,
     "loader": _plain_loader,
     "optimizer": _no_optimizer,
+    "plugin": lambda booster, objects: booster.relayout(*objects),
     "average": _average,
 }
 

@@ -69,6 +69,7 @@ def test_every_ordered_pair_of_layouts(family: str, tmp_path: Path) -> None:
         ("layout", "more than the model's"),
         ("loader", "cannot say where it is in its epoch"),
         ("optimizer", "got 0 of the 1 optimizers"),
+        ("plugin", "give the plugin of the new layout first"),
         ("average", "does not move the average"),
     ],
 )
