@@ -43,15 +43,17 @@ class RegisteredName(str):
         """Create the name; a str gets its characters here."""
         name = super().__new__(cls, prefix + implementation)
         name.kernel, name._arguments = getattr(implementation, "kernel", implementation), (prefix, implementation)
+        name._entry = prefix + implementation  # a plain str: torch.compile traces no method of a derived one
         return name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and (str.__eq__(self, other) or str.__eq__(self.kernel, other))
+        return isinstance(other, str) and (self._entry == other or self.kernel == other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:
+        return hash(self._entry)
 
     def __getnewargs__(self) -> tuple[str, str]:
         return self._arguments

@@ -9,6 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from os.path import commonprefix
 
 from torch import nn
 
@@ -120,7 +121,9 @@ def tower_layout(
             else:
                 last.append(path)
     behind = replace(layouts[1], last=tuple(last))
-    finished_towers = {roots[0]: ("last_hidden_state",)}
+    shared = len(commonprefix([root.split(".") for root in roots]))
+    whole_encoder = ".".join(parts[: shared + 1])  # its forward may use modules around the layers
+    finished_towers = {whole_encoder: ("last_hidden_state",)}
     return replace(layouts[0], first=first, finished_towers=finished_towers, next_layers=behind)
 
 
