@@ -18,6 +18,7 @@ from benchmarks import (
     context_parallel,
     cuda_counts,
     fp8,
+    goodput,
     host_time,
     loss_memory,
     offload,
@@ -71,6 +72,7 @@ BENCHMARKS = {
     "cuda_counts": cuda_counts,
     "planner_accuracy": planner_accuracy,
     "published_runs": published_runs,
+    "goodput": goodput,
     "checkpoint_bandwidth": checkpoint_bandwidth,
     "checkpoint_state": checkpoint_state,
 }
@@ -98,12 +100,13 @@ def main() -> None:
 
 
 def _introduction(options: argparse.Namespace) -> str:
+    levers = os.path.relpath("docs/levers.md", options.output.parent)
     return (
         f"# Measured performance\n\nWritten by `{_command(options)}`, section by section. Every figure is a ratio of "
         "medians within one run. In a run the compared implementations alternate (A B A B), so that the ratio does "
         f"not depend on how fast the machine is on a given day. One thread per rank, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {os.cpu_count()} cores. `--only NAME` measures a section again and "
-        "replaces the section with the same title. [Levers](levers.md) lists the changes that led to these figures, "
+        f"replaces the section with the same title. [Levers]({levers}) lists the changes that led to these figures, "
         "including those that did not help.\n"
     )
 

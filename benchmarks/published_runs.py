@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from plugins.hybrid_parallel.planner.costs import Prediction
-from plugins.hybrid_parallel.planner.device import PRESETS
+from plugins.hybrid_parallel.planner.device import PRESETS, Device
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
@@ -47,7 +47,7 @@ class Run:
 def report(quick: bool) -> str:
     """Return the section of the results page."""
     rows = []
-    for run in [*_megatron_runs(), *_llama_runs()][:: 6 if quick else 1]:
+    for run in [*_megatron_runs(), *llama_runs()][:: 6 if quick else 1]:
         best = _fastest(run)
         ratio = best.seconds.total / run.seconds
         rows.append(
@@ -70,9 +70,13 @@ def report(quick: bool) -> str:
     )
 
 
+def fused_device(name: str) -> Device:
+    """Return a preset whose elementwise operators are fused."""
+    return replace(PRESETS[name], elementwise=_FUSED)
+
+
 def _fastest(run: Run) -> Prediction:
-    device = replace(PRESETS[run.device], elementwise=_FUSED)
-    predictor = Predictor(ModelMap(run.build), Profiler(run.build, run.length, device, "bf16"))
+    predictor = Predictor(ModelMap(run.build), Profiler(run.build, run.length, fused_device(run.device), "bf16"))
     predictions = [predictor.predict(layout) for layout in run.layouts]
     return min(predictions, key=lambda each: each.seconds.total)
 
@@ -124,7 +128,7 @@ def _megatron_runs() -> Iterator[Run]:
         yield Run(f"GPT {billions:g}B, {devices} A100", _MEGATRON, "A100", build, layouts, length, seconds)
 
 
-def _llama_runs() -> Iterator[Run]:
+def llama_runs() -> Iterator[Run]:
     """Yield Llama 3 405B on H100 without recomputation; model FLOPs per token are 6 N plus causal attention."""
     parameters, hidden, layers = 405.85e9 - 128256 * 16384, 16384, 126
     for devices, cp, dp, length, share, rate in (

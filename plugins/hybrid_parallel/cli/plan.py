@@ -9,7 +9,9 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import nn
@@ -21,11 +23,14 @@ from plugins.hybrid_parallel.cli.arguments import count
 from plugins.hybrid_parallel.cli.models import adapter_config, model_builder, model_of
 from plugins.hybrid_parallel.config.offload import CPU
 from plugins.hybrid_parallel.config.precision import PRECISIONS
+from plugins.hybrid_parallel.planner import failure_costs
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link, preset
+from plugins.hybrid_parallel.planner.failure_costs import FailureAssumptions
 from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.plan import Job, plan_for
 from plugins.hybrid_parallel.planner.quantised_base import KINDS, QuantisedBase, quantised_by, with_adapter
 from plugins.hybrid_parallel.planner.report import draw, shortage, to_json, to_text
+from plugins.hybrid_parallel.planner.search import Plan
 
 _HERE = "this-machine"
 
@@ -53,8 +58,11 @@ def main(arguments: Sequence[str]) -> int:
     speaks = sys.stderr if prints_json(options.json) else sys.stdout
     if not prints_json(options.json) and plan.ranked:
         sys.stdout.write(f"{title}\n\n{to_text(plan, device, tokens, options.top)}\n")
+    document = to_json(plan, device, tokens)
+    if 0 < options.choose <= len(plan.ranked) and options.device_mtbf is not None:
+        document["goodput"] = _goodput(plan, device, options, speaks)
     for place in filter(None, (options.table, options.json)):
-        write_json(to_json(plan, device, tokens), place)
+        write_json(document, place)
     if not plan.ranked:
         raise ConfigurationError(shortage(plan, device))
     if options.choose > len(plan.ranked):
@@ -106,6 +114,18 @@ def _job(options: argparse.Namespace, quantised: QuantisedBase | None) -> Job:
         quantised=quantised,
         offload=None if offload == "none" else offload,
     )
+
+
+def _goodput(plan: Plan, device: Device, options: argparse.Namespace, speaks: TextIO) -> dict[str, dict[str, float]]:
+    """Simulate the chosen layout under failures, print the table, and return it as JSON."""
+    assumed = FailureAssumptions(
+        options.device_mtbf, options.storage * 1e9, options.restart_seconds, options.repair_hours
+    )
+    chosen = plan.ranked[options.choose - 1]
+    results = failure_costs.goodputs(chosen, device, assumed)
+    failures = failure_costs.failures_of(chosen.layout, device, assumed)
+    speaks.write(f"\n{chosen.layout}: {failure_costs.to_text(results, failures)}\n")
+    return {name: asdict(each) for name, each in results.items()}
 
 
 def _show_progress() -> None:
@@ -175,6 +195,16 @@ def parser() -> CommandParser:
     command.add_argument(
         "--offload", help="where layouts may offload to, if no other fits: cpu, a directory or none (cpu; none on CPUs)"
     )
+    command.add_argument(
+        "--device-mtbf", type=_positive, help="hours between failures of one device: adds how much of a run is training"
+    )
+    command.add_argument(
+        "--storage", type=_positive, default=0.12, help="GB/s of the shared file system, for each device (0.12)"
+    )
+    command.add_argument(
+        "--restart-seconds", type=_positive, default=300.0, help="until a new process trains after a failure (300)"
+    )
+    command.add_argument("--repair-hours", type=_positive, default=4.0, help="until a machine that failed is back (4)")
     command.add_argument("--top", type=count, default=10, help="layouts that are shown (10)")
     command.add_argument("--choose", type=count, default=1, help="the row that is written (1)")
     command.add_argument("--output", type=Path, help="write the chosen row for HybridParallelPlugin.from_config")

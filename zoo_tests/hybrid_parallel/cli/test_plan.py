@@ -131,3 +131,15 @@ def test_a_model_that_scans_its_tokens_is_refused_in_time(
     code, _, err = outcome(capsys, "plan", str(tmp_path), "--sequence-length", "4096", "--max-tp", "1")
     assert code == 2
     assert "MambaForCausalLM runs its tokens one after the other" in err and "plan for" in err
+
+
+@pytest.mark.slow
+def test_goodput_of_the_chosen_row(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = ("--device-mtbf", "1000", "--storage", "0.01", "--restart-seconds", "600", "--repair-hours", "2")
+    code, out, err = outcome(capsys, "plan", model, *_SIZES, *failing, "--json", str(tmp_path / "plan.json"))
+    assert (code, err) == (0, "")
+    assert "a failure every 10.4 d on 1 machine" in out and "restart from disk" in out
+    ways = json.loads((tmp_path / "plan.json").read_text())["goodput"]
+    assert len(ways) == 3 and all(0.9 < way["useful"] < 1 for way in ways.values())
+    code, out, err = outcome(capsys, "plan", model, *_SIZES, "--device-mtbf", "never")
+    assert (code, out) == (2, "") and "'never' is not a positive number" in err
