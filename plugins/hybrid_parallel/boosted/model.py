@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
+from plugins.hybrid_parallel.boosted.output_parts import AUX_LOSS
+from plugins.hybrid_parallel.boosted.router_parts import forward_with_aux_loss
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.boosted.surface import ModelSurface
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
@@ -344,6 +346,8 @@ class HybridParallelModel(ModelSurface):
         return self.user_loop.forward(batch, given)
 
     def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.losses.routers_see_parts and self.losses.routers_are_asked(kwargs):
+            return forward_with_aux_loss(self, args, kwargs)
         if args or num_rows(kwargs):
             return self.whole_sequences(self.module(*args, **kwargs))
         # Layers accept no empty batch, and other ranks may wait for this one in them (experts).
@@ -352,12 +356,18 @@ class HybridParallelModel(ModelSurface):
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the head's loss, computed on this rank's logits."""
         loss, given = self._share_of_loss(kwargs)
+        balance = loss.balance
         with parallel_logits(self.module):
-            outputs = self.module(*args, **{**self.head_loss.inputs(given), "return_dict": True})
+            with nullcontext() if balance is None else balance.watching(0, 0):
+                not_of_parts = {} if balance is None else {ASKED: False}
+                outputs = self.module(*args, **{**self.head_loss.inputs(given), **not_of_parts, "return_dict": True})
             value = loss.share(outputs, 0) if given is kwargs else empty_share(outputs, loss)
-        outputs = self.gathered(outputs)
-        if loss.aux_loss is not None:
-            outputs = type(outputs)(**{**outputs, "aux_loss": loss.aux_loss})
+        outputs, aux_loss = self.gathered(outputs), loss.aux_loss
+        if balance is not None:
+            value = value + balance.share_of_batch().to(value)
+            aux_loss = balance.latest
+        if aux_loss is not None:
+            outputs = type(outputs)(**{**outputs, AUX_LOSS: aux_loss})
         return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
 
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
