@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.boosted.stage_generation import generate_through_st
 from plugins.hybrid_parallel.boosted.surface import ModelSurface
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.boosted.whole_model import WholeModel
+from plugins.hybrid_parallel.boosted.whole_outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.data.document_borders import with_positions
@@ -30,6 +31,7 @@ from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
+from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations
 from plugins.hybrid_parallel.offload.stores import Store
@@ -41,9 +43,8 @@ from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
-from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import SharedStream
-from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
+from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
 from shardformer.loss.terms import LOSS_KEYWORDS
 from shardformer.stages.placeholders import StagePlaceholder
@@ -96,6 +97,7 @@ class HybridParallelModel(ModelSurface):
         self.gathers, self.batches_seen = ParameterGathers(), 0
         self.activations: OffloadedActivations | None = None
         self.checked_full_batch = False
+        self.expert_balance: ExpertBalance | None = None
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
         self.finish()
@@ -225,7 +227,8 @@ class HybridParallelModel(ModelSurface):
             if self.checks_this_batch():
                 check_batch_of_replica(kwargs, self.mesh)
             self.trace.begin([kwargs], [])
-        with self.running(), naming_entry(kwargs):
+        counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
+        with self.running(), naming_entry(kwargs), self.counting_experts(counts):
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
             elif self.losses.own_reason(kwargs) is None:
@@ -280,6 +283,30 @@ class HybridParallelModel(ModelSurface):
                 return generate_through_stages(self, args, kwargs)
             return self.module.generate(*args, **kwargs)
 
+    def expert_load(self) -> dict[str, Tensor]:
+        """Return how many tokens were sent to each expert for the last step of the optimizer; call it on all ranks.
+
+        Needs the plugin's option `count_expert_load` or `moe_router_bias_update_rate`. Each choice of a token counts,
+        padding does not. Before the first step there is no layer.
+
+        Returns:
+            Path of the experts of each layer -> counts over all ranks and passes of the step, [experts], int64, in host
+            memory.
+
+        Raises:
+            ConfigurationError: if tokens are not counted.
+        """
+        if self.expert_balance is None:
+            raise ConfigurationError(
+                "model.expert_load() finds no counts, because count_expert_load=False; use "
+                "HybridParallelPlugin(count_expert_load=True)"
+            )
+        return self.expert_balance.of_last_step()
+
+    def counting_experts(self, is_asked: bool) -> AbstractContextManager[None]:
+        """Return a context whose passes count for the load of experts, if it is asked for and they are counted."""
+        return nullcontext() if self.expert_balance is None else self.expert_balance.counting(is_asked)
+
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
     ) -> StepLoss:
@@ -306,35 +333,11 @@ class HybridParallelModel(ModelSurface):
 
     def gathered(self, outputs: Any) -> Any:
         """Return `outputs` of whole sequences, with logits gathered over the vocabulary-parallel ranks."""
-        outputs = self.whole_sequences(outputs)
-        head = next((module for module in self.module.modules() if isinstance(module, VocabParallelLMHead)), None)
-        if head is None or not isinstance(outputs, Mapping):
-            return outputs
-
-        def whole(value: Any) -> Any:
-            local_rows = head.weight.shape[1 if head.transposed else 0]
-            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != local_rows:
-                return value
-            return gather_from_region(value, value.dim() - 1, head.group)[..., : head.full_out_features]
-
-        logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
-        return type(outputs)(**{**outputs, **logits})
+        return with_whole_logits(self.whole_sequences(outputs), self.module)
 
     def whole_sequences(self, outputs: Any) -> Any:
         """Gather outputs of this rank's part of each sequence to outputs of whole sequences."""
-        axis = self.losses.axis
-        if axis is None:
-            return outputs
-        length = axis.latest.length
-        part = 2 * axis.chunk(length)
-
-        def whole(value: Any) -> Any:
-            is_part = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == part
-            return axis.gather(value, length) if is_part else value
-
-        if not isinstance(outputs, Mapping):
-            return whole(outputs)
-        return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
+        return with_whole_sequences(outputs, self.losses.axis)
 
     def _forward_through_stages(self, args: tuple, given: dict[str, Any]) -> Any:
         if args:

@@ -22,8 +22,8 @@ from plugins.hybrid_parallel.loss.step_loss import (
     StepLoss,
 )
 from shardformer.attention import log_once
+from shardformer.context_parallel.token_mask import token_mask
 from shardformer.context_parallel.zigzag import ZigzagSharding
-from shardformer.distributed.collectives import local_slice
 from shardformer.loss.replaced import own_loss_reason
 from shardformer.loss.routers import RouterScores, routers_are_asked
 from shardformer.peft import behind_prompts, model_inside
@@ -96,27 +96,21 @@ class LossChoice:
     @property
     def routers_see_parts(self) -> bool:
         """Whether a router sees parts of the sequences of its replica."""
-        return self.mesh.size("cp") > 1 or self._cuts_over_tp
+        return self.mesh.size("cp") > 1 or self.cuts_over_tp
 
     @property
-    def _cuts_over_tp(self) -> bool:
+    def cuts_over_tp(self) -> bool:
+        """Whether tensor-parallel ranks have parts of sequences in every layer (`all_to_all`)."""
         return getattr(self.model, "heads_are_exchanged", False)
 
-    def _router_balance(self, microbatches: Microbatches) -> RouterBalance:
-        masks = [self._mask_of_parts(microbatch) for microbatch in microbatches]
-        return RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh, self._cuts_over_tp)
+    def token_mask(self, microbatch: Mapping[str, Any]) -> Tensor | None:
+        """Return the attention mask of the tokens that this rank's layers see; None if all of them count."""
+        axis = self.model.context_axis if self.mesh.size("cp") > 1 else None
+        return token_mask(microbatch, axis, self.mesh.group("tp") if self.cuts_over_tp else None)
 
-    def _mask_of_parts(self, microbatch: Mapping[str, Any]) -> Tensor | None:
-        """Return the attention mask of the tokens that this rank's routers see, [batch, seq/(cp or tp)]."""
-        mask = microbatch.get("attention_mask")
-        if not self.routers_see_parts:
-            return mask
-        if mask is None:
-            tokens = next(microbatch[name] for name in ("input_ids", "inputs_embeds") if name in microbatch)
-            mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-        if self.mesh.size("cp") > 1:
-            mask = self.model.context_axis.take(mask)
-        return local_slice(mask, 1, self.mesh.group("tp")) if self._cuts_over_tp else mask
+    def _router_balance(self, microbatches: Microbatches) -> RouterBalance:
+        masks = [self.token_mask(microbatch) for microbatch in microbatches]
+        return RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh, self.cuts_over_tp)
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the head computes no loss for `batch`."""
@@ -163,7 +157,7 @@ class LossChoice:
             f"pp_size={sizes['pp']} spreads over stages; use pp_size=1": sizes["pp"] > 1 and not adds_up,
             f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1": sizes["cp"] > 1 and not adds_up,
             "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'": (
-                self._cuts_over_tp and not adds_up
+                self.cuts_over_tp and not adds_up
             ),
             f"is cut into {most} micro-batches; use num_microbatches=1": most > 1 and not adds_up,
             f"dp_size={sizes['dp']} spreads over replicas; use dp_size=1": sizes["dp"] > 1 and not is_known,
