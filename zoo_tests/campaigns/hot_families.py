@@ -1,6 +1,6 @@
 """The families of the last twelve months under every axis, plainly, with LoRA, packed, and with the loss of routers.
 
-    python -m zoo_tests.campaigns.hot_families [--families REGEX] [--layouts tp2,cp2] [--features lora,packed]
+python -m zoo_tests.campaigns.hot_families [--families REGEX] [--layouts tp2,cp2] [--features lora,packed]
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
 from shardformer.expert_parallel.experts import expert_modules
+from shardformer.loss.routers import router_loss_of
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import _twin, trained_or_refused
 from zoo_tests.harness.adapters import with_adapters
@@ -88,6 +88,10 @@ class Subject:
         model = self._twin.build()
         if self.feature == "router":
             model.config.output_router_logits = True
+            for holder in (model, model.config):
+                for name in ("router_aux_loss_coef", "aux_loss_coef"):
+                    if hasattr(holder, name):
+                        setattr(holder, name, 2.0)  # so that a wrong loss exceeds the tolerance
         return with_adapters(model, _linears_of_attention(model)) if self.feature == "lora" else model
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Tensor]:
@@ -97,7 +101,7 @@ class Subject:
 
     def is_meaningful(self) -> bool:
         """Whether the model has what the feature needs."""
-        return self.feature != "router" or hasattr(self._twin.config, "output_router_logits")
+        return self.feature != "router" or router_loss_of(self._twin.build()) is not None
 
     def has_experts(self) -> bool:
         """Whether the model has experts that ranks can share."""
