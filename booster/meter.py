@@ -112,6 +112,8 @@ class Meter:
         if self._knows_flops and flops:
             # A backward pass costs twice the forward pass.
             figures["mfu"] = 3 * flops / seconds / (self.peak_flops * _world_size())
+        if load := self.plugin.expert_load(self.model):
+            figures["max_vio"] = max(float(each.max() / each.double().mean()) - 1.0 for each in load.values())
         figures["memory_mib"] = memory / 2**20
         if self.total_steps is not None:
             done = self.current_step - self.initial_step
@@ -125,7 +127,9 @@ class Meter:
         """Return the latest figures, as trackers take them.
 
         `loss`; `learning_rate`; `tokens_per_second` and `samples_per_second` over all ranks; `mfu`, the FLOP/s of the
-        model over those that the devices promise, if both are known; `memory_mib` of the fullest rank; `eta_s`.
+        model over those that the devices promise, if both are known; `max_vio`, the most by which the fullest expert of
+        a layer exceeds the mean of its layer (arXiv 2408.15664), if the plugin counts tokens; `memory_mib` of the
+        fullest rank; `eta_s`.
         """
         return dict(self._figures)
 

@@ -102,6 +102,10 @@ class Plugin(ABC):
         """Return the FLOPs of the whole model's forward pass of a batch; None if they are unknown."""
         return None
 
+    def expert_load(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the tokens of each expert in the last step, by layer; nothing if they are not counted."""
+        return {}
+
     def peak_flops(self) -> float | None:
         """Return the FLOP/s that one device promises in the precision of training; None if it is unknown."""
         return None

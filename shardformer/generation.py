@@ -1,7 +1,8 @@
 """Generation with a sharded model: every tensor-parallel rank runs transformers' own `generate` on all tokens.
 
 Caches hold the keys and values of a rank's own heads, and the head gathers its logits. Only sampling needs care: if the
-ranks drew different tokens, each would continue with a different text, and their caches would not match.
+ranks drew different tokens, each would continue with a different text, and their caches would not match. Ranks that
+share experts have texts of their own, and go on calling the model until the last of these texts ends.
 """
 
 from __future__ import annotations
@@ -49,11 +50,6 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
                 f"generate() adds tokens to sequences that cp_size={config.context.size} ranks share; boost the model "
                 "with cp_size=1 (a checkpoint opens under any layout)"
             )
-        if config.expert_parallel_size > 1:
-            raise RuntimeError(
-                f"generate() on ep_size={config.expert_parallel_size} ranks would wait for those that write shorter "
-                "texts; boost the model with ep_size=1 (a checkpoint opens under any layout)"
-            )
         if config.uses_ulysses and kwargs.get("use_cache", True):
             raise RuntimeError(
                 "sequence_parallelism_mode='all_to_all' leaves no key/value cache to generate with; "
@@ -66,7 +62,17 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
             )
         if config.tensor_parallel_size > 1:
             adopt_first_generator(config.group, next(self.parameters()).device)
+        if config.expert_parallel_size > 1:
+            _check_loop(self, config.expert_parallel_size)
+            kwargs["synced_gpus"] = True  # tokens of the other ranks may need experts of this one
         return type(runner).generate(runner, *args, **kwargs)
+
+    def has_unfinished(self: nn.Module, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        if not synced_gpus or config.expert_parallel_size == 1:
+            return type(self)._has_unfinished_sequences(self, this_peer_finished, synced_gpus, device)
+        unfinished = torch.tensor(int(not this_peer_finished), device=device)
+        dist.all_reduce(unfinished, dist.ReduceOp.MAX, group=config.expert_parallel_process_group)
+        return bool(unfinished)
 
     def criteria(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runner = vars(self).get(_RUNNER, self)
@@ -76,6 +82,8 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
     model.generate = generate.__get__(model)
     if hasattr(model, "_get_stopping_criteria"):
         model._get_stopping_criteria = criteria.__get__(model)
+    if hasattr(model, "_has_unfinished_sequences"):
+        model._has_unfinished_sequences = has_unfinished.__get__(model)
 
 
 def decided_first(criteria: Any, *groups: ProcessGroup) -> Any:
@@ -102,6 +110,16 @@ class _FirstDecides:
         for group in self._groups:
             dist.broadcast(ends, group=group, group_src=0)
         return ends.bool()
+
+
+def _check_loop(model: nn.Module, ep_size: int) -> None:
+    from transformers import GenerationMixin
+
+    if type(model).generate is not GenerationMixin.generate:
+        raise RuntimeError(
+            f"generate() of {type(model).__name__} is a loop of its own, in which ep_size={ep_size} ranks would wait "
+            "for those that write shorter texts; boost the model with ep_size=1 (a checkpoint opens under any layout)"
+        )
 
 
 def _asks_for_hidden_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -334,6 +334,10 @@ class HybridParallelPlugin(Plugin):
             self._flops[model] = ModelFlops(model)
         return self._flops[model].of(batch)
 
+    def expert_load(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the tokens of each expert of the last step, by layer; nothing if they are not counted."""
+        return model.expert_load() if self.config.policy.counts_experts else {}
+
     def peak_flops(self) -> float | None:
         """Return the FLOP/s of this rank's GPU by its vendor's specification; None for another device."""
         from plugins.hybrid_parallel.planner.model_flops import peak_flops
@@ -383,9 +387,8 @@ class HybridParallelPlugin(Plugin):
         grid = self.grid
         with checked_collectives(self.config.debugging.debug):
             built = build_model(model, self.config, grid, self.seed, trains=bool(objects.optimizers))
-        stands_alone = len(original) == 1
         for optim, groups in zip(objects.optimizers, original, strict=True):
-            build_optimizer(optim, groups, names, built, self.config, self.grid, self.seed, stands_alone)
+            build_optimizer(optim, groups, names, built, self.config, self.grid, self.seed, len(original) == 1)
         shard_frozen_parameters(built, self.config, self.grid)
         if not objects.optimizers:
             refuse_backward(built.model)

@@ -20,7 +20,7 @@ from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_par
 from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.phrases import divisors_phrase
 
-_INDICES = ("top_k_index", "router_indices")
+INDICES = ("top_k_index", "router_indices")
 _WEIGHTS = ("top_k_weights", "routing_weights")
 
 
@@ -31,13 +31,19 @@ def is_experts(module: nn.Module) -> bool:
     if not isinstance(count, int) or not any(each.dim() == 3 for each in stacked):
         return False
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    is_called_so = len(names) == 3 and names[1] in _INDICES and names[2] in _WEIGHTS
+    is_called_so = len(names) == 3 and names[1] in INDICES and names[2] in _WEIGHTS
     return is_called_so and all(each.dim() > 0 and each.shape[0] == count for each in stacked)
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Return path and module of the experts of every layer."""
     return ((path, module) for path, module in model.named_modules() if is_experts(module))
+
+
+def num_experts(experts: nn.Module) -> int:
+    """Return the number of experts of a layer, over all ranks."""
+    dispatcher = getattr(experts, "dispatcher", None)
+    return experts.num_experts if dispatcher is None else dispatcher.num_experts
 
 
 def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:

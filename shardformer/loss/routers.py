@@ -147,16 +147,16 @@ class RouterLoss:
         family = sys.modules[inspect.unwrap(type(self.model).forward).__module__]
         function = getattr(family, "load_balancing_loss_func", None)
         is_usual = function is not None and list(inspect.signature(function).parameters) == _ARGUMENTS
-        return function if is_usual else None
+        return function if is_usual and None not in self._sizes else None
 
     @property
-    def _sizes(self) -> tuple[int, int]:
-        """Number of experts, and how many of them each token goes to."""
+    def _sizes(self) -> tuple[int | None, int | None]:
+        """Number of experts, and how many of them each token goes to; None where a family has another name for it."""
         return self._size("num_experts"), self._size("num_experts_per_tok")
 
-    def _size(self, name: str) -> int:
+    def _size(self, name: str) -> int | None:
         own = getattr(self.model, name, None)
-        return getattr(self.model.config.get_text_config(), name) if own is None else own
+        return getattr(self.model.config.get_text_config(), name, None) if own is None else own
 
 
 class RouterScores:

@@ -17,8 +17,8 @@ def router_problems(model: nn.Module, config: ShardConfig) -> list[str]:
     stages = config.stage_manager.num_stages
     spread = {
         f"pp_size={stages}": stages > 1 and not adds_up,
-        "cp_size above 1": config.context is not None,
-        "sequence_parallelism_mode='all_to_all'": config.uses_ulysses,
+        "cp_size above 1": config.context is not None and not adds_up,
+        "sequence_parallelism_mode='all_to_all'": config.uses_ulysses and not adds_up,
     }
     return [
         f"output_router_logits=True adds a loss over the router scores of all layers and tokens, which {what} "

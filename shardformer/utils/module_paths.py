@@ -18,6 +18,11 @@ def ends_in(path: str, name: str) -> bool:
     return all(part == want or (want == "*" and part.isdecimal()) for part, want in zip(found, wanted, strict=True))
 
 
+def in_order(paths: Iterable[str]) -> list[str]:
+    """Return paths in the order of their layers: `layers.2` before `layers.10`."""
+    return sorted(paths, key=lambda path: [(part.zfill(9) if part.isdecimal() else part) for part in path.split(".")])
+
+
 def nearest_names(name: str, paths: Iterable[str]) -> list[str]:
     """Return the ends of paths that are most similar to `name`, the nearest first."""
     return difflib.get_close_matches(name.lstrip("."), _endings(paths), n=3, cutoff=0.0)

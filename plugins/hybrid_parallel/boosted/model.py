@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,13 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
+from plugins.hybrid_parallel.boosted.output_parts import AUX_LOSS
+from plugins.hybrid_parallel.boosted.router_parts import forward_with_aux_loss
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.boosted.surface import ModelSurface
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.boosted.whole_model import WholeModel
+from plugins.hybrid_parallel.boosted.whole_outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.data.document_borders import with_positions
@@ -28,6 +31,7 @@ from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
+from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations
 from plugins.hybrid_parallel.offload.stores import Store
@@ -39,9 +43,8 @@ from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
-from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import SharedStream
-from shardformer.layers.lm_head import VocabParallelLMHead, parallel_logits
+from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
 from shardformer.loss.terms import LOSS_KEYWORDS
 from shardformer.stages.placeholders import StagePlaceholder
@@ -94,6 +97,7 @@ class HybridParallelModel(ModelSurface):
         self.gathers, self.batches_seen = ParameterGathers(), 0
         self.activations: OffloadedActivations | None = None
         self.checked_full_batch = False
+        self.expert_balance: ExpertBalance | None = None
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
         self.finish()
@@ -223,7 +227,8 @@ class HybridParallelModel(ModelSurface):
             if self.checks_this_batch():
                 check_batch_of_replica(kwargs, self.mesh)
             self.trace.begin([kwargs], [])
-        with self.running(), naming_entry(kwargs):
+        counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
+        with self.running(), naming_entry(kwargs), self.counting_experts(counts):
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
             elif self.losses.own_reason(kwargs) is None:
@@ -278,6 +283,30 @@ class HybridParallelModel(ModelSurface):
                 return generate_through_stages(self, args, kwargs)
             return self.module.generate(*args, **kwargs)
 
+    def expert_load(self) -> dict[str, Tensor]:
+        """Return how many tokens were sent to each expert for the last step of the optimizer; call it on all ranks.
+
+        Needs the plugin's option `count_expert_load` or `moe_router_bias_update_rate`. Each choice of a token counts,
+        padding does not. Before the first step there is no layer.
+
+        Returns:
+            Path of the experts of each layer -> counts over all ranks and passes of the step, [experts], int64, in host
+            memory.
+
+        Raises:
+            ConfigurationError: if tokens are not counted.
+        """
+        if self.expert_balance is None:
+            raise ConfigurationError(
+                "model.expert_load() finds no counts, because count_expert_load=False; use "
+                "HybridParallelPlugin(count_expert_load=True)"
+            )
+        return self.expert_balance.of_last_step()
+
+    def counting_experts(self, is_asked: bool) -> AbstractContextManager[None]:
+        """Return a context whose passes count for the load of experts, if it is asked for and they are counted."""
+        return nullcontext() if self.expert_balance is None else self.expert_balance.counting(is_asked)
+
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
     ) -> StepLoss:
@@ -304,35 +333,11 @@ class HybridParallelModel(ModelSurface):
 
     def gathered(self, outputs: Any) -> Any:
         """Return `outputs` of whole sequences, with logits gathered over the vocabulary-parallel ranks."""
-        outputs = self.whole_sequences(outputs)
-        head = next((module for module in self.module.modules() if isinstance(module, VocabParallelLMHead)), None)
-        if head is None or not isinstance(outputs, Mapping):
-            return outputs
-
-        def whole(value: Any) -> Any:
-            local_rows = head.weight.shape[1 if head.transposed else 0]
-            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != local_rows:
-                return value
-            return gather_from_region(value, value.dim() - 1, head.group)[..., : head.full_out_features]
-
-        logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
-        return type(outputs)(**{**outputs, **logits})
+        return with_whole_logits(self.whole_sequences(outputs), self.module)
 
     def whole_sequences(self, outputs: Any) -> Any:
         """Gather outputs of this rank's part of each sequence to outputs of whole sequences."""
-        axis = self.losses.axis
-        if axis is None:
-            return outputs
-        length = axis.latest.length
-        part = 2 * axis.chunk(length)
-
-        def whole(value: Any) -> Any:
-            is_part = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == part
-            return axis.gather(value, length) if is_part else value
-
-        if not isinstance(outputs, Mapping):
-            return whole(outputs)
-        return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
+        return with_whole_sequences(outputs, self.losses.axis)
 
     def _forward_through_stages(self, args: tuple, given: dict[str, Any]) -> Any:
         if args:
@@ -344,6 +349,8 @@ class HybridParallelModel(ModelSurface):
         return self.user_loop.forward(batch, given)
 
     def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.losses.routers_see_parts and self.losses.routers_are_asked(kwargs):
+            return forward_with_aux_loss(self, args, kwargs)
         if args or num_rows(kwargs):
             return self.whole_sequences(self.module(*args, **kwargs))
         # Layers accept no empty batch, and other ranks may wait for this one in them (experts).
@@ -352,12 +359,18 @@ class HybridParallelModel(ModelSurface):
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the head's loss, computed on this rank's logits."""
         loss, given = self._share_of_loss(kwargs)
+        balance = loss.balance
         with parallel_logits(self.module):
-            outputs = self.module(*args, **{**self.head_loss.inputs(given), "return_dict": True})
+            with nullcontext() if balance is None else balance.watching(0, 0):
+                not_of_parts = {} if balance is None else {ASKED: False}
+                outputs = self.module(*args, **{**self.head_loss.inputs(given), **not_of_parts, "return_dict": True})
             value = loss.share(outputs, 0) if given is kwargs else empty_share(outputs, loss)
-        outputs = self.gathered(outputs)
-        if loss.aux_loss is not None:
-            outputs = type(outputs)(**{**outputs, "aux_loss": loss.aux_loss})
+        outputs, aux_loss = self.gathered(outputs), loss.aux_loss
+        if balance is not None:
+            value = value + balance.share_of_batch().to(value)
+            aux_loss = balance.latest
+        if aux_loss is not None:
+            outputs = type(outputs)(**{**outputs, AUX_LOSS: aux_loss})
         return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
 
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:

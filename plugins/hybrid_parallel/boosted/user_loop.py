@@ -169,6 +169,7 @@ class PipelineCall:
 
         with ExitStack() as stack:
             stack.enter_context(model.running())
+            stack.enter_context(model.counting_experts(trains and not empty))
             stack.enter_context(weights_rounded_once(runtime.module))
             stack.enter_context(naming_entry(batch))
             if loss.reads_parallel_logits:

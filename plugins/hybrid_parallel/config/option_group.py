@@ -90,6 +90,13 @@ def one_of(*choices: Any, text: str | None = None) -> Rule:
     return Rule(((has_type, text), (lambda value: value in choices, text)), choices[-1])
 
 
+def not_negative(example: float) -> Rule:
+    """Create the rule of an option that is a number from 0 on."""
+    finite = (math.isfinite, f"is not finite; use a number such as {example}")
+    above = (lambda value: value >= 0, "is negative; use 0 or more")
+    return Rule(((is_number, f"is not a number; use one such as {example}"), above, finite), example)
+
+
 def positive(example: Any) -> Rule:
     """Create the rule of an option above 0, which is an integer if the example is one."""
     above = (lambda value: value > 0, "is not positive; use a value above 0")

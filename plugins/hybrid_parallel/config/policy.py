@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.hybrid_parallel.config.option_group import OptionGroup, Rule, one_of, option, positive
+from plugins.hybrid_parallel.config.option_group import (
+    SWITCH,
+    OptionGroup,
+    Rule,
+    not_negative,
+    one_of,
+    option,
+    positive,
+)
 from shardformer import Policy, TPInfo
 
 
@@ -27,6 +35,9 @@ class PolicyOptions(OptionGroup):
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this times `tp_size`.
         expert_capacity_factor: capacity of an expert per sequence, as a multiple of an equal share of its tokens; None
             for no limit.
+        moe_router_bias_update_rate: by which the biases of routers move after each step, against the load of experts; 0
+            leaves them.
+        count_expert_load: count the tokens of each expert, for `model.expert_load()`.
     """
 
     custom_policy: Policy | type | None = option(
@@ -38,6 +49,13 @@ class PolicyOptions(OptionGroup):
     sharding_dim: int | None = option(None, one_of(None, 0, -1))
     make_vocab_size_divisible_by: int = option(64, positive(64))
     expert_capacity_factor: float | None = option(None, positive(1.25))
+    moe_router_bias_update_rate: float = option(0.0, not_negative(0.001))
+    count_expert_load: bool = option(False, SWITCH)
+
+    @property
+    def counts_experts(self) -> bool:
+        """Whether the tokens of each expert are counted."""
+        return self.count_expert_load or self.moe_router_bias_update_rate > 0
 
     def conflicts(self) -> list[str]:
         """Return one sentence for each broken rule between these options."""

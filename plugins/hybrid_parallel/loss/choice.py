@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
@@ -22,6 +22,7 @@ from plugins.hybrid_parallel.loss.step_loss import (
     StepLoss,
 )
 from shardformer.attention import log_once
+from shardformer.context_parallel.token_mask import token_mask
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.loss.replaced import own_loss_reason
 from shardformer.loss.routers import RouterScores, routers_are_asked
@@ -90,12 +91,26 @@ class LossChoice:
         None if no rank can have what it is computed from.
         """
         routers = None if self.head_loss is None else self.head_loss.routers
-        has_parts = self.mesh.size("cp") > 1 or getattr(self.model, "heads_are_exchanged", False)
-        return None if routers is None or has_parts or not routers.adds_up else self._router_balance(microbatches)
+        return None if routers is None or not routers.adds_up else self._router_balance(microbatches)
+
+    @property
+    def routers_see_parts(self) -> bool:
+        """Whether a router sees parts of the sequences of its replica."""
+        return self.mesh.size("cp") > 1 or self.cuts_over_tp
+
+    @property
+    def cuts_over_tp(self) -> bool:
+        """Whether tensor-parallel ranks have parts of sequences in every layer (`all_to_all`)."""
+        return getattr(self.model, "heads_are_exchanged", False)
+
+    def token_mask(self, microbatch: Mapping[str, Any]) -> Tensor | None:
+        """Return the attention mask of the tokens that this rank's layers see; None if all of them count."""
+        axis = self.model.context_axis if self.mesh.size("cp") > 1 else None
+        return token_mask(microbatch, axis, self.mesh.group("tp") if self.cuts_over_tp else None)
 
     def _router_balance(self, microbatches: Microbatches) -> RouterBalance:
-        masks = [microbatch.get("attention_mask") for microbatch in microbatches]
-        return RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh)
+        masks = [self.token_mask(microbatch) for microbatch in microbatches]
+        return RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh, self.cuts_over_tp)
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the head computes no loss for `batch`."""
@@ -122,7 +137,7 @@ class LossChoice:
         return RouterScores(list(self.head_loss.routers.routers(self.model.modules())))
 
     def _routers_are_spread(self, microbatches: Microbatches, is_known: bool) -> bool:
-        """Return whether the auxiliary loss is of routers on several stages, or of several micro-batches.
+        """Return whether the auxiliary loss is of routers on several stages, of several micro-batches or parts of them.
 
         Args:
             is_known: whether the loss can be combined over replicas.
@@ -137,12 +152,13 @@ class LossChoice:
             dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
             fewest, most = int(extremes[0]), -int(extremes[1])
         adds_up = is_known and self.head_loss.routers.adds_up
-        are_spread = sizes["pp"] > 1 or most > 1
-        exchanges = getattr(self.model, "heads_are_exchanged", False)
+        are_spread = sizes["pp"] > 1 or most > 1 or self.routers_see_parts
         reasons = {
             f"pp_size={sizes['pp']} spreads over stages; use pp_size=1": sizes["pp"] > 1 and not adds_up,
-            f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1": sizes["cp"] > 1,
-            "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'": exchanges,
+            f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1": sizes["cp"] > 1 and not adds_up,
+            "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'": (
+                self.cuts_over_tp and not adds_up
+            ),
             f"is cut into {most} micro-batches; use num_microbatches=1": most > 1 and not adds_up,
             f"dp_size={sizes['dp']} spreads over replicas; use dp_size=1": sizes["dp"] > 1 and not is_known,
             "leaves a replica without samples; use drop_last=True": fewest == 0 and not are_spread,

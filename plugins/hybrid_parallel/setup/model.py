@@ -22,6 +22,7 @@ from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.device import current_device
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
+from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
 from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.offload.activations import activation_store, check_layers
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
@@ -46,6 +47,7 @@ from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention.kernel_limits import AMPERE, capability_of
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
+from shardformer.expert_parallel.router_bias import keep_biases_from_optimizer
 from shardformer.layers.fp8 import check_fp8, multiply_in_fp8
 from shardformer.layers.partial_gradients import leave_sums
 from shardformer.lazy import (
@@ -56,6 +58,7 @@ from shardformer.lazy import (
     waits_for_values,
     weight_reader_of,
 )
+from shardformer.peft import model_inside
 from shardformer.policies.registry import needs_policy_in_16_bit
 from shardformer.policies.user.tp_info import TPInfoPolicy
 from shardformer.quantised import is_quantised, keep_format
@@ -176,6 +179,8 @@ def build_model(
     reader = _reader_of(model, seed)
     share_initial_weights(model)
     origin = WholeModel.of(model)
+    if config.policy.moe_router_bias_update_rate:
+        keep_biases_from_optimizer(model_inside(model))
     recompute(config.kernels.gradient_checkpointing, model)
     shared = shard_model(model, config, mesh)
     held = {}
@@ -240,6 +245,8 @@ def wrap_model(
         compile_layers(model)
     # Watched before any optimizer, because its hooks take the gradients away.
     wrapped = HybridParallelModel(runtime, context, ModuleWatch(model) if config.debugging.debug else None)
+    if config.policy.counts_experts:
+        wrapped.expert_balance = ExpertBalance(wrapped.losses, mesh, config.policy.moe_router_bias_update_rate)
     loss_scale = LossScale()
     if config.mixed_precision.precision == "fp16":
         loss_scale = DynamicLossScale(config.mixed_precision.initial_scale, config.mixed_precision.growth_interval)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from shardformer.expert_parallel.experts import expert_modules
+from shardformer.expert_parallel.router_bias import router_biases
 from shardformer.peft import adapter_configs, check_adapters, model_inside
 from shardformer.quantised import is_quantised, kind_of_layer, quantised_layers, quantised_name
 
@@ -18,9 +20,24 @@ def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
     parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     check_adapters(model, [f"{name}={size}" for name, size in sizes.items() if size > 1])
+    _check_experts(model_inside(model), config)
     packed = quantised_name(model_inside(model))
     if packed is not None or getattr(model_inside(model), "hf_quantizer", None) is not None:
         _check_quantised(model, packed, config)
+
+
+def _check_experts(model: nn.Module, config: HybridParallelConfig) -> None:
+    """Refuse options of routers where there are none, or none of whose experts tokens can be counted."""
+    name, rate = type(model).__name__, config.policy.moe_router_bias_update_rate
+    if rate and not router_biases(model):
+        raise ValueError(
+            f"moe_router_bias_update_rate={rate} finds no router in {name} with a bias for the choice of experts in "
+            "stacked parameters (e_score_correction_bias, expert_bias); use moe_router_bias_update_rate=0"
+        )
+    if config.policy.count_expert_load and next(expert_modules(model), None) is None:
+        raise ValueError(
+            f"count_expert_load=True finds no experts in stacked parameters in {name}; use count_expert_load=False"
+        )
 
 
 def _check_quantised(model: nn.Module, packed: str | None, config: HybridParallelConfig) -> None:

@@ -9,6 +9,8 @@ from itertools import chain
 import torch
 from torch import nn
 
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
 from plugins.hybrid_parallel.distributed.mesh import (
@@ -98,11 +100,19 @@ def build_optimizer(
         StepOptions(zero.max_norm, debugging.nonfinite, zero.overlap_allgather, stepper_of(optim, memory)),
         StepHooks(
             partial(refuse_or_skip, trace=model.trace, mesh=mesh),
-            (lambda step: model.synchrony.run_at(debugging.synchrony_interval, [step])) if debugging.debug else None,
+            partial(_after_step, model=model, debugging=debugging),
         ),
     )
     model.attach_optimizer(wrapped)
     return wrapped
+
+
+def _after_step(step: HybridParallelOptimizer, model: HybridParallelModel, debugging: DebugOptions) -> None:
+    """Do what a model does after a step of one of its optimizers."""
+    if model.expert_balance is not None:
+        model.expert_balance.end_step(step.step_was_skipped)
+    if debugging.debug and not step.step_was_skipped:
+        model.synchrony.run_at(debugging.synchrony_interval, [step])
 
 
 def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:

@@ -39,11 +39,11 @@ class StepHooks:
 
     Attributes:
         on_nonfinite: raises, or reports why the step is skipped.
-        after_step: called when the step is complete; None for nothing.
+        after_step: called when the step is complete, or skipped.
     """
 
     on_nonfinite: Callable[[HybridParallelOptimizer], None]
-    after_step: Callable[[HybridParallelOptimizer], None] | None = None
+    after_step: Callable[[HybridParallelOptimizer], None]
 
 
 @dataclass(frozen=True)
@@ -255,13 +255,12 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._groups.refuse_strangers()
         self.num_steps += 1
         self.take_gradients()
-        if self.step_was_skipped:
-            return None
-        with updating(self, self.overlap_allgather):
-            self.wholes.gather_gradients()
-            result = self.stepper.step(self.updated, None if closure is None else evaluation(self, closure))
-        if self.step_hooks.after_step is not None:
-            self.step_hooks.after_step(self)
+        result = None
+        if not self.step_was_skipped:
+            with updating(self, self.overlap_allgather):
+                self.wholes.gather_gradients()
+                result = self.stepper.step(self.updated, None if closure is None else evaluation(self, closure))
+        self.step_hooks.after_step(self)
         return result
 
     def __getattr__(self, name: str) -> Any:

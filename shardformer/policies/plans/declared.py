@@ -46,6 +46,8 @@ class DeclaredPlan:
         pipelined: whether the family can be split into stages, or a function that computes it from the model.
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
+        splits_sequence: whether layers can process slices of a sequence between the regions of the plan
+            (`split_gather`): only their attention mixes tokens.
         head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
     """
 
@@ -67,6 +69,7 @@ class DeclaredPlan:
     pipelined: bool | Callable[[nn.Module], bool] = True
     cut_vocabulary: bool = True
     whole_logits: bool = False
+    splits_sequence: bool = False
     head_losses: HeadLosses = field(default_factory=dict)
 
     def styles_of(self, model: nn.Module) -> dict[str, str]:

@@ -155,8 +155,9 @@ class PlanPolicy(Policy):
         return self._attends_only(self._only_layers())
 
     def _only_layers(self) -> list[nn.Module]:
-        """Return the layers; none if the plan is declared or the model has attention outside the layer list."""
-        layout = None if self.declared is not None else self.stages
+        """Return the layers; none if the plan does not tell what they do, or attention is outside the layer list."""
+        is_known = self.declared is None or self.declared.splits_sequence
+        layout = self.stages if is_known else None
         if layout is None or layout.next_layers is not None:
             return []
         layers = list(self.model.get_submodule(layout.layers))

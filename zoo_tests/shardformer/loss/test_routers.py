@@ -16,7 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import share_of
-from zoo_tests.harness.ranks import RankError, run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks
 
 Report = tuple[float, dict[str, Tensor]]  # the loss, and gradients by name
 
@@ -35,6 +35,8 @@ def _batch(**extra: Any) -> dict[str, Any]:
     mask[1, 9:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), **extra}
 
+
+_EXCHANGED = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
 
 # Said by the configuration, or for one batch.
 _SAID: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -81,6 +83,11 @@ def _of_all_stages(reports: tuple[Report, ...]) -> Report:
         (4, {"pp_size": 2, "dp_size": 2}),
         (4, {"pp_size": 2, "ep_size": 2}),
         (4, {"pp_size": 2, "tp_size": 2, "enable_sequence_parallelism": True}),
+        (2, {"cp_size": 2}),
+        (4, {"cp_size": 2, "ep_size": 4}),
+        (4, {"cp_size": 2, "pp_size": 2, "num_microbatches": 3}),
+        (2, _EXCHANGED),
+        (4, {**_EXCHANGED, "pp_size": 2}),
     ],
 )
 def test_it_is_that_of_plain_training(ranks: int, options: dict[str, Any]) -> None:
@@ -114,7 +121,7 @@ def _train_on_own_loss(options: dict[str, Any]) -> tuple[float, float, Report]:
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     share = share_of(_three_samples(), booster.plugin.dp_rank, booster.plugin.dp_size)
     labels = share.pop("labels")
-    weight = len(labels) * booster.plugin.dp_size / 3  # replicas have two samples and one
+    weight = len(labels) * booster.plugin.dp_size / 3  # of two replicas, one has two samples and one has one
     with torch.no_grad():
         evaluated = model(**share).aux_loss.item()
     outputs = model(**share)
@@ -131,6 +138,9 @@ def _train_on_own_loss(options: dict[str, Any]) -> tuple[float, float, Report]:
         (2, {"pp_size": 2}),
         (2, {"pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "gradient_checkpointing": "full"}),
         (4, {"pp_size": 2, "dp_size": 2, "num_microbatches": 2}),
+        (4, {"pp_size": 2, "cp_size": 2, "num_microbatches": 2}),
+        (2, {"cp_size": 2}),
+        (2, _EXCHANGED),
     ],
 )
 def test_a_loss_of_ones_own_adds_that_of_all_stages(ranks: int, options: dict[str, Any]) -> None:
@@ -146,36 +156,3 @@ def test_a_loss_of_ones_own_adds_that_of_all_stages(ranks: int, options: dict[st
     for name, parameter in plain.named_parameters():
         scale = parameter.grad.abs().max()
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5 * scale, rtol=1e-4), name
-
-
-def _read_aux_loss(options: dict[str, Any]) -> None:
-    model = Booster(plugin=HybridParallelPlugin(**options)).boost(_model())
-    batch = _batch(output_router_logits=True)
-    del batch["labels"]
-    outputs = model(**batch)
-    assert outputs.logits.shape == (4, 13, 67)
-    outputs.aux_loss  # noqa: B018
-
-
-@pytest.mark.slow
-def test_that_of_parts_of_sequences_is_withheld() -> None:
-    with pytest.raises(RankError, match="outputs.aux_loss needs the router scores of all stages for whole sequences"):
-        run_on_ranks(4, _read_aux_loss, {"pp_size": 2, "cp_size": 2})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "options", "what"),
-    [
-        (2, {"cp_size": 2}, "cp_size.* spreads"),
-        (
-            2,
-            {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
-            "sequence_parallelism_mode='all_to_all' spreads",
-        ),
-    ],
-)
-def test_scores_that_are_spread_are_refused(ranks: int, options: dict[str, Any], what: str) -> None:
-    for said in _SAID[:2]:
-        with pytest.raises(RankError, match=f"output_router_logits=True adds a loss over the router scores.*{what}"):
-            run_on_ranks(ranks, _train, options, *said)

@@ -139,7 +139,9 @@ PLANS = {
     ),
     "emu3": DeclaredPlan(LLAMA),
     # The state-space part is replicated.
-    "falcon_h1": DeclaredPlan({**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}),
+    "falcon_h1": DeclaredPlan(
+        {**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}, splits_sequence=True
+    ),
     "gemma4": DeclaredPlan(
         None,
         layers="language_model.layers",
@@ -169,7 +171,7 @@ PLANS = {
     "diffllama": DeclaredPlan(GATED),
     "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
     # Experts are replicated: they interleave gate and up, and each adds a bias.
-    "gpt_oss": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
+    "gpt_oss": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}, splits_sequence=True),
     "hunyuan_v1_dense": DeclaredPlan(
         {
             **LLAMA,

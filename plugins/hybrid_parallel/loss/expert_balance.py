@@ -1,0 +1,72 @@
+"""Tokens per expert over all ranks, and the biases of routers that follow them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.loss.choice import LossChoice
+from shardformer.expert_parallel.load import ExpertLoad
+from shardformer.expert_parallel.router_bias import router_biases, update_bias
+from shardformer.utils.module_paths import in_order
+
+
+class ExpertBalance:
+    """Load of the experts of one model.
+
+    Args:
+        losses: the loss of the model, which knows its tokens.
+        mesh: the grid of ranks.
+        rate: by which biases of routers move after each step; 0 leaves them.
+    """
+
+    def __init__(self, losses: LossChoice, mesh: HybridMesh, rate: float) -> None:
+        self._model, self._mesh, self._rate = losses.model, mesh, rate
+        self._load = ExpertLoad(losses.model, losses.token_mask)
+        self._cuts_over_tp = losses.cuts_over_tp
+        self._last: dict[str, Tensor] = {}
+        self._is_summed = True
+
+    def counting(self, is_asked: bool) -> AbstractContextManager[None]:
+        """Return a context in which tokens are counted, if it is asked for."""
+        return self._load.counting() if is_asked else nullcontext()
+
+    def end_step(self, was_skipped: bool) -> None:
+        """Move biases by the load since the last step, which this ends; a skipped step moves none."""
+        self._last, self._is_summed = self._load.take(), False
+        if self._rate > 0.0 and not was_skipped:
+            load = self._summed()
+            for path, bias in self._biases.items():
+                if path in load:
+                    update_bias(bias, load[path], self._rate)
+
+    def of_last_step(self) -> dict[str, Tensor]:
+        """Return the load of the last step by path of the experts, [experts] in host memory; collective."""
+        mine = {path: counts.tolist() for path, counts in self._summed().items()}
+        every = [mine] if self._mesh.size("pp") == 1 else all_gather_json(mine, self._mesh.group("pp"))
+        whole = {path: torch.tensor(counts) for part in every for path, counts in part.items()}
+        return {path: whole[path] for path in in_order(whole)}
+
+    @cached_property
+    def _biases(self) -> dict[str, Tensor]:
+        return router_biases(self._model)
+
+    def _summed(self) -> dict[str, Tensor]:
+        """Return the counts of the last step over all ranks that have this stage's layers."""
+        if not self._is_summed:
+            # Of all layers: a replica without samples has counted none.
+            sizes = self._load.sizes
+            parts = [self._last.get(path, torch.zeros(size, dtype=torch.int64)) for path, size in sizes.items()]
+            total = torch.cat([part.to(self._mesh.device) for part in parts]) if parts else None
+            for axis in (DP_CP, "tp") if self._cuts_over_tp else (DP_CP,):
+                if total is not None and self._mesh.size(axis) > 1:
+                    dist.all_reduce(total, group=self._mesh.group(axis))
+            self._last = {} if total is None else dict(zip(sizes, total.split(list(sizes.values())), strict=True))
+            self._is_summed = True
+        return self._last
