@@ -42,6 +42,12 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "return [max(self.borders[index] - 1, 0) if index < self.num_documents else self.borders[-1] for index",
         (f"{_PACKED}[pp2]",),
     ),
+    "parts of a row get the gradients of other tokens": Edit(
+        "plugins.hybrid_parallel.boosted.user_loop",
+        "grad.split(self.lengths, 1)[self.index]",
+        "grad.roll(1, 1).split(self.lengths, 1)[self.index]",
+        ("zoo_tests/parity/test_packing.py::test_a_loss_of_the_script_sees_the_whole_row",),
+    ),
     # zero, zero/comm
     "gradients of earlier passes forgotten": Edit(
         "plugins.hybrid_parallel.zero.bucket",
