@@ -20,6 +20,7 @@ from booster.errors import ConfigurationError
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from shardformer.shard_spec import spec_of
+from shardformer.utils.untraced import untraced
 
 # Attribute that an engine reads first -> the engine.
 _ASKED_OF_MODELS = {
@@ -99,10 +100,7 @@ class GuardedModel(ModelWrapper):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError(
-            "torch.compile cannot trace the communication of a boosted model; leave it out, or use "
-            "compile_layers=True, which compiles each layer between these"
-        )
+        _refuse_compiler()
 
     @staticmethod
     def refuse_outer_engine() -> None:
@@ -296,6 +294,24 @@ def _refuse_engine(engine: str) -> NoReturn:
         f"{engine} cannot take what boost() returned, which shares out batches and averages gradients by itself; leave "
         f"{engine} out and train with booster.execute_pipeline, or with model(**batch) and booster.backward"
     )
+
+
+@untraced  # in the place of a graph, where raising would only end the trace
+def _refuse_compiler() -> NoReturn:
+    raise ConfigurationError(
+        "torch.compile cannot trace the communication of a boosted model; leave it out, or use "
+        "compile_layers=True, which compiles each layer between these"
+    )
+
+
+def refuse_traced_call() -> None:
+    """Refuse to run in a function that `torch.compile` traces.
+
+    Raises:
+        ConfigurationError: if it does.
+    """
+    if torch.compiler.is_compiling():
+        _refuse_compiler()
 
 
 def _refuse_half_step(method: str, *args: Any, **kwargs: Any) -> NoReturn:

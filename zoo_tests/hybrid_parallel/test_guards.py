@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -189,6 +190,25 @@ def _boost_compiled(how: str, directory: str) -> None:
 )
 def test_compiled_models_are_sharded_as_they_were(how: str, tmp_path: Path) -> None:
     run_on_ranks(2, _boost_compiled, how, str(tmp_path))
+
+
+def _call_in_compiled_functions(layout: str) -> None:
+    boosted = _boosted(layout)
+    model, booster, optimizer, batch = boosted.model, boosted.booster, boosted.optimizer, RECIPE.batch(0)
+    words = "torch.compile cannot trace .*compile_layers=True"
+    with torch._dynamo.config.patch(disable=False):
+        call = torch.compile(lambda given: model(**given).loss, backend="eager")
+        step = torch.compile(
+            lambda given: booster.execute_pipeline(iter([given]), model, optimizer=optimizer).loss, backend="eager"
+        )
+        _refuses(words, call, batch)
+        _refuses(words, step, batch)
+    booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_a_compiled_function_that_calls_the_model_is_refused(layout: str) -> None:
+    run_on_ranks(2, _call_in_compiled_functions, layout)
 
 
 # ----- autocast -----
