@@ -10,17 +10,19 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from booster import Booster, ConfigurationError
-from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel import HybridParallelPlugin, guards
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.train_sharded import Boosted, boost
@@ -113,6 +115,16 @@ def _change_and_save(layout: str, directory: str) -> None:
         state = copy.deepcopy(model.state_dict())  # of the best epoch, say
         model.load_state_dict(state)
         _refuses("booster.save_model.*on all ranks", torch.save, state, f"{directory}/model.pt")
+        _refuses("booster.save_model.*on all ranks", save_file, state, f"{directory}/model.safetensors")
+        assert not Path(directory, "model.safetensors").exists()
+        with mock.patch.object(guards._log, "warning") as warned:
+            guards._warn_of_local_state.cache_clear()
+            for _ in range(2):
+                model.load_state_dict(model.state_dict())
+                assert not warned.called, "torch reads it to load it"
+            for _ in range(2):
+                assert len({name: value.clone() for name, value in model.state_dict().items()}) == len(state)
+            assert warned.call_count == 1 and "booster.save_model" in str(warned.call_args)
         _refuses("booster.load_model.*on all ranks", model.load_state_dict, plain.state_dict())
         return
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared
@@ -225,7 +226,7 @@ class HybridParallelModel(ModelSurface):
             if self.checks_this_batch():
                 check_batch_of_replica(kwargs, self.mesh)
             self.trace.begin([kwargs], [])
-        with self.running(), naming_entry(kwargs):
+        with failure.guard("model(**batch)", publishes=False), self.running(), naming_entry(kwargs):
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
             elif self.losses.own_reason(kwargs) is None:
@@ -278,7 +279,8 @@ class HybridParallelModel(ModelSurface):
         with self.gathers.running():
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)
-            return self.module.generate(*args, **kwargs)
+            with failure.guard("model.generate", publishes=False):
+                return self.module.generate(*args, **kwargs)
 
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
