@@ -124,6 +124,7 @@ class Booster:
         """Return a context in which `backward` accumulates gradients without communication."""
         return self.plugin.no_sync(model, optimizer)
 
+    @failure.guard("booster.check_synchrony")
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compare the values that ranks must share: parameters, tied weights, learning rates, loss scale, RNG states.
 

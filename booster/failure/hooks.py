@@ -48,10 +48,11 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
 
     Args:
         operation: name of the operation.
+        publishes: whether an exception ends the job; False for calls of which a script may handle exceptions.
     """
 
-    def __init__(self, operation: str) -> None:
-        self.operation = operation
+    def __init__(self, operation: str, publishes: bool = True) -> None:
+        self.operation, self.publishes = operation, publishes
 
     def __enter__(self) -> None:
         _Process.exit_code = 0
@@ -61,7 +62,7 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, _RAISED_ALIKE):
+        if self.publishes and isinstance(error, Exception) and not isinstance(error, _RAISED_ALIKE):
             publish(error, self.operation)
         operations = _Process.operations
         if operations is not None:

@@ -6,10 +6,11 @@ Other engines probe an object for attributes of their own before they wrap it. T
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from shardformer.shard_spec import spec_of
+from shardformer.utils.untraced import untraced
 
 # Attribute that an engine reads first -> the engine.
 _ASKED_OF_MODELS = {
@@ -45,6 +48,13 @@ _SAVED_BY = {
     "save_pretrained": "booster.save_model(model, directory)",
     "push_to_hub": "booster.save_model(model, directory), and upload the directory,",
 }
+
+
+_LOCAL_STATE = "model.state_dict() has this rank's part of the model alone"
+_SAVE_MODEL = "call booster.save_model(model, directory) on all ranks"
+# Packages that read a state dict to load, copy or gather it.
+_READ_STATES = frozenset(("torch", "booster", "plugins", "shardformer"))
+_log = get_logger(__name__)
 
 
 class GuardedModel(ModelWrapper):
@@ -99,10 +109,7 @@ class GuardedModel(ModelWrapper):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError(
-            "torch.compile cannot trace the communication of a boosted model; leave it out, or use "
-            "compile_layers=True, which compiles each layer between these"
-        )
+        _refuse_compiler()
 
     @staticmethod
     def refuse_outer_engine() -> None:
@@ -240,6 +247,15 @@ class GuardedModel(ModelWrapper):
 class LocalState(OrderedDict[str, Any]):
     """State dict of one rank's shards: it can be loaded into this model again, but not saved to a file."""
 
+    def items(self) -> ItemsView[str, Any]:
+        """Return names and tensors; refuse safetensors, which would write them, and warn code that may do so later."""
+        reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if reader == "safetensors":
+            _refuse_local_file()
+        if reader not in _READ_STATES:
+            _warn_of_local_state()
+        return super().items()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalState:
         return LocalState((name, copy.deepcopy(value, memo)) for name, value in self.items())
 
@@ -298,6 +314,24 @@ def _refuse_engine(engine: str) -> NoReturn:
     )
 
 
+@untraced  # raising in a graph would only end the trace
+def _refuse_compiler() -> NoReturn:
+    raise ConfigurationError(
+        "torch.compile cannot trace the communication of a boosted model; leave it out, or use "
+        "compile_layers=True, which compiles each layer between these"
+    )
+
+
+def refuse_traced_call() -> None:
+    """Refuse to run in a function that `torch.compile` traces.
+
+    Raises:
+        ConfigurationError: if it does.
+    """
+    if torch.compiler.is_compiling():
+        _refuse_compiler()
+
+
 def _refuse_half_step(method: str, *args: Any, **kwargs: Any) -> NoReturn:
     """Refuse the two halves of a step of SAM: the user's optimizer has gradients only in `step`."""
     raise ConfigurationError(
@@ -307,10 +341,12 @@ def _refuse_half_step(method: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _refuse_local_file() -> NoReturn:
-    raise ConfigurationError(
-        "model.state_dict() has this rank's part of the model alone; in the place of saving it call "
-        "booster.save_model(model, directory) on all ranks"
-    )
+    raise ConfigurationError(f"{_LOCAL_STATE}; in the place of saving it {_SAVE_MODEL}")
+
+
+@cache
+def _warn_of_local_state() -> None:
+    _log.warning("%s; to save the model %s", _LOCAL_STATE, _SAVE_MODEL)
 
 
 def _save_if_whole(module: nn.Module, method: str, cut_by: str, *args: Any, **kwargs: Any) -> Any:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
+from plugins.hybrid_parallel.boosted.batch_split import BatchSplit, BatchSplitter
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
-from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, num_rows, split_batch, stand_in, to_device
-from plugins.hybrid_parallel.data.microbatch_count import MANY, agreed_microbatches
-from plugins.hybrid_parallel.data.packed_rows import PackedRow, packed_row
+from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, to_device
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
@@ -29,8 +26,6 @@ from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
-from shardformer.attention.packed_documents import may_be_packed
-from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.loss.terms import LOSS_KEYWORDS
 
@@ -57,7 +52,7 @@ class PipelineStep:
         trains: bool,
     ) -> None:
         self.model, self.mesh, self.criterion, self.trains = model, mesh, criterion, trains
-        self.pipeline, self.debugging = pipeline, debugging
+        self.splitter, self.debugging = BatchSplitter(model, pipeline), debugging
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
@@ -72,15 +67,9 @@ class PipelineStep:
             self.model.synchrony.run_at(self.debugging.synchrony_interval, self.model.optimizers)
         if self.trains:
             check_tied(self.model.tied, self.model.unwrap())
-        row = self._packed_row(given)
-        is_row = num_rows(batch) == 1 and may_be_packed(batch)
-        count = self._num_microbatches(num_rows(batch) if row is None else row.num_documents, is_row)
-        cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
-        own, on_host = (split_batch(each, count, cuts) if num_rows(batch) else [] for each in (batch, given))
-        if self.mesh.size("cp") > 1 or may_be_packed(batch):
-            record_facts(own, on_host)
-        # Other ranks wait for this one at the experts, even if its own share of the batch is empty.
-        microbatches = own or [stand_in(batch)] * count
+        reads_rows = self.criterion is not None
+        split = self.splitter.split(batch, given, self.trains, reads_rows=reads_rows, must_fill=self.trains)
+        own, microbatches = split.own, split.microbatches
         loss = self.model.step_loss(own, self.criterion, batch)
         if self.trains and isinstance(loss, NoLoss):
             raise ConfigurationError(
@@ -100,48 +89,7 @@ class PipelineStep:
                 optimizer.reducer.finish(factor)
         if value is not None:
             value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
-        lengths = None if cuts is None else [end - start for start, end in itertools.pairwise(cuts)]
-        return PipelineResult(value, self._share_outputs(outputs, bool(own), lengths) if return_outputs else None)
-
-    def _packed_row(self, batch: Mapping[str, Any]) -> PackedRow | None:
-        """Return the documents of a batch of one row that may be cut between them; None if there are none."""
-        losses = self.model.losses
-        if self.pipeline.microbatches_of(num_rows(batch) and MANY, self.mesh.size("pp")) < 2:
-            return None
-        is_known = self.criterion is None and losses.head_loss is not None and not losses.lacks_labels(batch)
-        if not is_known or not self.model.options.keeps_documents_apart or losses.own_reason(batch) is not None:
-            return None
-        return packed_row(batch, losses.head_loss)
-
-    def _num_microbatches(self, rows: int, is_row: bool) -> int:
-        """Return the number of micro-batches.
-
-        Args:
-            rows: number of samples, or of documents that are packed into a row.
-            is_row: whether it is a row that may be packed, and may have few documents in any step.
-        """
-        if self.trains and not self.model.checked_full_batch:
-            self._refuse_short_start(max(rows, self.pipeline.least_batch_size) if is_row else rows)
-            self.model.checked_full_batch = True
-        if self.model.replicas_wait(self.trains):
-            return agreed_microbatches(rows, self.pipeline.microbatches_of, self.mesh)
-        return self.pipeline.microbatches_of(rows, self.mesh.size("pp")) if rows else 0
-
-    def _refuse_short_start(self, rows: int) -> None:
-        """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
-
-        The replicas agree, because a rank that raised alone would leave the others waiting.
-        """
-        least = self.pipeline.least_batch_size
-        fewest = torch.tensor(rows)  # on the CPU, as above
-        if self.mesh.size("dp") > 1:
-            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
-        rows = int(fewest)
-        if rows < least:
-            raise ConfigurationError(
-                f"the batch has {rows} samples, fewer than num_microbatches={least}; "
-                f"use batches of {least} or more, or num_microbatches={max(rows, 1)}"
-            )
+        return PipelineResult(value, self._share_outputs(outputs, split) if return_outputs else None)
 
     def _run_schedule(
         self, microbatches: list[dict[str, Any]], loss: StepLoss, counts: bool, keep: list[Any] | None
@@ -190,16 +138,12 @@ class PipelineStep:
     def _passes(self) -> BackwardPasses | None:
         return BackwardPasses(self.model.reducers, self.model.runtime.stage_parameters) if self.trains else None
 
-    def _share_outputs(self, outputs: list[Any], ran: bool, lengths: list[int] | None) -> Any:
-        """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty.
-
-        Args:
-            lengths: tokens of each micro-batch, if they are parts of one row.
-        """
-        if not ran:
+    def _share_outputs(self, outputs: list[Any], split: BatchSplit) -> Any:
+        """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty."""
+        if not split.own:
             return None
         runtime = self.model.runtime
-        merged = merge_outputs(outputs, lengths) if runtime.has_last_stage else None
+        merged = merge_outputs(outputs, split.lengths) if runtime.has_last_stage else None
         if self.mesh.size("pp") == 1:
             return merged
         return broadcast_outputs(merged, self.mesh, runtime.rank_of_last_stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,4 +33,10 @@ def untraced(function: Callable[..., Any]) -> Any:
 def prepare_tracing() -> None:
     """Import the compiler, and exclude the functions that `untraced` has marked; call this before anything compiles."""
     for call in _UNTRACED:
-        call.between_graphs = torch.compiler.disable(call.__wrapped__)
+        if call.between_graphs is call.__wrapped__:  # another object would make graphs that call it invalid
+            call.between_graphs = torch.compiler.disable(call.__wrapped__)
+
+
+def is_compiler_loaded() -> bool:
+    """Return whether something has imported the compiler, as most models of transformers do."""
+    return "torch._dynamo" in sys.modules

@@ -2,17 +2,22 @@
 
     python -m zoo_tests.campaigns.memory_budgets --cases 200 --seed 1
 
-A model has one profile for each way of sharding its layers, so that several cases share a model.
+A model has one profile for each way of sharding its layers, so that several cases share a model. Some models have a
+quantised base, some are trained on packed rows, and some budgets are too small for any layout without offload.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +29,11 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.planner.costs import Prediction, TooLarge
 from plugins.hybrid_parallel.planner.device import Device, Link
 from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.pruned_model import name_in_skeleton
+from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.search import search
 from plugins.hybrid_parallel.planner.space import Space
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
@@ -53,6 +61,55 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "gpt2": ("lm_head", ("c_attn",), "tie_word_embeddings"),
     "bert": ("masked_lm", ("query", "value"), "tie_word_embeddings"),
 }
+_KINDS = ("plain", "packed", "plain", "quantised")
+_PACKED = ("llama", "gpt2")  # whose attention keeps documents apart
+# kind of the planner -> options of `BitsAndBytesConfig`
+_QUANTISED: dict[str, tuple[tuple[str, Any], ...]] = {
+    "nf4": (("load_in_4bit", True), ("bnb_4bit_quant_type", "nf4")),
+    "int8": (("load_in_8bit", True),),
+}
+_WHOLE_BLOCKS = (("hidden_size", 64), ("intermediate_size", 192))  # also on two tensor-parallel ranks
+_DIRECTORY = Path(tempfile.gettempdir()) / "booster-memory-budgets"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is to be trained.
+
+    Attributes:
+        recipe: the model.
+        length: tokens of a row.
+        document: tokens of each document of a packed row; None for one document in each row.
+    """
+
+    recipe: Recipe
+    length: int
+    document: int | None = None
+
+    def __str__(self) -> str:
+        recipe = self.recipe
+        words = [recipe.family, *(f"{name}={value}" for name, value in recipe.config), *recipe.frozen, *recipe.adapters]
+        words += [f"{name}={value}" for name, value in recipe.quantisation]
+        words.append(f"{self.length} tokens" + ("" if self.document is None else f" in documents of {self.document}"))
+        return " ".join(words)
+
+    @property
+    def quantised(self) -> QuantisedBase | None:
+        """How the base is stored."""
+        kind = next((kind for kind, options in _QUANTISED.items() if options == self.recipe.quantisation), None)
+        return None if kind is None else QuantisedBase(kind)
+
+    def predictor(self) -> Predictor:
+        """Predictor of memory and time; the planner gets the model without values, and so before it is quantised."""
+        recipe = replace(self.recipe, quantisation=())
+        model, base = ModelMap(recipe.model), self.quantised
+        names = () if base is None else base.names(model.model)
+        packing = None if self.document is None else Packing(self.document, self.length, is_varlen=False)
+        names = frozenset(name_in_skeleton(name, model.lists) for name in names)
+        profiler = Profiler(
+            recipe.model, self.length, _HERE, recipe.precision, quantised=base, quantised_names=names, packing=packing
+        )
+        return Predictor(model, profiler)
 
 
 @dataclass(frozen=True)
@@ -60,21 +117,17 @@ class Budgeted:
     """A plan, and the bytes that it may use.
 
     Attributes:
-        recipe: the model.
-        length: tokens of a sample.
+        job: the model and its rows.
         plan: what was chosen.
         budget: bytes of a rank.
     """
 
-    recipe: Recipe
-    length: int
+    job: Planned
     plan: Prediction
     budget: float
 
     def __str__(self) -> str:
-        recipe = self.recipe
-        words = [recipe.family, *(f"{name}={value}" for name, value in recipe.config), *recipe.frozen, *recipe.adapters]
-        return f"{' '.join(words)}, {self.length} tokens, {self.plan.layout}"
+        return f"{self.job}, {self.plan.layout}"
 
 
 @dataclass(frozen=True)
@@ -97,20 +150,40 @@ class Outcome:
 
 def cases(count: int, seed: int) -> Iterator[Budgeted]:
     """Draw plans within budgets; the same for a seed."""
-    generator = random.Random(seed)
+    generator, kinds = random.Random(seed), itertools.cycle(_KINDS)
     drawn = 0
     while drawn < count:
-        recipe, length = _model(generator), generator.choice((24, 40, 64))
-        predictor = Predictor(ModelMap(recipe.model), Profiler(recipe.model, length, _HERE, recipe.precision))
+        job = _job(generator, next(kinds))
+        predictor = job.predictor()
         for _ in range(min(_LAYOUTS_OF_A_MODEL, count - drawn)):
-            found = _within_budget(generator, recipe, length, predictor)
+            found = _within_budget(generator, job, predictor)
             if found is not None:
                 drawn += 1
                 yield found
 
 
-def _model(generator: random.Random) -> Recipe:
-    family = generator.choice(list(_FAMILIES))
+def _job(generator: random.Random, kind: str) -> Planned:
+    quantises = kind == "quantised" and find_spec("bitsandbytes") is not None
+    recipe = _quantised_model(generator) if quantises else _model(generator, _PACKED if kind == "packed" else _FAMILIES)
+    length = generator.choice((24, 40, 64))
+    return Planned(recipe, length, generator.choice((5, 12)) if kind == "packed" else None)
+
+
+def _quantised_model(generator: random.Random) -> Recipe:
+    head, targets, _ = _FAMILIES["llama"]
+    return Recipe(
+        family="llama",
+        head=head,
+        optimizer="adamw",
+        precision="fp32",  # of the products with dequantised weights
+        config=(*_WHOLE_BLOCKS, ("vocab_size", generator.choice((500, 3000)))),
+        adapters=targets,
+        quantisation=_QUANTISED[generator.choice(list(_QUANTISED))],
+    )
+
+
+def _model(generator: random.Random, families: Iterable[str]) -> Recipe:
+    family = generator.choice(list(families))
     head, targets, tie = _FAMILIES[family]
     config: dict[str, Any] = {tie: generator.random() < 0.5, "vocab_size": generator.choice((500, 1021, 3000))}
     trained = generator.choice(("all", "all", "adapters", "frozen"))
@@ -133,13 +206,14 @@ def _first_parameters(family: str) -> tuple[str, ...]:
     }[family]
 
 
-def _within_budget(generator: random.Random, recipe: Recipe, length: int, predictor: Predictor) -> Budgeted | None:
+def _within_budget(generator: random.Random, job: Planned, predictor: Predictor) -> Budgeted | None:
     """Draw a part of the layouts and a budget that some of them exceed; return what is planned within it."""
+    offloads = generator.random() < 0.25
     world_size = generator.choice((1, 2, 2, 2, 4, _MOST_RANKS))
     space = Space(
         world_size,
         global_batch=world_size * generator.choice((1, 2, 4)),
-        precision=recipe.precision,
+        precision=job.recipe.precision,
         num_layers=predictor.model.num_layers,
         largest_tp=generator.choice((1, 2)),
         cp_sizes=generator.choice(((1,), (1, 2))) if predictor.model.shares_sequences else (1,),
@@ -147,13 +221,22 @@ def _within_budget(generator: random.Random, recipe: Recipe, length: int, predic
         rows=(generator.choice((1, 2)),),
         zero_stages=generator.choice(((0, 1), (2,), (3,), (0, 1, 2, 3))),
         node_size=generator.choice((None, 2)),
+        place=str(_DIRECTORY) if offloads else None,
     )
-    needs = sorted(filter(None, (_need(predictor, layout) for layout in space.layouts())))
+    needs = _needs(predictor, space.layouts())
     if not needs:
         return None
-    budget = generator.uniform(needs[0], needs[min(len(needs) - 1, 1 + len(needs) // 3)])
+    if offloads:  # less than any layout without offload needs
+        least = _needs(predictor, space.offloaded())
+        budget = generator.uniform(min(least, default=needs[0]), needs[0])
+    else:
+        budget = generator.uniform(needs[0], needs[min(len(needs) - 1, 1 + len(needs) // 3)])
     ranked = search(predictor.within(budget), space, count=1).ranked
-    return Budgeted(recipe, length, generator.choice(ranked[:3]), budget)
+    return Budgeted(job, generator.choice(ranked[:3]), budget) if ranked else None
+
+
+def _needs(predictor: Predictor, layouts: Iterable[Layout]) -> list[float]:
+    return sorted(filter(None, (_need(predictor, layout) for layout in layouts)))
 
 
 def _need(predictor: Predictor, layout: Layout) -> float | None:
@@ -168,17 +251,20 @@ def _need(predictor: Predictor, layout: Layout) -> float | None:
 def train(case: Budgeted) -> Outcome:
     """Train a plan for two steps, and count its bytes on every rank."""
     layout = case.plan.layout
-    counted = run_on_ranks(layout.world_size, highest_of_rank, case.recipe, layout, case.length, timeout_s=180.0)
+    counted = run_on_ranks(layout.world_size, highest_of_rank, case.job, layout, timeout_s=180.0)
     return Outcome(case, max(counted))
 
 
-def highest_of_rank(recipe: Recipe, layout: Layout, length: int) -> int:
+def highest_of_rank(job: Planned, layout: Layout) -> int:
     """Train on this rank; return the most bytes that it had at once."""
     plugin = HybridParallelPlugin(**layout.options(), seed=7)
-    model = recipe.model()
-    shape = batch_of(model, layout.rows * layout.num_microbatches, length)
+    model = job.recipe.model()
+    shape = batch_of(model, layout.rows * layout.num_microbatches, job.length)
     batch = {name: _values(model, name, value, plugin.dp_rank) for name, value in shape.items()}
     batch["labels"] = batch["input_ids"]
+    if job.document is not None:
+        batch["position_ids"] = (torch.arange(job.length) % job.document).expand_as(batch["input_ids"])
+        batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
     booster = Booster(plugin=plugin)
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 

@@ -66,8 +66,15 @@ def static_memory(
         return memory_of(built.model)
 
 
-def memory_of(model: HybridParallelModel) -> StaticMemory:
-    """Count the bytes that this rank holds of a boosted model and its optimizers, each storage once."""
+def memory_of(
+    model: HybridParallelModel, leaves_out: Callable[[torch.UntypedStorage], bool] = lambda storage: False
+) -> StaticMemory:
+    """Count the bytes that this rank holds of a boosted model and its optimizers, each storage once.
+
+    Args:
+        model: the boosted model.
+        leaves_out: whether the bytes of a storage are not counted.
+    """
     seen: set[int] = set()
 
     def count(tensors: Iterable[Tensor | None]) -> int:
@@ -76,7 +83,7 @@ def memory_of(model: HybridParallelModel) -> StaticMemory:
             if tensor is None:
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
+            if storage._cdata not in seen and not leaves_out(storage):
                 seen.add(storage._cdata)
                 total += storage.nbytes()
         return total

@@ -10,16 +10,19 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from booster import Booster, ConfigurationError
-from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel import HybridParallelPlugin, guards
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.train_sharded import Boosted, boost
@@ -112,6 +115,16 @@ def _change_and_save(layout: str, directory: str) -> None:
         state = copy.deepcopy(model.state_dict())  # of the best epoch, say
         model.load_state_dict(state)
         _refuses("booster.save_model.*on all ranks", torch.save, state, f"{directory}/model.pt")
+        _refuses("booster.save_model.*on all ranks", save_file, state, f"{directory}/model.safetensors")
+        assert not Path(directory, "model.safetensors").exists()
+        with mock.patch.object(guards._log, "warning") as warned:
+            guards._warn_of_local_state.cache_clear()
+            for _ in range(2):
+                model.load_state_dict(model.state_dict())
+                assert not warned.called, "torch reads it to load it"
+            for _ in range(2):
+                assert len({name: value.clone() for name, value in model.state_dict().items()}) == len(state)
+            assert warned.call_count == 1 and "booster.save_model" in str(warned.call_args)
         _refuses("booster.load_model.*on all ranks", model.load_state_dict, plain.state_dict())
         return
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -189,6 +202,25 @@ def _boost_compiled(how: str, directory: str) -> None:
 )
 def test_compiled_models_are_sharded_as_they_were(how: str, tmp_path: Path) -> None:
     run_on_ranks(2, _boost_compiled, how, str(tmp_path))
+
+
+def _call_in_compiled_functions(layout: str) -> None:
+    boosted = _boosted(layout)
+    model, booster, optimizer, batch = boosted.model, boosted.booster, boosted.optimizer, RECIPE.batch(0)
+    words = "torch.compile cannot trace .*compile_layers=True"
+    with torch._dynamo.config.patch(disable=False):
+        call = torch.compile(lambda given: model(**given).loss, backend="eager")
+        step = torch.compile(
+            lambda given: booster.execute_pipeline(iter([given]), model, optimizer=optimizer).loss, backend="eager"
+        )
+        _refuses(words, call, batch)
+        _refuses(words, step, batch)
+    booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_a_compiled_function_that_calls_the_model_is_refused(layout: str) -> None:
+    run_on_ranks(2, _call_in_compiled_functions, layout)
 
 
 # ----- autocast -----

@@ -161,30 +161,68 @@ def test_an_epoch_of_a_packed_data_set(cu_seq_lens: bool) -> None:
         assert len(found) > 1 and max(found) < 1e-9
 
 
-def _outputs(options: dict[str, Any]) -> tuple[torch.Tensor, int]:
+def _outputs(options: dict[str, Any], loop: str) -> tuple[torch.Tensor, int]:
     """Logits of all tokens of a row that is cut, and the number of passes that each stage runs."""
-    documents = random_documents(5, least=4)
     booster = Booster(plugin=HybridParallelPlugin(**options))
     model = language_model("GPT2")
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     passes: list[int] = []
     model.runtime.register_microbatch_hook(lambda *given: passes.append(1))
-    batch = one_row(documents)
-    result = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer, return_outputs=True)
-    return result.outputs.logits.cpu(), len(passes)
+    batch = one_row(random_documents(5, least=4))
+    if loop == "step":
+        outputs = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer, return_outputs=True).outputs
+    else:
+        outputs = model(**batch)
+        booster.backward(outputs.loss, optimizer)
+    return outputs.logits.detach().cpu(), len(passes)
 
 
 @pytest.mark.parametrize(
-    "options", [{"pp_size": 2, "num_microbatches": 3}, {"tp_size": 2, "microbatch_size": 2}], ids=str
+    ("options", "loop"),
+    [
+        ({"pp_size": 2, "num_microbatches": 3}, "step"),
+        ({"tp_size": 2, "microbatch_size": 2}, "step"),
+        ({"pp_size": 2, "num_microbatches": 3}, "loop"),
+    ],
+    ids=str,
 )
-def test_outputs_of_a_row_that_was_cut_are_those_of_the_row(options: dict[str, Any]) -> None:
+def test_outputs_of_a_row_that_was_cut_are_those_of_the_row(options: dict[str, Any], loop: str) -> None:
     documents = random_documents(5, least=4)
     model = language_model("GPT2")
     with torch.no_grad():
         expected = torch.cat([model(input_ids=torch.tensor([each])).logits for each in documents], 1)
-    for logits, passes in run_on_ranks(2, _outputs, options):
+    for logits, passes in run_on_ranks(2, _outputs, options, loop):
         torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
         assert passes >= options.get("num_microbatches", -(-len(documents) // 2))
+
+
+def _own_loss(row: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss of all tokens of a row of logits, [1, seq, vocab], that no head computes."""
+    each = torch.nn.functional.cross_entropy(row[0, :-1], labels[0, 1:], reduction="none")
+    return (each * torch.linspace(0.5, 2.0, len(each), dtype=each.dtype)).sum()
+
+
+def _train_with_own_loss() -> tuple[float, int]:
+    """The error of the gradients of such a loss, whose labels cross the cuts of a row; and the number of passes."""
+    documents = random_documents(5, least=4)
+    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=3)), language_model("GPT2")
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    passes: list[int] = []
+    model.runtime.register_microbatch_hook(lambda *given: passes.append(1))
+    batch = one_row(documents)
+    labels = batch.pop("labels").masked_fill(batch["position_ids"] == 0, 7)
+    booster.backward(_own_loss(model(**batch).logits, labels), optimizer)
+    plain = language_model("GPT2")
+    row = torch.cat([plain(input_ids=torch.tensor([each])).logits for each in documents], 1)
+    _own_loss(row, labels).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters(remove_duplicate=False)}
+    return difference(optimizer.full_gradients(), expected), len(passes)
+
+
+def test_a_loss_of_the_script_sees_the_whole_row() -> None:
+    for found, passes in run_on_ranks(2, _train_with_own_loss):
+        assert found < TOLERANCE["GPT2"]
+        assert passes >= 3
 
 
 def _with_labels_across(options: dict[str, Any]) -> float:

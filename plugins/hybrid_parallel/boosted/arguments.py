@@ -7,15 +7,17 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.guards import GuardedModel, GuardedOptimizer
+from plugins.hybrid_parallel.guards import GuardedModel, GuardedOptimizer, refuse_traced_call
 
 
 def check_boosted_model(model: Any) -> None:
     """Refuse a model that `boost` did not return.
 
     Raises:
-        ConfigurationError: if it is the user's own model, or another module around a boosted one.
+        ConfigurationError: if it is the user's own model, or another module around a boosted one, or if a compiler
+            traces this call.
     """
+    refuse_traced_call()
     if isinstance(model, GuardedModel):
         return
     kind = type(model).__name__
@@ -33,8 +35,9 @@ def check_boosted_optimizer(optimizer: Any) -> None:
     """Refuse an optimizer that `boost` did not return.
 
     Raises:
-        ConfigurationError: if it is the user's own optimizer.
+        ConfigurationError: if it is the user's own optimizer, or if a compiler traces this call.
     """
+    refuse_traced_call()
     if not isinstance(optimizer, GuardedOptimizer):
         raise ConfigurationError(
             f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "

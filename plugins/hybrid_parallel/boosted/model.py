@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.facade import OnAnotherStage, method_as_declared
@@ -108,7 +109,9 @@ class HybridParallelModel(ModelSurface):
             module = copy_module(self.module, self.mesh, memo)
         runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
         tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
-        made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.pipeline))
+        made = HybridParallelModel(
+            runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.splitter.pipeline)
+        )
         refuse_backward(made)
         made.training = self.training  # the flags of inner modules are copied already
         return made
@@ -228,7 +231,8 @@ class HybridParallelModel(ModelSurface):
                 check_batch_of_replica(kwargs, self.mesh)
             self.trace.begin([kwargs], [])
         counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
-        with self.running(), naming_entry(kwargs), self.counting_experts(counts):
+        guard = failure.guard("model(**batch)", publishes=False)
+        with guard, self.running(), naming_entry(kwargs), self.counting_experts(counts):
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
             elif self.losses.own_reason(kwargs) is None:
@@ -281,7 +285,8 @@ class HybridParallelModel(ModelSurface):
         with self.gathers.running():
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)
-            return self.module.generate(*args, **kwargs)
+            with failure.guard("model.generate", publishes=False):
+                return self.module.generate(*args, **kwargs)
 
     def expert_load(self) -> dict[str, Tensor]:
         """Return how many tokens were sent to each expert for the last step of the optimizer; call it on all ranks.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from plugins.hybrid_parallel.pipeline.outputs import are_parts_of_row
 
 LOSS, AUX_LOSS = "loss", "aux_loss"
 CACHE_WITHHELD = "is not filled by the passes of a pipeline; use model.generate(…), which keeps a cache on each stage"
@@ -15,13 +18,16 @@ _WITHHELD = "withheld"
 _PLAINLY = "call the model with pp_size=1 (a checkpoint opens under any layout)"
 
 
-def describe_outputs(results: Sequence[Mapping[str, Any]], coupled: Collection[str], rows: int) -> dict[str, Any]:
+def describe_outputs(
+    results: Sequence[Mapping[str, Any]], coupled: Collection[str], rows: int, lengths: Sequence[int] | None
+) -> dict[str, Any]:
     """Describe outputs in a JSON-serializable form, by name; those that are None are left out.
 
     Args:
         results: outputs of each micro-batch.
         coupled: names of outputs whose rows depend on other samples of the batch.
         rows: number of samples; 0 for a placeholder.
+        lengths: tokens of each micro-batch, if they are parts of one row.
     """
     described = {}
     for name, value in results[0].items():
@@ -31,7 +37,7 @@ def describe_outputs(results: Sequence[Mapping[str, Any]], coupled: Collection[s
                 "embeddings among the outputs, or use num_microbatches=1"
             )
         elif value is not None:
-            described[name] = _describe([result[name] for result in results], name == LOSS, rows)
+            described[name] = _describe([result[name] for result in results], name == LOSS, rows, lengths)
     return described
 
 
@@ -65,29 +71,43 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _describe(values: Sequence[Any], is_sum: bool, num_rows: int) -> Any:
+def joined(parts: Sequence[Tensor], is_sum: bool, lengths: Sequence[int] | None) -> Tensor:
+    """Return the parts of an output together: their sum, their rows, or the tokens of one row (`lengths`)."""
+    if is_sum:
+        return torch.stack(list(parts)).sum(0)
+    return torch.cat(list(parts), 0 if lengths is None else 1) if parts[0].dim() else parts[0].contiguous()
+
+
+def _describe(values: Sequence[Any], is_sum: bool, num_rows: int, lengths: Sequence[int] | None) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
-        return _describe_tensors(values, is_sum, num_rows)
+        return _describe_tensors(values, is_sum, num_rows, lengths)
     if type(first) in (tuple, list):
-        return [_describe(parts, is_sum, num_rows) for parts in zip(*values, strict=True)]
+        return [_describe(parts, is_sum, num_rows, lengths) for parts in zip(*values, strict=True)]
     return _withheld(f"is a {type(first).__name__}, which a pipeline does not send between ranks; {_PLAINLY}")
 
 
-def _describe_tensors(values: Sequence[Tensor], is_sum: bool, num_rows: int) -> dict[str, Any]:
+def _describe_tensors(
+    values: Sequence[Tensor], is_sum: bool, num_rows: int, lengths: Sequence[int] | None
+) -> dict[str, Any]:
     shapes = [list(value.shape) for value in values]
+    shape = shapes[0]
     if not is_sum and len(values) > 1:
-        if not shapes[0]:
+        if not shape:
             return _withheld(f"is one number of each micro-batch; use num_microbatches=1, or {_PLAINLY}")
-        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+        if lengths is not None:
+            if not are_parts_of_row(shapes, lengths):
+                return {"differ": shapes}
+            shape = [1, sum(lengths), *shape[2:]]
+        elif any(each[1:] != shape[1:] for each in shapes):
             return {"differ": shapes}
-    has_rows = bool(shapes[0]) and not is_sum
-    rows = [sum(shape[0] for shape in shapes)] if has_rows else []
-    if has_rows and len(values) > 1 and num_rows and rows[0] % num_rows:
-        return _withheld(f"has shapes {shapes} in micro-batches, which have no samples along dim 0; {_PLAINLY}")
+    if shape and not is_sum and lengths is None:
+        shape = [sum(each[0] for each in shapes), *shape[1:]]
+        if len(values) > 1 and num_rows and shape[0] % num_rows:
+            return _withheld(f"has shapes {shapes} in micro-batches, which have no samples along dim 0; {_PLAINLY}")
     return {
         "dtype": str(values[0].dtype).removeprefix("torch."),
-        "shape": [*rows, *shapes[0][1:]],
+        "shape": shape,
         "needs_grad": any(value.requires_grad for value in values),
     }
 

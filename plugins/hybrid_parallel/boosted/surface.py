@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
-from plugins.hybrid_parallel.guards import GuardedModel
+from plugins.hybrid_parallel.guards import GuardedModel, refuse_traced_call
 from shardformer.quantised import is_quantised
 
 _OURS = ("booster.", "plugins.", "shardformer.")
@@ -144,13 +144,14 @@ class ModelSurface(GuardedModel):
 
     @staticmethod
     def refuse_tracer() -> None:
-        """Refuse a call by `torch.jit.trace`, `torch.export`, `torch.onnx` or tensorboard's `add_graph`.
+        """Refuse a call by `torch.jit.trace`, `torch.export`, `torch.onnx`, tensorboard's `add_graph` or a compiler.
 
         Raises:
             ConfigurationError: if one of them traces this call.
         """
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             _refuse_tracing()
+        refuse_traced_call()
 
 
 def _is_asked_for(param: nn.Parameter) -> bool:

@@ -8,7 +8,7 @@ last stage start the backward passes of the micro-batches.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from booster import failure
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.batch_split import BatchSplit, BatchSplitter
 from plugins.hybrid_parallel.boosted.lazy_outputs import StageOutputs
 from plugins.hybrid_parallel.boosted.output_parts import (
     AUX_LOSS,
@@ -28,14 +29,14 @@ from plugins.hybrid_parallel.boosted.output_parts import (
     SCORES_WITHHELD,
     build,
     describe_outputs,
+    joined,
     leaves,
     reason_withheld,
 )
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import check_batch
 from plugins.hybrid_parallel.data.index_check import naming_entry
-from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, split_batch, stand_in, without_rows
-from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
+from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, without_rows
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
@@ -43,8 +44,6 @@ from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLo
 from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
-from shardformer.attention.packed_documents import may_be_packed
-from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
@@ -64,7 +63,8 @@ class UserLoop:
     """
 
     def __init__(self, model: Any, pipeline: PipelineOptions) -> None:
-        self.model, self.pipeline, self.pending = model, pipeline, dict[int, PipelineCall]()
+        self.model, self.pending = model, dict[int, PipelineCall]()
+        self.splitter = BatchSplitter(model, pipeline)
         self._num_calls = 0
 
     @failure.guard("model(**batch)")
@@ -84,20 +84,11 @@ class UserLoop:
             if model.checks_this_batch():
                 check_batch(batch, mesh)
             model.trace.begin([batch], [])
-        rows = num_rows(batch)
-        own = split_batch(batch, self._num_microbatches(rows)) if rows else []
-        if mesh.size("cp") > 1 or may_be_packed(batch):
-            record_facts(own, split_batch(on_host, len(own)))
-        microbatches = own or [stand_in(batch)] * max(self._num_microbatches(rows), 1)
-        call = PipelineCall(model, self._num_calls, empty=not own)
+        split = self.splitter.split(batch, on_host, torch.is_grad_enabled(), least=1)
+        call = PipelineCall(model, self._num_calls, split)
         self._num_calls += 1
-        call.run(batch, own, microbatches)
+        call.run(batch)
         return call.outputs()
-
-    def _num_microbatches(self, rows: int) -> int:
-        if self.model.replicas_wait(torch.is_grad_enabled()):
-            return agreed_microbatches(rows, self.pipeline.microbatches_of, self.model.mesh)
-        return self.pipeline.microbatches_of(rows, self.model.mesh.size("pp"))
 
     def backward(self, synchronises: bool) -> None:
         """Run the pipeline back for all calls that the user's loss has reached, the last one first.
@@ -118,31 +109,26 @@ class PipelineCall:
     Args:
         model: the boosted model.
         number: how many calls of this model came before.
-        empty: whether this replica's share of the batch is empty and a placeholder runs.
+        split: the batch in parts.
     """
 
-    def __init__(self, model: Any, number: int, empty: bool) -> None:
-        self.model, self.number, self.empty = model, number, empty
+    def __init__(self, model: Any, number: int, split: BatchSplit) -> None:
+        self.model, self.number, self.split = model, number, split
         self.rows, self.coupled = 0, ()
         self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
         self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
         self.passes: PassState | None = None
         self.balance: RouterBalance | None = None
-        self.num_microbatches = 0
         self.num_steps = [optimizer.num_steps for optimizer in model.optimizers]
         self._header: dict[str, Any] = {}
         self._not_made: dict[str, str] = {}  # outputs of the plain model that no stage computes, and why
 
     # ----- forward -----
 
-    def run(self, batch: dict[str, Any], own: list[dict[str, Any]], microbatches: list[dict[str, Any]]) -> None:
-        """Run all forward passes.
-
-        Args:
-            own: the micro-batches of this replica, with labels.
-            microbatches: the same, or placeholders if there are none.
-        """
+    def run(self, batch: dict[str, Any]) -> None:
+        """Run all forward passes."""
         model, runtime = self.model, self.model.runtime
+        own, microbatches, lengths = self.split.own, self.split.microbatches, self.split.lengths
         loss = model.step_loss(own, None, batch)
         asks_routers = isinstance(loss, NoLoss) and model.losses.routers_are_asked(batch)
         if asks_routers:
@@ -151,8 +137,7 @@ class PipelineCall:
         # Otherwise a stage would compute the loss of its own layers and tokens.
         not_of_stages = {ASKED: False} if asks_routers else {}
         inputs = [model.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]
-        self.num_microbatches = len(microbatches)
-        trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, self.empty
+        trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, not own
 
         def finish_forward(outputs: Any, index: int) -> OutputGradients | None:
             outputs = outputs if loss.reads_parts else model.whole_sequences(outputs)
@@ -165,7 +150,7 @@ class PipelineCall:
             result = without_rows(result) if empty else result
             result.pop(LOSS, None)
             results.append(result if share is None else {LOSS: share, **result})
-            return OutputGradients(results[-1], index, len(microbatches), grads) if trains else None
+            return OutputGradients(results[-1], index, len(microbatches), lengths, grads) if trains else None
 
         with ExitStack() as stack:
             stack.enter_context(model.running())
@@ -186,7 +171,7 @@ class PipelineCall:
     def outputs(self) -> Any:
         """Return the outputs of all micro-batches; the loss is fetched now, other outputs when they are read."""
         runtime, mesh = self.model.runtime, self.model.mesh
-        described = describe_outputs(self.results, self.coupled, self.rows) if runtime.has_last_stage else None
+        described = self._described() if runtime.has_last_stage else None
         self._header = broadcast_json(described, mesh.group("pp"), runtime.rank_of_last_stage)
         withheld = {name: reason for name, node in self._header.items() if (reason := reason_withheld(node))}
         if _BARE in withheld:
@@ -203,6 +188,9 @@ class PipelineCall:
                 outputs[AUX_LOSS] = self.fetch(AUX_LOSS)
                 outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
         return outputs
+
+    def _described(self) -> dict[str, Any]:
+        return describe_outputs(self.results, self.coupled, self.rows, self.split.lengths)
 
     @failure.guard("reading outputs of model(**batch)")
     def read(self, name: str) -> Any:
@@ -225,7 +213,7 @@ class PipelineCall:
         mesh, runtime = self.model.mesh, self.model.runtime
         if runtime.has_last_stage:
             parts = [leaves(result[name])[position].detach() for result in self.results]
-            value = _joined(parts, is_sum=name == LOSS)
+            value = joined(parts, name == LOSS, self.split.lengths)
         else:
             value = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=mesh.device)
         dist.broadcast(value, runtime.rank_of_last_stage, group=mesh.group("pp"))
@@ -282,7 +270,7 @@ class PipelineCall:
             self.balance.weight = self._weight_over_replicas(self.grads.pop((AUX_LOSS, 0), None))
         observer = BackwardPasses(self.model.reducers, runtime.stage_parameters, is_final)
         with self.model.running():
-            runtime.execute(passes, runtime.phases(self.num_microbatches)[1], observer)
+            runtime.execute(passes, runtime.phases(len(self.split.microbatches))[1], observer)
         self.results[:] = map(detached, self.results)  # the script may read outputs after the backward pass
         self.grads.clear()
 
@@ -303,12 +291,14 @@ class OutputGradients:
         result: outputs of the micro-batch, with their graph.
         index: of the micro-batch.
         num_microbatches: of the batch.
+        lengths: tokens of each micro-batch, if they are parts of one row.
         grads: (output, position in it) -> gradient for the whole batch.
     """
 
     result: Mapping[str, Any]
     index: int
     num_microbatches: int
+    lengths: tuple[int, ...] | None
     grads: Mapping[tuple[str, int], Tensor]
     requires_grad: bool = True
 
@@ -317,11 +307,14 @@ class OutputGradients:
         pairs = []
         for (name, position), grad in self.grads.items():
             tensor = leaves(self.result[name])[position]
-            is_whole = name == LOSS or not grad.dim()
-            part = grad if is_whole else grad.tensor_split(self.num_microbatches)[self.index]
             if tensor.requires_grad:
-                pairs.append((tensor, part))
+                pairs.append((tensor, grad if name == LOSS or not grad.dim() else self._part(grad)))
         return pairs
+
+    def _part(self, grad: Tensor) -> Tensor:
+        if self.lengths is not None:
+            return grad.split(self.lengths, 1)[self.index]
+        return grad.tensor_split(self.num_microbatches)[self.index]
 
 
 class _Border(torch.autograd.Function):
@@ -370,13 +363,6 @@ def empty_share(outputs: Any, loss: StepLoss) -> Tensor | None:
         return None
     nothing = nothing_of(outputs)
     return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
-
-
-def _joined(parts: Sequence[Tensor], is_sum: bool) -> Tensor:
-    """Return the parts of an output together: their sum, or their rows."""
-    if is_sum:
-        return torch.stack(list(parts)).sum(0)
-    return (torch.cat(list(parts)) if parts[0].dim() else parts[0]).contiguous()
 
 
 def _has_loss(outputs: Any) -> bool:

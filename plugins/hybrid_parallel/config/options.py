@@ -129,16 +129,6 @@ class HybridParallelConfig:
                 "compile_layers=True cannot trace tokens that are still being gathered; use "
                 "enable_sequence_overlap=False, or compile_layers=False"
             )
-        if self.zero.zero_stage == 3:
-            problems.append(
-                "compile_layers=True cannot trace parameters that zero_stage=3 gathers; use zero_stage=2, or "
-                "compile_layers=False"
-            )
-        if self.offload.offload_activations is not None:
-            problems.append(
-                f"offload_activations={str(self.offload.offload_activations)!r} moves what the operators of a layer "
-                "save, which compile_layers=True merges; use offload_activations=None, or compile_layers=False"
-            )
         if self.debugging.debug:
             problems.append("debug=True looks into every module, which compile_layers=True merges; use one of them")
         breaks = self._breaks_of_graphs()

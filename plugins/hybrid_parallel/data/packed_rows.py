@@ -46,12 +46,13 @@ class PackedRow:
         return [self.borders[index] for index in cuts_of([cost_of(each, per_token) for each in lengths], parts)]
 
 
-def packed_row(batch: Mapping[str, Any], head_loss: HeadLoss) -> PackedRow | None:
+def packed_row(batch: Mapping[str, Any], head_loss: HeadLoss, has_labels: bool = True) -> PackedRow | None:
     """Return the documents of a batch that may be cut between them; None if it has to stay whole.
 
     Args:
         batch: tensors on the host, if the host is not to wait for the device.
-        head_loss: the loss of the batch.
+        head_loss: the loss of the model's head.
+        has_labels: whether it computes the loss of the batch.
     """
     if num_rows(batch) != 1 or not may_be_packed(batch) or asks_for_cache(batch) or not head_loss.per_token:
         return None
@@ -60,7 +61,8 @@ def packed_row(batch: Mapping[str, Any], head_loss: HeadLoss) -> PackedRow | Non
     if positions.dim() != 2 or not all(has_tokens(value, positions.shape[1]) for value in tensors):
         return None
     starts = document_starts(positions)[0].nonzero()[:, 0]
-    if any(_crosses(labels, batch, starts[1:] - 1) for labels in head_loss.token_labels(batch)):
+    labels = head_loss.token_labels(batch) if has_labels else []
+    if any(_crosses(each, batch, starts[1:] - 1) for each in labels):
         return None
     return PackedRow((*starts.tolist(), positions.shape[1]))
 

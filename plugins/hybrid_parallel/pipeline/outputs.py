@@ -43,7 +43,7 @@ def _merge(values: Sequence[Any], name: str, lengths: Sequence[int] | None) -> A
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         shapes = [tuple(value.shape) for value in values]
-        if lengths is not None and "attention" not in name and _are_parts(shapes, lengths):
+        if lengths is not None and "attention" not in name and are_parts_of_row(shapes, lengths):
             return torch.cat(list(values), 1)
         if lengths is not None or len({shape[1:] for shape in shapes}) > 1:
             raise ConfigurationError(
@@ -59,10 +59,10 @@ def _merge(values: Sequence[Any], name: str, lengths: Sequence[int] | None) -> A
     return None
 
 
-def _are_parts(shapes: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> bool:
+def are_parts_of_row(shapes: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
     """Return whether tensors of these shapes are [1, part, ...], with the rest the same."""
-    return all(shape[:2] == (1, length) for shape, length in zip(shapes, lengths, strict=True)) and (
-        len({shape[2:] for shape in shapes}) == 1
+    return all(tuple(shape[:2]) == (1, length) for shape, length in zip(shapes, lengths, strict=True)) and (
+        len({tuple(shape[2:]) for shape in shapes}) == 1
     )
 
 

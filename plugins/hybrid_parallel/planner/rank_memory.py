@@ -96,12 +96,12 @@ def memory_of_rank(states: RankStates, own: Sequence[int], costs: Sequence[Stage
     if layout.offload_parameters is not None:
         parameters -= states.shard_bytes
         host += states.shard_bytes
-    update = states.update
+    update = states.update if states.device_type == "cpu" or layout.offload_optimizer is None else 0  # by the host
     if layout.offload_optimizer is not None:
         host += gradients + optimizer
         gradients, optimizer = 0, 0
         # One bucket is here at a time: all that its update needs, or its gradients and new values alone.
-        update = states.largest_bucket // (1 if layout.offload_optimizer != "cpu" else 2)
+        update += states.largest_bucket // (1 if layout.offload_optimizer != "cpu" else 2)
         passes += states.largest_bucket // 3
     transient = states.gradients
     # Buffers of gradients stay for the next step on a CPU; a GPU has given them back before the update.

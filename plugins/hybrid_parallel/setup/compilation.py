@@ -46,16 +46,26 @@ def compile_layers(model: nn.Module) -> None:
     config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
     options = {"fallback_random": True} if _BACKEND == "inductor" else None
     for layer in _layers(model):
-        compiled = torch.compile(layer._call_impl, backend=_BACKEND, options=options)
+        compiled = torch.compile(layer.forward, backend=_BACKEND, options=options)
         layer._compiled_call_impl = _only_in_training(layer, compiled)
 
 
 def _only_in_training(layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call of `layer`: compiled in training, eager where caches of generation change from call to call."""
+    """Return the call of `layer`: compiled in training, eager where caches of generation change from call to call.
+
+    The hooks of a layer run outside of its graphs: they gather its parameters, or send activations off.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        trains = layer.training and torch.is_grad_enabled()
-        return (compiled if trains else layer._call_impl)(*args, **kwargs)
+        if not (layer.training and torch.is_grad_enabled()):
+            return layer._call_impl(*args, **kwargs)
+        attributes = vars(layer)
+        before = attributes.get("forward")
+        attributes["forward"] = compiled  # for this call alone: copies of the layer would run it with these weights
+        try:
+            return layer._call_impl(*args, **kwargs)
+        finally:
+            attributes.pop("forward") if before is None else attributes.update(forward=before)
 
     return call
 

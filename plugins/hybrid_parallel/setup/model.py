@@ -63,6 +63,7 @@ from shardformer.policies.registry import needs_policy_in_16_bit
 from shardformer.policies.user.tp_info import TPInfoPolicy
 from shardformer.quantised import is_quantised, keep_format
 from shardformer.shardformer import as_policy
+from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing
 
 _logger = get_logger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -243,6 +244,8 @@ def wrap_model(
     runtime = PipelineRuntime(model, mesh, config.schedule, config.chunks_per_rank, recorder)
     if config.kernels.compile_layers:
         compile_layers(model)
+    elif is_compiler_loaded():  # a script may compile a function that calls the model
+        prepare_tracing()
     # Watched before any optimizer, because its hooks take the gradients away.
     wrapped = HybridParallelModel(runtime, context, ModuleWatch(model) if config.debugging.debug else None)
     if config.policy.counts_experts:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from booster import failure
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import unscaled
 from plugins.hybrid_parallel.zero.bucket import Bucket
@@ -31,6 +32,7 @@ def assemble(param: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> Te
     return spec.assemble(shards)
 
 
+@failure.guard("optimizer.full_gradients")
 def full_gradients(
     buckets: Sequence[Bucket], names: Mapping[nn.Parameter, str], mesh: HybridMesh, scale: float
 ) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.shard_spec import spec_of
 from shardformer.utils.backward_pass import in_backward
 from shardformer.utils.freed_memory import return_freed_memory
+from shardformer.utils.untraced import untraced
 
 
 class ParameterGathers:
@@ -191,10 +192,11 @@ class ParameterGathers:
 
     # ----- hooks -----
 
+    @untraced
     def _before_forward(self, units: Sequence[GatherUnit], module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not torch.compiler.is_compiling():
-            self._use(units, in_backward())
+        self._use(units, in_backward())
 
+    @untraced
     def _after_forward(
         self, units: Sequence[GatherUnit], module: nn.Module, args: tuple, kwargs: dict, outputs: Any
     ) -> None:

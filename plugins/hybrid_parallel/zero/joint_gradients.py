@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from booster import failure
 from plugins.hybrid_parallel.loss.arithmetic import clip_factor
 from plugins.hybrid_parallel.zero.bucket import Bucket
 
@@ -37,6 +38,7 @@ def accepting_gradients(optimizers: Sequence[TakesGradients], scale: float | Non
         yield
 
 
+@failure.guard("model.clip_grad_norm_")
 @torch.no_grad()
 def clip_grad_norm_(optimizers: Sequence[TakesGradients], max_norm: float) -> Tensor:
     """Scale the gradients of several optimizers so that their joint norm is at most `max_norm`.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -183,6 +184,8 @@ def _state_dict(sides: Sides) -> None:
     sides.model.load_state_dict(state)
     sides.check_losses()
     around = nn.ModuleDict({"policy": sides.model})
+    if sides.is_cut:
+        sides.refused(r"booster.save_model\(model, directory\) on all ranks", safetensors.torch.save, state)
     for each in (state, around.state_dict(), copy.deepcopy(around.state_dict())):
         if sides.is_cut:
             sides.refused(r"booster.save_model\(model, directory\) on all ranks", torch.save, each, io.BytesIO())

@@ -7,7 +7,11 @@ a guard on something that differs from layer to layer or from step to step.
 from __future__ import annotations
 
 import copy
+import mmap
+import os
 import pickle
+import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,6 +36,7 @@ from plugins.hybrid_parallel.setup import compilation
 from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import run_on_ranks
 
+DIRECTORY = str(Path(tempfile.gettempdir()) / "booster-activations")
 RAGGED = {"lengths": (12, 9, 14, 11)}
 ROWS, VOCABULARY = 4, 64
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -42,6 +47,8 @@ SAMPLE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp2": ("bert", 2, {"tp_size": 2}),
     "pp2": ("llama", 2, {"pp_size": 2, "num_microbatches": 2}),
     "dp2": ("llama", 2, {"zero_stage": 1, "overlap_allgather": True}),
+    "stage 3": ("llama", 2, {"zero_stage": 3, **RAGGED}),
+    "offloaded activations": ("llama", 1, {"offload_activations": DIRECTORY, **RAGGED}),
 }
 MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dropout": ("bert", 1, {"precision": "bf16", **RAGGED}),
@@ -51,9 +58,15 @@ MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2, split backward": ("llama", 2, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zbv", "layers": 4}),
     "cp2": ("llama", 2, {"cp_size": 2, **RAGGED}),
     "kinds of layers": ("t5", 1, RAGGED),
+    "stage 3, kinds of layers": ("t5", 2, {"zero_stage": 3}),
+    "stage 3, recomputed": ("llama", 2, {"zero_stage": 3, "gradient_checkpointing": "full"}),
+    "stage 3, tp2": ("llama", 4, {"zero_stage": 3, "tp_size": 2}),
+    "stage 3, pp2": ("llama", 4, {"zero_stage": 3, "pp_size": 2, "num_microbatches": 2}),
+    "offloaded activations, tp2": ("llama", 2, {"offload_activations": DIRECTORY, "tp_size": 2}),
 }
 # Compilations: one for each kind of layer, and one more with symbolic sizes as soon as sizes change.
 WHOLE_LAYERS = {"one rank": 2, "recomputed": 1, "pp2": 1, "dp2": 1, "dropout": 2, "kinds of layers": 8}
+WHOLE_LAYERS |= {"stage 3": 2, "stage 3, recomputed": 1, "stage 3, pp2": 1, "offloaded activations": 2}
 
 
 def build(family: str, layers: int) -> nn.Module:
@@ -89,6 +102,8 @@ class Trained:
         rows = slice(self.plugin.dp_rank * own, (self.plugin.dp_rank + 1) * own)
         self.losses = [self.step(batch(family, step, rows, length)) for step, length in enumerate(lengths)]
         self.weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        activations = self.model.activations
+        self.moved = 0 if activations is None else os.fstat(activations.store.file).st_size
         self.num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         self.num_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
 
@@ -121,6 +136,8 @@ def compare(family: str, options: dict[str, Any], backend: Any = None) -> tuple[
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=tolerance["rtol"], atol=0)
     torch.testing.assert_close(compiled.weights, eager.weights, **tolerance)
     assert compiled.num_graphs > 0
+    if "offload_activations" in options:  # graphs save fewer tensors than their operators would
+        assert min(eager.moved, compiled.moved) > mmap.PAGESIZE
     assert not {name for name in targets if "all_" in name or "c10d" in name or "autograd_function" in name}
     return compiled.num_graphs, compiled.num_breaks
 
