@@ -66,6 +66,11 @@ _WITH_MASKS = _DETECTOR | dict.fromkeys(_DETR_HEADS, 8) | {"backbone_config": {*
 _CODEC = {"upsample_groups": 4, "num_filters": 2, "codebook_dim": 16, "codebook_size": 16, "num_quantizers": 4}
 _BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 _FLOW_HEAD = {"hidden_size": 32, "num_hidden_layers": 2, "frequency_embedding_size": 16}
+_UNITS = {"t2u_vocab_size": 101, "t2u_decoder_start_token_id": 2} | {
+    f"t2u_{tower}_{name}": size
+    for tower in ("encoder", "decoder")
+    for name, size in (("layers", 4), ("ffn_dim", 48), ("attention_heads", 4))
+}
 _NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}
 _MEL = {"num_mel_bins": 24, "subsampling_conv_channels": 8}
 _TRANSDUCER = {"blank_token_id": 100, "decoder_hidden_size": 16}
@@ -228,7 +233,13 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "kosmos-2": {"latent_query_num": 2},
     "shieldgemma2": {"yes_token_index": 10, "no_token_index": 11},
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "per_layer_config": {}},
-    "seamless_m4t_v2": {"t2u_variance_predictor_embed_dim": 32, "t2u_variance_predictor_hidden_dim": 16},
+    "seamless_m4t": _UNITS,
+    "seamless_m4t_v2": {
+        **_UNITS,
+        "char_vocab_size": 101,
+        "t2u_variance_predictor_embed_dim": 32,
+        "t2u_variance_predictor_hidden_dim": 16,
+    },
     "timm_wrapper": {"architecture": "resnet18", "num_labels": 3, "image_size": 32, "model_args": {"in_chans": 3}},
     "perception_lm": {
         "vision_config": {

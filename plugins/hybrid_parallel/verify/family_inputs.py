@@ -204,7 +204,7 @@ _INPUTS: Mapping[str, Maker] = {
     "kosmos2/image_embeds_position_mask": _marked_placeholders(2),
     "ViltForImagesAndText/pixel_values": _images(2),
     "ViltForImagesAndText/labels": _draw(2, -1),
-    "XmodForMultipleChoice/lang_ids": _nothing,
+    "XmodForMultipleChoice/lang_ids": lambda *_: torch.tensor(1),
     "granite_speech5/input_features": _noise(-1, 48, 96),
     **dict.fromkeys(
         ("SplinterForQuestionAnswering/start_positions", "SplinterForQuestionAnswering/end_positions"),
