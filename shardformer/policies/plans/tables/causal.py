@@ -112,6 +112,7 @@ PLANS = {
             "output_projection.o_proj": "rowwise",
             "mlp.up_proj": "colwise",
             "mlp.down_proj": "rowwise",
+            "exclusive_self_attention.alpha": "first_dim",  # one for each head
             "value_embeddings.weight": "rowwise",  # [vocab, features of the values' heads]
         },
         first={"value_embeddings": Received},  # registered after the layers
