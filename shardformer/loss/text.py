@@ -114,11 +114,16 @@ def language_of_images(model: nn.Module) -> HeadLoss:
     return HeadLoss(*masked_lm(model).terms, decoder_inputs=shift_right(model.language_model))
 
 
-def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the family's function from labels to decoder inputs: a method, or a function of its module."""
+def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the family's function from labels to decoder inputs: a method, or a function of its module.
+
+    None for a family without one (Dia), whose decoder never reads the labels.
+    """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels
     family, config = sys.modules[type(model).__module__], model.config.get_text_config()
+    if not hasattr(family, "shift_tokens_right"):
+        return None
     special = (config.pad_token_id, config.decoder_start_token_id)
     takes = len(inspect.signature(family.shift_tokens_right).parameters) - 1
     return lambda labels: family.shift_tokens_right(labels, *special[:takes])

@@ -57,6 +57,15 @@ class MetaModule(StagePlaceholder):
 
         return tree_map_only(Tensor, dummy, self._outputs[key])
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the placeholder of a sub-module that the model calls by itself (Kosmos-2: a norm of its tower)."""
+        part = self.__dict__["_copy"][0]._modules.get(name) if "_copy" in self.__dict__ else None
+        if part is None:
+            return super().__getattr__(name)
+        placeholder = MetaModule(part)
+        placeholder.stage_input = self.stage_input
+        return placeholder
+
     def _run(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         module = self._copy[0]
         parameter = next(module.parameters(), None)

@@ -42,6 +42,20 @@ _LEVELS = {
     **_DETECTOR,
     "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"], "out_indices": [2, 3, 4]},
 }
+_REAL_TIME = {
+    **_LEVELS,
+    "encoder_in_channels": [8, 16, 16],
+    "decoder_in_channels": [32, 32, 32],
+    "num_denoising": 0,
+} | {
+    "encoder_hidden_dim": 32,
+    "encoder_layers": 1,
+}
+_STAGE_NAMES = {"stage_names": ["stem", "stage1", "stage2", "stage3", "stage4"]}
+_GROUNDED = {**_LEVELS, "backbone_config": {**_LEVELS["backbone_config"], **_STAGE_NAMES}, "max_text_len": 16} | {
+    "num_feature_levels": 4,
+    "text_config": {"vocab_size": 1030},
+}
 _ALL_STAGES = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "out_indices": [1, 2, 3, 4]}
 _DETR_HEADS = (
     "num_attention_heads",
@@ -52,6 +66,14 @@ _WITH_MASKS = _DETECTOR | dict.fromkeys(_DETR_HEADS, 8) | {"backbone_config": {*
 _CODEC = {"upsample_groups": 4, "num_filters": 2, "codebook_dim": 16, "codebook_size": 16, "num_quantizers": 4}
 _BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 _FLOW_HEAD = {"hidden_size": 32, "num_hidden_layers": 2, "frequency_embedding_size": 16}
+_UNITS = {"t2u_vocab_size": 101, "t2u_decoder_start_token_id": 2} | {
+    f"t2u_{tower}_{name}": size
+    for tower in ("encoder", "decoder")
+    for name, size in (("layers", 4), ("ffn_dim", 48), ("attention_heads", 4))
+}
+_NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}
+_MEL = {"num_mel_bins": 24, "subsampling_conv_channels": 8}
+_TRANSDUCER = {"blank_token_id": 100, "decoder_hidden_size": 16}
 _INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 4}
 
 # model_type, or the class of a configuration without one -> field -> value
@@ -109,7 +131,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         **_INDEXER,
     },
     "siglip2_vision_model": {"num_patches": 16},
-    **dict.fromkeys(("convnextv2", "pvt", "segformer", "glpn", "efficientnet"), {"image_size": 64}),
+    **dict.fromkeys(("convnextv2", "pvt", "segformer", "glpn"), {"image_size": 64}),
     "pvt_v2": {"image_size": 64, "num_attention_heads": [2, 2, 4, 4], "hidden_sizes": [16, 16, 32, 32]},
     **dict.fromkeys(("sew", "sew-d"), {**_SOUND, "squeeze_factor": 1}),
     **dict.fromkeys(("bamba", "granitemoehybrid"), _STATE_SPACE),
@@ -168,6 +190,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         | {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
     },
     "molmo2_vision": {"image_size": [16, 16]},
+    "qwen3_omni_moe_audio_encoder": {"downsample_hidden_size": 16},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
     | {"indexer_compress_ratio": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "hc_lowrank": 8}
@@ -210,7 +233,13 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "kosmos-2": {"latent_query_num": 2},
     "shieldgemma2": {"yes_token_index": 10, "no_token_index": 11},
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "per_layer_config": {}},
-    "seamless_m4t_v2": {"t2u_variance_predictor_embed_dim": 32, "t2u_variance_predictor_hidden_dim": 16},
+    "seamless_m4t": _UNITS,
+    "seamless_m4t_v2": {
+        **_UNITS,
+        "char_vocab_size": 101,
+        "t2u_variance_predictor_embed_dim": 32,
+        "t2u_variance_predictor_hidden_dim": 16,
+    },
     "timm_wrapper": {"architecture": "resnet18", "num_labels": 3, "image_size": 32, "model_args": {"in_chans": 3}},
     "perception_lm": {
         "vision_config": {
@@ -221,4 +250,54 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "cvt": {"drop_path_rate": [0.0, 0.0, 0.0]},
     "deimv2": {**_LEVELS, "encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
     | {"encoder_hidden_dim": 32, "max_num_bins": 8},
+    "blt": {"encoder_hash_byte_group_vocab": 101, "local_attention_window_len": 5},
+    **dict.fromkeys(("blt_local_encoder", "blt_local_decoder"), {"hidden_size_global": 32}),
+    "blip_text_model": {"sep_token_id": 3},
+    "clipseg": {"extract_layers": [1, 2, 3], "projection_dim": 32, "reduce_dim": 32, "decoder_intermediate_size": 48},
+    "dia": {"delay_pattern": [0, 2, 3]},
+    "dia_decoder": {"num_channels": 3, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4}
+    | {"cross_head_dim": 8},
+    "dpt": {**_NECK, "backbone_out_indices": [0, 1, 2, 3], "num_labels": 3},
+    "tipsv2_dpt": {
+        **_NECK,
+        "initializer_range": 0.02,
+        "backbone_config": {**_ALL_STAGES, "reshape_hidden_states": False},
+        "num_labels": 3,
+    },
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 8},
+    "encodec": {"num_filters": 2, "codebook_size": 8, "upsampling_ratios": [2, 2]},
+    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDED),
+    "instructblip": {"num_query_tokens": 2, "image_token_index": 99},
+    "instructblipvideo": {"num_query_tokens": 2, "video_token_index": 99},
+    "levit": {"image_size": 64, "patch_size": 16, "hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 4, 6]}
+    | {"key_dim": [8, 8, 8], "depths": [1, 1, 1]},
+    "lxmert": {"l_layers": 2, "x_layers": 2, "r_layers": 2, "visual_feat_dim": 16, "num_qa_labels": 8}
+    | {"num_object_labels": 9, "num_attr_labels": 7},
+    "mobilevitv2": {"image_size": 64, "patch_size": 2, "base_attn_unit_dims": [16, 16, 16], "width_multiplier": 0.5}
+    | {"n_attn_blocks": [1, 1, 1], "aspp_out_channels": 16, "atrous_rates": [1, 2, 3], "num_labels": 3},
+    "moonshine": {"encoder_num_hidden_layers": 4, "encoder_num_attention_heads": 4, "encoder_num_key_value_heads": 4},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "moonshine_streaming_encoder": {"sliding_windows": [[5, 2], [5, 2], [5, 0], [5, 0]]},
+    "musicgen_decoder": {"decoder_start_token_id": 1},
+    "musicgen_melody": {"chroma_length": 5},
+    **dict.fromkeys(("parakeet_encoder", "nemotron_asr_streaming_encoder"), _MEL),
+    **dict.fromkeys(("parakeet_rnnt", "nemotron_asr_streaming"), _TRANSDUCER),
+    "nemotron3_5_asr": {**_TRANSDUCER, "num_prompts": 4, "prompt_intermediate_size": 16, "default_prompt_id": 1},
+    "rag": {"n_docs": 2, "reduce_loss": True},
+    "rf_detr": {"num_queries": 5, "group_detr": 2, "num_labels": 3, "decoder_self_attention_heads": 4}
+    | {"decoder_cross_attention_heads": 4},
+    "rf_detr_dinov2": {"image_size": 32},
+    **dict.fromkeys(("rt_detr", "rt_detr_v2"), _REAL_TIME),
+    "seggpt": {"image_size": [16, 8], "pretrain_image_size": 16, "intermediate_hidden_state_indices": [1, 2, 3]}
+    | {"merge_index": 0, "decoder_hidden_size": 8},
+    "speecht5": {**_SOUND, "num_mel_bins": 8, "speech_decoder_prenet_units": 16, "speech_decoder_postnet_units": 16}
+    | {"speaker_embedding_dim": 8, "encoder_max_relative_position": 4},
+    "tvp": {"backbone_config": {**_RESNET, "out_features": ["stage4"], "out_indices": [4]}, "num_frames": 2}
+    | {"visual_prompt_size": 8, "max_img_size": 64, "max_grid_col_position_embeddings": 8}
+    | {"max_grid_row_position_embeddings": 8},
+    "efficientnet": {"image_size": 64, "width_coefficient": 0.05, "depth_coefficient": 0.2, "hidden_dim": 64},
+    "florence_vision": {"embed_dim": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2]}
+    | {"num_groups": [2, 2, 2, 2], "window_size": 2, "projection_dim": 32},
+    "textnet": {"image_size": [64, 64], "stem_out_channels": 8, "hidden_sizes": [8, 8, 16, 16, 16]}
+    | {"conv_layer_kernel_sizes": [[[3, 3]]] * 3 + [[[3, 1], [1, 3]]], "conv_layer_strides": [[2], [2], [2], [1, 1]]},
 }

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Tensor | None]
+from plugins.hybrid_parallel.verify.image_labels import detection_targets
+
+Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Any]
 
 
 def further_inputs(
     family: str, model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """Make the family-specific inputs of a model; they replace inputs of the same name in the batch (None: no input).
 
     Args:
@@ -24,7 +26,7 @@ def further_inputs(
         generator: source of random numbers.
     """
     takes = inspect.signature(model.forward).parameters
-    found: dict[str, Tensor | None] = {}
+    found: dict[str, Any] = {}
     for name, make in _INPUTS.items():
         owner, _, argument = name.rpartition("/")
         if argument in takes and (owner == family or type(model).__name__.startswith(owner)):
@@ -41,6 +43,16 @@ def _draw(high: int, *shape: int) -> Maker:
         return torch.randint(0, high, whole, generator=generator)
 
     return make
+
+
+def _draw_above(low: int, high: int, *shape: int) -> Maker:
+    """Draw random integers from `low` on and below `high`; see `_draw`."""
+    return lambda *given: _draw(high - low, *shape)(*given) + low
+
+
+def _draw_rows(high: int, count: int, length: int) -> Maker:
+    """Draw `count` sequences of random integers below `high` for each row, [rows * count, length]."""
+    return lambda *given: _draw(high, -1, count, length)(*given).flatten(0, 1)
 
 
 def _noise(*shape: int) -> Maker:
@@ -122,6 +134,24 @@ def _shares(*shape: int) -> Maker:
     return lambda *given: _noise(*shape)(*given).softmax(-1)
 
 
+def _per_token(*width: int) -> Maker:
+    """Draw standard normal numbers for each token of the text, [rows, tokens, *width]."""
+    return lambda _, batch, generator: torch.randn(*batch["input_ids"].shape, *width, generator=generator)
+
+
+def _phrases(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    """Make texts of two phrases between the marks that Grounding DINO looks for: [CLS] a b . c . [SEP]."""
+    rows = batch["input_ids"].shape[0]
+    texts = torch.tensor([101, 0, 0, 1012, 0, 1012, 102]).repeat(rows, 1)
+    texts[:, [1, 2, 4]] = torch.randint(5, 95, (rows, 3), generator=generator)
+    return texts
+
+
+def _targets(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> list[dict[str, Tensor]]:
+    """Make boxes whose classes are the two phrases."""
+    return detection_targets(batch["input_ids"].shape[0], 2, (64, 64), generator)
+
+
 _box = _draw(60, -1, -1, 4)
 
 
@@ -174,7 +204,7 @@ _INPUTS: Mapping[str, Maker] = {
     "kosmos2/image_embeds_position_mask": _marked_placeholders(2),
     "ViltForImagesAndText/pixel_values": _images(2),
     "ViltForImagesAndText/labels": _draw(2, -1),
-    "XmodForMultipleChoice/lang_ids": _nothing,
+    "XmodForMultipleChoice/lang_ids": lambda *_: torch.tensor(1),
     "granite_speech5/input_features": _noise(-1, 48, 96),
     **dict.fromkeys(
         ("SplinterForQuestionAnswering/start_positions", "SplinterForQuestionAnswering/end_positions"),
@@ -199,19 +229,13 @@ _INPUTS: Mapping[str, Maker] = {
     "pp_formulanet/labels": _draw(90, -1, 7),
     "pp_formulanet/input_ids": _nothing,
     "pp_formulanet/attention_mask": _nothing,
-    "SeamlessM4TTextToUnit/inputs_embeds": lambda _, batch, generator: torch.randn(
-        *batch["input_ids"].shape, 32, generator=generator
-    ),
-    "SeamlessM4Tv2TextToUnit/inputs_embeds": lambda _, batch, generator: torch.randn(
-        *batch["input_ids"].shape, 32, generator=generator
-    ),
+    "SeamlessM4TTextToUnit/inputs_embeds": _per_token(32),
+    "SeamlessM4Tv2TextToUnit/inputs_embeds": _per_token(32),
     "SeamlessM4TTextToUnit/input_ids": _nothing,
     "SeamlessM4Tv2TextToUnit/input_ids": _nothing,
     "CsmForConditionalGeneration/input_ids": _draw(15, -1, -1, 4),
     "CsmForConditionalGeneration/labels": _draw(15, -1, -1, 4),
-    "Qwen3OmniMoeTalker/inputs_embeds": lambda _, batch, generator: torch.randn(
-        *batch["input_ids"].shape, 32, generator=generator
-    ),
+    "Qwen3OmniMoeTalker/inputs_embeds": _per_token(32),
     "Qwen3OmniMoeTalker/talker_input_ids": lambda _, batch, __: batch["input_ids"],
     "Qwen3OmniMoeTalker/input_ids": _nothing,
     "efficientloftr/pixel_values": _noise(-1, 2, 1, 32, 32),
@@ -231,7 +255,64 @@ _INPUTS: Mapping[str, Maker] = {
     "SeamlessM4Tv2TextToUnit/char_input_ids": _draw(90, -1, -1),
     "SeamlessM4Tv2TextToUnit/char_count_per_id": _ones(-1, -1),
     "BlipFor/pixel_values": _images(),
-    "clipseg/conditional_pixel_values": _images(),
     "canary/input_features": _noise(-1, 48, 80),
     "cohere_asr/input_features": _noise(-1, 48, 80),
+    "BlipForQuestionAnswering/labels": _draw(90, -1, 7),
+    "clipseg/pixel_values": _images(),
+    "clipseg/conditional_pixel_values": _nothing,
+    "clipseg/labels": lambda *given: _noise(-1, 16, 16)(*given).sigmoid(),
+    "dia/decoder_input_ids": _draw(90, -1, 7, 3),
+    "dia/labels": _draw_rows(90, 3, 7),
+    "git/pixel_values": _images(),
+    **dict.fromkeys(("grounding_dino/pixel_values", "mm_grounding_dino/pixel_values"), _images(size=64)),
+    **dict.fromkeys(("grounding_dino/input_ids", "mm_grounding_dino/input_ids"), _phrases),
+    **dict.fromkeys(("grounding_dino/attention_mask", "mm_grounding_dino/attention_mask"), _ones(-1, 7)),
+    **dict.fromkeys(("grounding_dino/labels", "mm_grounding_dino/labels"), _targets),
+    "idefics/pixel_values": _images(1),
+    "idefics/image_attention_mask": _ones(-1, -1, 1),
+    "instructblip/pixel_values": _images(),
+    "instructblip/input_ids": _with_placeholders(2, 99),
+    "instructblip/qformer_input_ids": _draw(90, -1, 4),
+    "instructblipvideo/pixel_values": _images(2),
+    "instructblipvideo/input_ids": _with_placeholders(4, 99),
+    "instructblipvideo/qformer_input_ids": _draw(90, -1, 4),
+    "lxmert/visual_feats": _noise(-1, 5, 16),
+    "lxmert/visual_pos": _noise(-1, 5, 4),
+    "LxmertForPreTraining/matched_label": _draw(2, -1),
+    "LxmertForPreTraining/ans": _draw(8, -1),
+    "LxmertForQuestionAnswering/labels": _draw(8, -1),
+    "moonshine/input_values": _noise(-1, 2000),
+    "moonshine_streaming/input_values": _noise(-1, 640),
+    **dict.fromkeys(("musicgen/labels", "musicgen_melody/labels"), _draw_above(3, 90, -1, 7, 4)),
+    **dict.fromkeys(("MusicgenForCausalLM/input_ids", "MusicgenMelodyForCausalLM/input_ids"), _nothing),
+    **dict.fromkeys(("MusicgenForCausalLM/attention_mask", "MusicgenMelodyForCausalLM/attention_mask"), _nothing),
+    **{
+        f"{family}/{name}": make
+        for family in ("parakeet", "nemotron_asr_streaming", "nemotron3_5_asr")
+        for name, make in (("input_features", _noise(-1, 48, 24)), ("attention_mask", _ones(-1, 48)))
+    },
+    **{
+        f"{name}/{argument}": make
+        for name in ("ParakeetForRNNT", "NemotronAsrStreamingForRNNT", "Nemotron3_5AsrForRNNT")
+        for argument, make in (("labels", _draw_above(3, 90, -1, 3)), ("decoder_input_ids", _draw_above(3, 90, -1, 4)))
+    },
+    "nemotron3_5_asr/prompt_ids": _draw(4, -1),
+    "rag/context_input_ids": _draw_rows(90, 2, 9),
+    "rag/context_attention_mask": lambda *given: torch.ones_like(_draw_rows(90, 2, 9)(*given)),
+    "rag/labels": _draw_above(3, 90, -1, 7),
+    "rag/doc_scores": _noise(-1, 2),
+    "seggpt/pixel_values": _images(size=8),
+    "seggpt/prompt_pixel_values": _images(size=8),
+    "seggpt/prompt_masks": _images(size=8),
+    "seggpt/labels": _images(size=8),
+    **dict.fromkeys(("SpeechT5ForTextToSpeech/labels", "SpeechT5ForSpeechToSpeech/labels"), _noise(-1, 6, 8)),
+    **dict.fromkeys(
+        ("SpeechT5ForTextToSpeech/speaker_embeddings", "SpeechT5ForSpeechToSpeech/speaker_embeddings"), _noise(-1, 8)
+    ),
+    "tvp/pixel_values": _noise(-1, 2, 3, 64, 64),
+    "tvp/labels": lambda *given: _noise(3, -1)(*given).sigmoid().sort(0, descending=True).values,
+    "udop/bbox": lambda *given: _ordered_box(*given) / 60,
+    "voxtral_realtime/input_features": lambda _, batch, generator: torch.randn(
+        batch["input_ids"].shape[0], 128, 8 * batch["input_ids"].shape[1], generator=generator
+    ),
 }

@@ -84,6 +84,9 @@ def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generat
         return {"pixel_values": torch.randn(rows, channels, *sides, generator=generator)}
     if "pixel_values_videos" in takes:
         return {"pixel_values_videos": torch.randn(rows, 4, 3, 16, 16, generator=generator)}
+    if "flattened_patches" in takes:  # of an image of any size, each with its row and column
+        places = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4)).expand(rows, 9, 2)
+        return {"flattened_patches": torch.cat([places, torch.randn(rows, 9, 32, generator=generator)], -1)}
     if "input_values" in takes or "input_features" in takes:
         name = "input_values" if "input_values" in takes else "input_features"
         return {name: torch.randn(rows, 500, generator=generator)}

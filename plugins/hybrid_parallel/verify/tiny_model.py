@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,16 +207,29 @@ def build_small(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -
     """Build a model from a small configuration with a fixed seed, in training mode and without dropout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        model = model_class(config)
+        with _marked_memory():
+            model = model_class(config)
         with torch.no_grad():
             # Biases start at 0 and norms at 1: noise makes errors in them visible.
             for param in model.parameters():
                 if param.is_floating_point():
-                    param.add_(torch.randn_like(param), alpha=0.02)
+                    param.copy_(param.where(~param.isnan(), 0.0)).add_(torch.randn_like(param), alpha=0.02)
     for module in model.modules():
         if isinstance(module, nn.Dropout):  # some heads have dropout without a configuration field
             module.p = 0.0
     return model.to(dtype).train()
+
+
+@contextmanager
+def _marked_memory() -> Iterator[None]:
+    """Fill new tensors with NaN: it marks parameters that a class never initializes (experts of Qwen3-Omni)."""
+    was_strict = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_strict, warn_only=only_warned)
 
 
 def _hidden_sizes(config: Any) -> Iterator[int]:

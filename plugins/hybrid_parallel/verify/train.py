@@ -16,6 +16,7 @@ from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
 _LEARNING_RATE = 0.05
 _SEEDS = (1, 2, 3)
 _LARGEST_LOSS = 1e4
+_ROUNDING = 1e-5  # relative, of a loss in fp32
 Arrays = dict[str, numpy.ndarray]
 
 
@@ -183,12 +184,15 @@ def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
 
 
 def _draws_numbers(trial: VerifyCase, batch: dict[str, Any]) -> bool:
-    """Check whether the training loss depends on the seed (as with a sampling router; dropout is off here)."""
-    model, losses = trial.tiny_model.build(), set()
+    """Check whether the training loss depends on the seed (as with a sampling router; dropout is off here).
+
+    A seed that changes the order of a sum alone (ViLT shuffles the patches of an image) changes the last digits.
+    """
+    model, losses = trial.tiny_model.build(), []
     for seed in _SEEDS:
         torch.manual_seed(seed)
-        losses.add(_loss(trial, model, batch).item())
-    return len(losses) > 1
+        losses.append(_loss(trial, model, batch).item())
+    return max(losses) - min(losses) > _ROUNDING * max(map(abs, losses))
 
 
 def _arrays(tensors: dict[str, Tensor]) -> Arrays:

@@ -32,10 +32,10 @@ class DeclaredPlan:
         local: path of a module -> attributes that count heads or features; each is divided by the number of ranks.
         layers: path of the layer list that is split into stages; None for the list that the styles name. Several
             paths, or one with `*` for numbers, name lists that run in this order.
-        towers: paths of the layer lists of an encoder and its decoder.
+        towers: paths of the layer lists of an encoder and its decoder, or a function that computes them from the model.
         first: placeholders on later stages for modules before the layers, if the module tree does not determine them:
             because they are registered after the layers, or because their names do not say what they return.
-        every: modules that all stages need.
+        every: modules that all stages need, or a function that computes them from the model.
         last: modules that run after the layers but are registered before them.
         carried_inputs: inputs of the layers that an earlier layer computes.
         kept_outputs, shared_states, changes_shapes, calls_forward: see `StageLayout`. Paths of kept outputs match by
@@ -54,9 +54,9 @@ class DeclaredPlan:
     styles: Mapping[str, str] | None
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: str | tuple[str, ...] | None = None
-    towers: tuple[str, ...] = ()
+    towers: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
     first: Mapping[str, type[StagePlaceholder]] = field(default_factory=dict)
-    every: tuple[str, ...] = ()
+    every: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
     last: tuple[str, ...] = ()
     carried_inputs: tuple[str, ...] = ()
     kept_outputs: Mapping[str, int] | Callable[[nn.Module], Mapping[str, int]] = field(default_factory=dict)
@@ -99,7 +99,8 @@ class DeclaredPlan:
         if not (self.pipelined(model) if callable(self.pipelined) else self.pipelined):
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        towers = [next((name for name in lists if _ends(name, end)), None) for end in self.towers]
+        ends = self.towers(model) if callable(self.towers) else self.towers
+        towers = [next((name for name in lists if _ends(name, end)), None) for end in ends]
         chain = self._chain(lists)
         if towers and None not in towers:
             return self._corrected(tower_layout(model, *towers, lambda path: _lookup(path, self.first)), model)
@@ -128,10 +129,14 @@ class DeclaredPlan:
     def _corrected(self, layout: StageLayout, model: nn.Module, changes_shapes: bool = False) -> StageLayout:
         """Apply the plan's settings for single modules to a layout inferred from the module tree."""
         paths = [name for name, _ in model.named_modules()]
-        every = tuple(path for path in paths if any(_ends(path, end) for end in self.every))
+        needed = self.every(model) if callable(self.every) else self.every
+        every = tuple(path for path in paths if any(_ends(path, end) for end in needed))
         moved = tuple(path for path in layout.first if any(_ends(path, end) for end in self.last))
         sublayer_lists = tuple(next(path for path in paths if _ends(path, end)) for end in self.sublayer_lists)
-        earlier = {path: found for path in layout.last if (found := _lookup(path, self.first)) is not None}
+        base = getattr(model, "base_model_prefix", None) or "."
+        of_head = hasattr(model, base)  # modules outside the base model run after the layers, whatever they are called
+        behind = [path for path in layout.last if not of_head or path.startswith(f"{base}.")]
+        earlier = {path: found for path in behind if (found := _lookup(path, self.first)) is not None}
         first = {
             path: _lookup(path, self.first) or placeholder
             for path, placeholder in {**layout.first, **earlier}.items()

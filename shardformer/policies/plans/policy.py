@@ -221,11 +221,23 @@ class PlanPolicy(Policy):
                 continue
             names = [*(name for name, _ in owner.named_children()), *owner._parameters]
             for name in names:
-                is_planned = starred(_join(path, name)) in self.plan
+                is_planned = starred(_join(path, name)) in self.plan and not self._gets_all_heads(owner, path, name)
                 child = getattr(owner, name)
                 if is_planned and child is not None and id(child) not in heads and id(child) not in dealt_out:
                     found.append((path, owner, name))
         return found
+
+    def _gets_all_heads(self, owner: nn.Module, path: str, name: str) -> bool:
+        """Return whether transformers' plan cuts the output projection of an attention whose other parts are whole.
+
+        The layers of a hybrid have one name for it: the plan is that of the attention with sharded projections.
+        """
+        if self.declared is not None and self.declared.styles is not None:
+            return False
+        if self.plan[starred(_join(path, name))] != "rowwise" or not _is_attention(owner):
+            return False
+        others = [self.plan.get(starred(_join(path, other))) for other, _ in owner.named_children() if other != name]
+        return isinstance(getattr(owner, name), nn.Linear) and not any(others)
 
     def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
         """Return (target, module) of token embeddings and head; they may be tied, so they are sharded identically."""

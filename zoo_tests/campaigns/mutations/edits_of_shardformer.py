@@ -23,6 +23,7 @@ _CROWDED = "mixtral-causal_lm-tp2-zero1-momentum-fp32-clip-ep_size=1-expert_capa
 _KERNELS = "enable_flash_attention=True-enable_fused_normalization=True"
 
 _MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_read_travels"
+_VERIFIED = "zoo_tests/hybrid_parallel/verify/test_kinds_of_heads.py::test_trains_as_plainly"
 _PROPOSED = f"{_SHARDFORMER}/policies/test_proposed.py"
 
 EDITS_OF_SHARDFORMER: dict[str, Edit] = {
@@ -34,6 +35,25 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (
             "zoo_tests/shardformer/attention/test_registry.py::test_a_registered_name_equals_its_kernels_name_and_is_found_by_its_own",
         ),
+    ),
+    # plans
+    "an output projection that gets all heads is cut": Edit(
+        "shardformer.policies.plans.policy",
+        "and not any(others)",
+        "and False",
+        (f"{_VERIFIED}[glm5_next-Glm5NextForConditionalGeneration-options13]",),
+    ),
+    "the feature extractor of a head is taken for that of its model": Edit(
+        "shardformer.policies.plans.declared",
+        "if not of_head or path.startswith",
+        "if True or path.startswith",
+        (f"{_VERIFIED}[wav2vec2-Wav2Vec2ForXVector-options11]",),
+    ),
+    "a part of a module of an earlier stage is not found": Edit(
+        "shardformer.stages.earlier_modules",
+        "if part is None:",
+        "if True:",
+        (f"{_VERIFIED}[kosmos2-Kosmos2ForConditionalGeneration-options9]",),
     ),
     # proposed plans
     "a column whose features something else reads is cut": Edit(

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_on_rank, train_reference
 from zoo_tests.harness.ranks import run_on_ranks
 
 _TP2, _PARTS, _DP2 = {"tp_size": 2}, {"tp_size": 2, "num_microbatches": 4}, {"dp_size": 2, "num_microbatches": 2}
+_PP2 = {"pp_size": 2, "num_microbatches": 2}
 
 
 @pytest.mark.parametrize(
@@ -31,14 +33,42 @@ _TP2, _PARTS, _DP2 = {"tp_size": 2}, {"tp_size": 2, "num_microbatches": 4}, {"dp
         ("videomae", "VideoMAEForVideoClassification", _PARTS),
         ("deepseek_v32", "DeepseekV32ForCausalLM", _TP2),  # sparse attention, which compares the name of the kernel
         ("bros", "BrosSpadeELForTokenClassification", _DP2),  # a mean over tokens that another entry marks
+        ("dia", "DiaForConditionalGeneration", _TP2),  # labels of codebooks, which the decoder does not read
+        ("kosmos2", "Kosmos2ForConditionalGeneration", _PP2),  # calls a part of a tower of the first stage
+        ("perceiver", "PerceiverForMaskedLM", _PP2),  # decodes with the embeddings of the first stage
+        ("wav2vec2", "Wav2Vec2ForXVector", _PP2),  # its head has a feature_extractor, too
+        ("neomme", "NeoMMEForMaskedLM", _TP2),  # adds embeddings to the values of each rank's heads
+        ("glm5_next", "Glm5NextForConditionalGeneration", _TP2),  # the plan of an attention that has no shards
     ],
 )
 def test_trains_as_plainly(family: str, name: str, options: dict[str, Any]) -> None:
-    module = f"transformers.models.{family}.modeling_{family}"
-    config = getattr(import_module(module), name).config_class()
-    tiny = TinyModel(module, name, small_config(config, TwinSizes(kv_heads=4, is_faithful=False)), torch.float32)
-    case = VerifyCase(tiny, 6, 2, options)
+    case = VerifyCase(_tiny(family, name), 6, 2, options)
     verdict = compare(train_reference(case), run_on_ranks(2, train_on_rank, case), Tolerance(1e-4, 1e-3, 1e-4))
     losses, gradients, _ = verdict.worst
     assert verdict.first is None, verdict.first.text
     assert losses.count == 2 and gradients.count > 10
+
+
+def _tiny(family: str, name: str) -> TinyModel:
+    module = f"transformers.models.{family}.modeling_{family}"
+    config = small_config(getattr(import_module(module), name).config_class(), TwinSizes(kv_heads=4, is_faithful=False))
+    return TinyModel(module, name, config, torch.float32)
+
+
+def test_parameters_that_a_class_never_initializes_are_the_same_in_every_build() -> None:
+    tiny, was_strict = (
+        _tiny("qwen3_omni_moe", "Qwen3OmniMoeTalkerForConditionalGeneration"),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    [first, second] = [dict(tiny.build().named_parameters()) for _ in range(2)]
+    experts = first["model.layers.0.mlp.experts.gate_up_proj"]
+    assert experts.isfinite().all() and experts.std() > 0.01
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    assert torch.are_deterministic_algorithms_enabled() == was_strict
+
+
+def test_a_loss_whose_last_digits_depend_on_the_seed_is_not_random() -> None:
+    """ViLT shuffles the patches of an image: a sum in another order."""
+    assert len(train_reference(VerifyCase(_tiny("vilt", "ViltForMaskedLM"), 6, 2, {})).steps) == 2
+    with pytest.raises(ConfigurationError, match="draws random numbers"):  # points at which masks are compared
+        train_reference(VerifyCase(_tiny("rf_detr", "RfDetrForInstanceSegmentation"), 6, 2, {}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from shardformer.loss.heads import own_loss
@@ -42,6 +44,16 @@ _FUSED = {
     "mlp.c_proj": "rowwise",
 }
 
+_MOSHI = DeclaredPlan(
+    {
+        **{f"self_attn.{part}_proj.linear": "colwise" for part in "qkv"},
+        "self_attn.o_proj.linear": "rowwise",
+        "mlp.fc1": "packed_colwise",
+        "mlp.fc2": "rowwise",
+    },
+    {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")},
+)
+
 # No part of a layer can be sharded: its heads are normalised together, or it is a state-space model.
 _VOCABULARY = DeclaredPlan({})
 
@@ -79,7 +91,11 @@ PLANS = {
     "falcon_mamba": _VOCABULARY,
     "fuyu": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL, layers="language_model.layers"),
     "jetmoe": _VOCABULARY,
-    "kosmos2": _VOCABULARY,
+    "kosmos2": replace(
+        _VOCABULARY,
+        first={"vision_model": Received, "image_to_text_projection": Received},  # registered after the layers
+        changes_shapes=True,
+    ),
     "kosmos2_5": DeclaredPlan(self_attention("out_proj"), _DECODER_LOCAL),
     "mamba": _VOCABULARY,
     "mamba2": _VOCABULARY,
@@ -87,15 +103,21 @@ PLANS = {
         {**LLAMA, **{f"cross_attn.{part}_proj": "colwise" for part in "qkv"}, "cross_attn.o_proj": "rowwise"},
         {name: ("num_heads", "num_key_value_heads") for name in ("self_attn", "cross_attn")},
     ),
-    "moshi": DeclaredPlan(
+    "kyutai_speech_to_text": replace(_MOSHI, layers="model.layers"),
+    "moshi": replace(_MOSHI, head_losses={"MoshiForConditionalGeneration": own_loss}),
+    "neomme": DeclaredPlan(
         {
-            **{f"self_attn.{part}_proj.linear": "colwise" for part in "qkv"},
-            "self_attn.o_proj.linear": "rowwise",
-            "mlp.fc1": "packed_colwise",
-            "mlp.fc2": "rowwise",
+            **{f"self_attn.{part}_proj": "colwise" for part in "qkv"},
+            "output_projection.gate_proj": "colwise",
+            "output_projection.o_proj": "rowwise",
+            "mlp.up_proj": "colwise",
+            "mlp.down_proj": "rowwise",
+            "exclusive_self_attention.alpha": "first_dim",  # one for each head
+            "value_embeddings.weight": "rowwise",  # [vocab, features of the values' heads]
         },
-        {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")},
-        head_losses={"MoshiForConditionalGeneration": own_loss},
+        first={"value_embeddings": Received},  # registered after the layers
+        kept_outputs={"embed_tokens": 0, "value_embeddings": 0},  # all layers read them
+        every=("patch_embeddings",),
     ),
     "trocr": DeclaredPlan(
         {"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"},
@@ -142,6 +164,19 @@ PLANS = {
     "falcon_h1": DeclaredPlan(
         {**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}, splits_sequence=True
     ),
+    # Layers pass on several streams, [streams, batch, seq, hidden].
+    "gemma3n": DeclaredPlan(
+        None,
+        layers="language_model.layers",
+        first={
+            "embed_tokens": ReceivedUnpadded,
+            "embed_tokens_per_layer": Received,
+            "per_layer_projection_norm": Received,
+        },
+        kept_outputs={"embed_tokens_per_layer": 0, "per_layer_projection_norm": 0},  # every layer reads its own part
+        every=("per_layer_model_projection", "altup_projections"),
+        shared_states={"shared_kv_states": ("full_attention", "sliding_attention")},
+    ),
     "gemma4": DeclaredPlan(
         None,
         layers="language_model.layers",
@@ -162,6 +197,7 @@ PLANS = {
     "phi4_multimodal": DeclaredPlan(None, first={"embed_tokens_extend": Received}),
     # Layers pass on several streams, [batch, seq, streams, hidden].
     "deepseek_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}),
+    "glm5_next": DeclaredPlan(None, layers="language_model.layers", first={"embed_tokens": ReceivedUnpadded}),
     "hy_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}, carried_inputs=("prev_topk_indices",)),
     "inkling2": DeclaredPlan(None, kept_outputs=_block_inputs),
     "hrm_text": DeclaredPlan(None, pipelined=False),  # alternates between its two layer lists

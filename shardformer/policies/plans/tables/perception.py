@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardformer.loss.heads import own_loss
 from shardformer.loss.text import sequence_classification
@@ -109,6 +109,13 @@ _ENCODER_BLOCK = {
     "feed_forward2.linear2": "rowwise",
 }
 
+
+def _tied_decoder(model: nn.Module) -> tuple[str, ...]:
+    """Return the embeddings of tokens of a Perceiver, with which it also decodes; none if it reads no tokens."""
+    preprocessor = getattr(getattr(model, model.base_model_prefix, model), "input_preprocessor", None)
+    return ("input_preprocessor",) if isinstance(getattr(preprocessor, "embeddings", None), nn.Embedding) else ()
+
+
 PLANS = {
     "convnextv2": DeclaredPlan({}, layers="encoder.stages"),  # normalises over all features
     "focalnet": DeclaredPlan(_MLP, layers="encoder.stages.*.layers", changes_shapes=True),
@@ -120,6 +127,7 @@ PLANS = {
         _DENSE,
         layers="encoder.self_attends",
         changes_shapes=True,
+        every=_tied_decoder,
         pipelined=lambda model: model.config.num_blocks == 1,  # layers run once
     ),
     "pvt": DeclaredPlan(_DENSE, layers="encoder.block.*", changes_shapes=True),
@@ -150,6 +158,8 @@ PLANS = {
         _BERT,
         first={},
         kept_outputs={"embeddings": 2},  # the hidden state and a mask
+        # One head runs the whole model for each image of a sample.
+        pipelined=lambda model: type(model).__name__ != "ViltForImagesAndTextClassification",
         head_losses={"ViltForQuestionAnswering": own_loss},
     ),
     "vjepa2": DeclaredPlan(
@@ -187,5 +197,5 @@ PLANS = {
     "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair, head_losses={"Wav2Vec2ConformerForPreTraining": own_loss}),
     # Its attention passes full weights to a PyTorch function, so they are replicated.
     "wavlm": _sound({}, ReceivedPair, carried_inputs=("position_bias",)),
-    "yolos": _BERT,
+    "yolos": replace(_BERT, every=("encoder.interpolation",)),  # its sums are added after each layer
 }

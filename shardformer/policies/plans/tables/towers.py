@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
+from shardformer.loss.heads import own_loss
 from shardformer.loss.text import masked_lm, streams_of_tokens
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED
@@ -34,10 +37,21 @@ _POP2PIANO = DeclaredPlan(
     towers=("encoder.block", "decoder.block"),
     carried_inputs=("position_bias",),
 )
+
+
+def _makes_units(model: nn.Module) -> bool:
+    """Return whether a Seamless model is its part from text to units of speech alone."""
+    return "TextToUnitForConditionalGeneration" in type(model).__name__
+
+
+def _seamless_towers(model: nn.Module) -> tuple[str, str]:
+    return _TOWERS if _makes_units(model) else ("text_encoder.layers", "text_decoder.layers")
+
+
 _SEAMLESS = DeclaredPlan(
     _STYLES,
     _LOCAL,
-    towers=("text_encoder.layers", "text_decoder.layers"),
+    towers=_seamless_towers,
     # Of speech:
     layers=("speech_encoder.encoder.layers", "text_decoder.layers"),
     kept_outputs={"speech_encoder.inner_layer_norm": 0},
@@ -106,7 +120,12 @@ PLANS = {
         head_losses=dict.fromkeys(("ProphetNetForConditionalGeneration", "ProphetNetForCausalLM"), streams_of_tokens),
     ),
     "seamless_m4t": _SEAMLESS,
-    "seamless_m4t_v2": _SEAMLESS,
+    "seamless_m4t_v2": replace(
+        _SEAMLESS,
+        # The decoder to units repeats its inputs as often as durations say that an encoder's output determines.
+        pipelined=lambda model: not _makes_units(model),
+        head_losses={"SeamlessM4Tv2TextToUnitForConditionalGeneration": own_loss},
+    ),
     "t5gemma2": DeclaredPlan(
         GATED,
         towers=("encoder.text_model.layers", "decoder.layers"),
