@@ -35,8 +35,8 @@ class StageLayout:
             the model's code between modules sees on the meta device, see `MetaModule`.
         calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts
             with the received hidden state as the output of the layer before it; that output has a single tensor.
-        skips_layers: whether a layer keeps the shape of the hidden state although `changes_shapes`, so that later stages
-            skip earlier layers.
+        skips_layers: whether a layer keeps the shape of the hidden state although `changes_shapes`, so that later
+            stages skip earlier layers.
         layer_parts: modules that run after a layer of the list, before the next one -> the number of the layer.
         next_layers: the layout of the layer list that runs next.
     """

@@ -3,8 +3,9 @@
     python -m zoo_tests.campaigns.proposed_stages PATTERN [--log FILE]
 
 PATTERN is a regular expression on Family/Class. The order in which the parts of a tiny model of each class run is
-recorded. A class gets stages if the tiny model trains exactly in two of them, cut in the middle and at the quarters of
-its layers. The loss that its forward computes is the usual one of its kind if it trains exactly with that one. `--log` writes the stages found to another file than the package's table, one class a line.
+recorded. A class gets stages if the tiny model trains exactly in two of them, cut in the middle and at three quarters
+of its layers. The loss that its forward computes is the usual one of its kind if it trains exactly with that one.
+`--log` writes what is found to another file than the package's table, one class a line.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
         plan = replace(ProposedPlan(stages={"*": order}).policy().declared, head_losses=losses)
         options = {"custom_policy": PlanPolicy(plan)}
         verdicts = (sharded_run(head, "pp2", plain, layers_per_stage=cut, **options)[0] for cut in cuts)
-        first = next((f"layers_per_stage={cut}: {each}" for cut, each in zip(cuts, verdicts) if each != EXACT), None)
+        first = next(
+            (f"layers_per_stage={cut}: {each}" for cut, each in zip(cuts, verdicts, strict=True) if each != EXACT), None
+        )
         if first is None:
             return {"stages": order.to_dict(), "usual_loss": bool(losses)}
         reasons.append(first)
@@ -64,8 +67,8 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
 
 
 def _cuts(count: int) -> list[list[int]]:
-    """Two stages of `count` layers, cut in the middle and at the quarters."""
-    firsts = dict.fromkeys(min(max(round(count * share), 1), count - 1) for share in (0.5, 0.75, 0.25))
+    """Two stages of `count` layers, cut in the middle and at three quarters."""
+    firsts = dict.fromkeys(min(max(round(count * share), 1), count - 1) for share in (0.5, 0.75))
     return [[first, count - first] for first in firsts if count > 1]
 
 

@@ -7,32 +7,17 @@ change their inputs that read it, whatever lies in between: masks, indices, resi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardformer.policies.plans.execution_order import ExecutionOrder, units_of
-from shardformer.stages.placeholders import LayerInputs
+from shardformer.policies.proposed.replay import Call, differ, different_inputs, recorded_calls, replay, tensors_of
 from shardformer.utils.module_paths import starred
 
 _SMALL = 0.02  # share of the parameters of the largest list below which a list is no place to cut
-Forward = Callable[[], Any]
-
-
-@dataclass
-class _Call:
-    """A call of a module: its inputs, its output, the module inside of which it ran, whether `forward` was called."""
-
-    path: str
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    output: Any = None
-    outer: str | None = None
-    is_direct: bool = False
 
 
 def execution_order(model: nn.Module, batch: Mapping[str, Any]) -> ExecutionOrder | None:
@@ -44,7 +29,7 @@ def execution_order(model: nn.Module, batch: Mapping[str, Any]) -> ExecutionOrde
         model: the whole model, small enough for some dozens of forward passes, without dropout.
         batch: inputs of its forward, with labels.
     """
-    calls = _recorded(model, [path for path, _ in model.named_modules() if path], lambda: model(**batch))
+    calls = recorded_calls(model, [path for path, _ in model.named_modules() if path], lambda: model(**batch))
     lists = _layer_lists(model, calls)
     if not lists:
         return None
@@ -59,7 +44,7 @@ def execution_order(model: nn.Module, batch: Mapping[str, Any]) -> ExecutionOrde
     return _Search(model, batch, layers, opened, list(units_of(model, lists, opened))).order()
 
 
-def _layer_lists(model: nn.Module, calls: Sequence[_Call]) -> list[str]:
+def _layer_lists(model: nn.Module, calls: Sequence[Call]) -> list[str]:
     """Return the outermost lists whose modules run once each and in order, those of one list before those of another.
 
     A module of a list has modules with parameters below it. Of two lists that run in turn, the larger counts.
@@ -102,7 +87,7 @@ class _Search:
         self.model, self.batch, self.layers, self.opened, self.units = model, batch, layers, opened, list(units)
         self.numbers = {path: number for number, path in enumerate(layers)}
         self.every: set[str] = set()
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
 
     def order(self) -> ExecutionOrder | None:
         self._place()
@@ -127,7 +112,7 @@ class _Search:
 
     def _place(self) -> None:
         """Record the calls of layers and units; units that run in several places run on all stages."""
-        self.calls = _recorded(self.model, [*self.layers, *self.units], lambda: self.model(**self.batch))
+        self.calls = recorded_calls(self.model, [*self.layers, *self.units], lambda: self.model(**self.batch))
         places: dict[str, set[int]] = {}
         for call, place in zip(self.calls, self._places(), strict=True):
             places.setdefault(call.path, set()).add(place)
@@ -144,7 +129,7 @@ class _Search:
             places.append(number)
         return places
 
-    def _in_turn(self) -> Iterator[_Call]:
+    def _in_turn(self) -> Iterator[Call]:
         seen = set()
         for call in self.calls:
             if call.path not in seen and self.layers.get(call.path) not in seen:
@@ -156,9 +141,9 @@ class _Search:
 
     def _read_directly(self) -> set[str]:
         """Return units whose parameters the code between modules uses without calling them."""
-        inputs, outputs = self._replay(None)
+        inputs, outputs = replay(self.model, self.batch, self.calls)
         read = [tensor for found in inputs for tensors in found.values() for tensor in tensors]
-        sums = [tensor.sum() for tensor in [*read, *_tensors(outputs)] if tensor.requires_grad]
+        sums = [tensor.sum() for tensor in [*read, *tensors_of(outputs)] if tensor.requires_grad]
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         grads = torch.autograd.grad(sums, list(named.values()), allow_unused=True) if sums else ()
         used = [name for name, grad in zip(named, grads, strict=False) if grad is not None]
@@ -167,16 +152,16 @@ class _Search:
     def _kept_outputs(self) -> dict[str, int]:
         """Return the modules whose outputs stages read that begin after the next layer: path -> number of tensors."""
         places, kept = self._places(), {}
-        base, outputs = self._replay(None)
+        base, outputs = replay(self.model, self.batch, self.calls)
         for index, (call, place) in enumerate(zip(self.calls, places, strict=True)):
             try:
-                inputs, changed = self._replay(index)
+                inputs, changed = replay(self.model, self.batch, self.calls, changed=index)
                 readers = {
-                    other: _different(one, two)
+                    other: different_inputs(one, two)
                     for other, (one, two) in enumerate(zip(base, inputs, strict=True))
                     if other > index
                 }
-                is_end = _differs(_tensors(outputs), _tensors(changed))
+                is_end = differ(tensors_of(outputs), tensors_of(changed))
             except Exception:  # code between modules may fail for arbitrary values
                 readers, is_end = {other: {"", "?"} for other in range(index + 1, len(base))}, True
             needed = is_end and place < len(self.layers) - 1
@@ -185,7 +170,7 @@ class _Search:
                 enters = place == places[other] - 1 and reader in self.layers and names <= {""}
                 needed |= bool(names) and place < places[other] and not enters
             if needed:
-                kept[call.path] = 0 if isinstance(call.output, Tensor) else len(_tensors(call.output))
+                kept[call.path] = 0 if isinstance(call.output, Tensor) else len(tensors_of(call.output))
         return kept
 
     def _kept_by_name(self, kept: Mapping[str, int]) -> dict[str, int]:
@@ -224,122 +209,6 @@ class _Search:
             length = (len(output) if isinstance(output, tuple) else 0) if is_kept else -1
             found[name] = length if found.get(name, length) == length else -1
         return found
-
-    def _replay(self, changed: int | None) -> tuple[list[dict[str, list[Tensor]]], Any]:
-        """Run the code between modules; call number `changed` returns another output. Returns inputs and outputs."""
-        inputs: list[dict[str, list[Tensor]]] = []
-        generator = torch.Generator().manual_seed(0)
-        queues: dict[str, list[int]] = {}
-        for index, call in enumerate(self.calls):
-            queues.setdefault(call.path, []).append(index)
-        found: dict[int, dict[str, list[Tensor]]] = {}
-
-        def replayed(path: str, module: nn.Module) -> Callable[..., Any]:
-            names, forward = LayerInputs(module), module.forward
-
-            def replay(*args: Any, **kwargs: Any) -> Any:
-                if not queues[path]:  # the code between modules has taken another branch
-                    return forward(*args, **kwargs)
-                index = queues[path].pop(0)
-                found[index] = _inputs(names, args, kwargs)
-                output = self.calls[index].output
-                if index == changed:
-                    return tree_map_only(Tensor, lambda each: _other(each, generator), output)
-                return tree_map_only(Tensor, torch.clone, output)
-
-            return replay
-
-        with _replaced_forwards(self.model, queues, replayed):
-            outputs = self.model(**self.batch)
-        inputs = [found.get(index, {}) for index in range(len(self.calls))]
-        return inputs, outputs
-
-
-def _recorded(model: nn.Module, paths: Sequence[str], run: Forward) -> list[_Call]:
-    """Return the calls of the modules at `paths` in the order in which they begin."""
-    calls: list[_Call] = []
-    running: list[str] = []
-    begun: list[nn.Module] = []
-
-    def recorded(path: str, module: nn.Module) -> Callable[..., Any]:
-        names, forward = LayerInputs(module), module.forward
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(path, _inputs(names, args, kwargs), None, running[-1] if running else None)
-            call.is_direct = not (begun and begun[-1] is module)
-            calls.append(call)
-            running.append(path)
-            try:
-                output = forward(*args, **kwargs)
-            finally:
-                running.pop()
-            call.output = tree_map_only(Tensor, lambda each: each.detach().clone(), output)
-            return output
-
-        return record
-
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(lambda module, _: begun.append(module)) for path in paths
-    ]
-    try:
-        with _replaced_forwards(model, paths, recorded):
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
-
-
-@contextmanager
-def _replaced_forwards(
-    model: nn.Module, paths: Sequence[str] | Mapping[str, Any], replacement: Callable[[str, nn.Module], Any]
-) -> Iterator[None]:
-    modules = {path: model.get_submodule(path) for path in paths}
-    own = {path: vars(module).get("forward") for path, module in modules.items()}
-    for path, module in modules.items():
-        if "forward" not in vars(module) or own[path] is not None:
-            module.forward = replacement(path, module)
-    try:
-        yield
-    finally:
-        for path, module in modules.items():
-            del module.forward
-            if own[path] is not None:
-                module.forward = own[path]
-
-
-def _inputs(names: LayerInputs, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Return the tensors of each input, that of the first input called ""; clones, as models change them in place."""
-    given = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-    first = names.names[0] if names.names else ""
-    found = {"" if name in ("0", first) else name: _tensors(value) for name, value in given.items()}
-    return {name: [tensor.clone() for tensor in tensors] for name, tensors in found.items()}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
-def _other(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return another tensor of the same shape and dtype."""
-    if tensor.dtype == torch.bool:
-        return ~tensor
-    if not tensor.is_floating_point():
-        return tensor.flatten().flip(0).view(tensor.shape) if tensor.unique().numel() > 1 else tensor + 1
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
-    return tensor * (1 + noise / 2) + noise / 4
-
-
-def _different(one: Mapping[str, list[Tensor]], two: Mapping[str, list[Tensor]]) -> set[str]:
-    """Return the names of the inputs that differ between two calls."""
-    return {name for name in one.keys() | two.keys() if _differs(one.get(name, []), two.get(name, []))}
-
-
-def _differs(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
-    return len(one) != len(two) or any(
-        a.shape != b.shape or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-        for a, b in zip(one, two, strict=False)
-    )
 
 
 def _has_parameters(module: nn.Module) -> bool:
