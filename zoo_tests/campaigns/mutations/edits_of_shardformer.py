@@ -63,9 +63,9 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "a stage's first layer receives all of its inputs": Edit(
         "shardformer.policies.proposed.execution",
-        ' and names <= {""}\n',
-        "\n",
-        (f"{_ORDER}::test_each_part_is_found",),
+        ' and names <= {""}',
+        "",
+        (f"{_ORDER}::test_what_only_the_next_layer_reads_travels",),
     ),
     "a part of a plan that differs stays": Edit(
         "plugins.hybrid_parallel.verify.propose",

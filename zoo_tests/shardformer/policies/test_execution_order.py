@@ -93,6 +93,29 @@ class Detector(nn.Module):
         return torch.stack(found)
 
 
+class Passing(nn.Module):
+    """Layers that pass a second value on to the next one, as a position bias."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.second = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 1)
+
+        def forward(self, hidden: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            bias = self.second(hidden) if bias is None else bias * 2
+            return self.body(hidden).tanh() + bias, bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, bias = nn.functional.pad(x, (0, 1)), None
+        for layer in self.layers:
+            hidden, bias = layer(hidden, bias)
+        return hidden
+
+
 def _order() -> ExecutionOrder:
     torch.manual_seed(1)
     model = Detector().double()
@@ -121,6 +144,18 @@ def test_two_stages_have_the_gradients_of_the_whole(first: int) -> None:
     found = two_stages(Detector, _order().layout, (first, 7 - first), x)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+def test_what_only_the_next_layer_reads_travels() -> None:
+    torch.manual_seed(0)
+    whole, x = Passing().double(), torch.randn(2, 5, 3, dtype=torch.float64)
+    order = execution_order(whole, {"x": x})
+    assert order is not None and order.kept == {"layers.*": 2}
+    whole(x).square().sum().backward()
+    found = two_stages(Passing, order.layout, (2, 1), x)
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, msg=name)
 
 
 def test_an_order_holds_for_any_depth() -> None:
