@@ -22,7 +22,7 @@ from zoo_tests.harness.ranks import RankError, run_on_ranks
 _ROWS, _STEPS = 6, 2
 _TIMEOUT_S = 90.0  # on a machine that does something else, too
 _LENGTH = 220  # of a reason
-_TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
+TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
 # Windows also where a family's own configuration has none.
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
@@ -74,9 +74,9 @@ def sharded_run(head: HeadClass, layout: str, plain: Trace, **options: Any) -> t
     refusals = [each for each in ranks if isinstance(each, str)]
     if refusals:
         return _short(refusals[0]), []
-    verdict = compare(plain, ranks, _TOLERANCE)
+    verdict = compare(plain, ranks, TOLERANCE)
     losses, gradients, _ = verdict.worst
-    is_exact = losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
+    is_exact = losses.value < TOLERANCE.loss and gradients.value < TOLERANCE.tensor
     return EXACT if is_exact else _short(verdict.first.text), ranks
 
 
