@@ -35,6 +35,9 @@ class StageLayout:
             the model's code between modules sees on the meta device, see `MetaModule`.
         calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts
             with the received hidden state as the output of the layer before it; that output has a single tensor.
+        skips_layers: whether a layer keeps the shape of the hidden state although `changes_shapes`, so that later
+            stages skip earlier layers.
+        layer_parts: modules that run after a layer of the list, before the next one -> the number of the layer.
         next_layers: the layout of the layer list that runs next.
     """
 
@@ -51,6 +54,8 @@ class StageLayout:
     shared_states: Mapping[str, Sequence[str]] = field(default_factory=dict)
     changes_shapes: bool = False
     calls_forward: bool = False
+    skips_layers: bool = False
+    layer_parts: Mapping[str, int] = field(default_factory=dict)
     next_layers: StageLayout | None = None
 
     @property

@@ -287,3 +287,15 @@ def keep_output(module: nn.Module, path: str, fields: Sequence[str], stage_input
             stage_input.kept[path, field] = output[field]
 
     module.register_forward_hook(remember)
+
+
+def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
+    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type."""
+    known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
+    known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
+    simple = {name: value for name, value in known.items() if isinstance(value, (int, float, str, tuple))}
+    stand_in.__dict__ |= {name: value for name, value in simple.items() if name not in stand_in.__dict__}
+    for name in native._non_persistent_buffers_set:  # such as position ids
+        if not hasattr(stand_in, name):
+            stand_in.register_buffer(name, native._buffers[name], persistent=False)
+    return stand_in

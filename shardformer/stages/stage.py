@@ -35,6 +35,7 @@ from shardformer.stages.placeholders import (
     ZeroEmbedding,
     enter_at,
     keep_output,
+    with_attributes,
 )
 from shardformer.stages.shared_states import Key, state_keys
 from shardformer.stages.virtual_stages import Place, VirtualStage, VirtualStages
@@ -165,6 +166,9 @@ class StagePartitioner:
                 return {self._stage_of(max(start - 1, 0))}
             if self._is_below(name, layout.last):
                 return {self._stage_of(end)}
+            for path, number in layout.layer_parts.items():
+                if self._is_below(name, (path,)):
+                    return {self._stage_of(start + number)}
         if _is_in(name, self._head):
             return {self.manager.num_stages - 1}
         for end, layout in zip(self.starts[1:], self.lists, strict=True):
@@ -174,7 +178,7 @@ class StagePartitioner:
 
     def unassigned(self) -> list[str]:
         """Return modules with parameters, and single parameters, of the base model that the layout does not name."""
-        named = [path for e in self.lists for path in (e.layers, *e.sublayer_lists, *e.first, *e.every, *e.last)]
+        named = [path for e in self.lists for path in _named_by(e)]
         return sorted(
             {
                 name.rpartition(".")[0] or name
@@ -209,6 +213,8 @@ class StagePartitioner:
             for path, count in layout.kept_outputs.items():
                 if _is_in(path, [layout.layers]):
                     position = start + int(path[len(layout.layers) + 1 :])
+                elif path in layout.layer_parts:
+                    position = start + layout.layer_parts[path]
                 else:
                     position = max(start - 1, 0) if _is_in(path, layout.first) else end - 1
                 found[path] = (count, position)
@@ -252,10 +258,12 @@ class StagePartitioner:
             self._stand_in(view, layout, layout.first, max(self.starts[index] - 1, 0), held)
             last = dict.fromkeys(layout.last, IdentityPlaceholder)
             self._stand_in(view, layout, last, self.starts[index + 1] - 1, held)
+            for path, number in layout.layer_parts.items():
+                self._stand_in(view, layout, {path: IdentityPlaceholder}, self.starts[index] + number, held)
             for path, fields in layout.finished_towers.items():
                 if self.starts[index + 1] <= held.start:
                     native = self.model.get_submodule(self._prefix + path)
-                    view.placeholders[self._place(path)] = _alike(CachedTower(path, fields), native)
+                    view.placeholders[self._place(path)] = with_attributes(CachedTower(path, fields), native)
         if stage != self.manager.num_stages - 1:
             for name in self._head:
                 view.placeholders[self.model, name] = UnreachablePlaceholder(name)
@@ -278,17 +286,17 @@ class StagePartitioner:
             elif position == held.start and position > 0 and not layout.sublayer_lists and not layout.calls_forward:
                 enter_at(layer, stage_input, layout.carried_inputs, layout.shared_states)
             if stand_in is not None:
-                view.placeholders[layers, position - start] = _alike(stand_in, layer)
+                view.placeholders[layers, position - start] = with_attributes(stand_in, layer)
         for path in layout.sublayer_lists:
             parts = self.model.get_submodule(self._prefix + path)
             for position, part in enumerate(list(parts), start=start):
                 if position < held.start:
                     ends_layer = position == held.start - 1 and path == layout.sublayer_lists[-1]
-                    view.placeholders[parts, position - start] = _alike(
+                    view.placeholders[parts, position - start] = with_attributes(
                         LayerInputPlaceholder() if ends_layer else IdentityPlaceholder(), part
                     )
                 elif position >= held.stop:
-                    view.placeholders[parts, position - start] = _alike(
+                    view.placeholders[parts, position - start] = with_attributes(
                         UnreachablePlaceholder(f"{path}.{position - start}"), part
                     )
 
@@ -307,13 +315,14 @@ class StagePartitioner:
             if has_module(self.model, self._prefix + path):
                 native = self.model.get_submodule(self._prefix + path)
                 earlier = (self._earlier(path, native, layout) or stand_in()) if runs_with < held.start else None
-                view.placeholders[self._place(path)] = _alike(earlier or UnreachablePlaceholder(path), native)
+                view.placeholders[self._place(path)] = with_attributes(earlier or UnreachablePlaceholder(path), native)
 
     def _earlier(self, path: str, native: nn.Module, layout: StageLayout) -> StagePlaceholder | None:
         """Return the placeholder for a module of an earlier stage of which later ones need more; None for others."""
         if path in self._kept:
             return KeptOutput(path, self._kept[path][0], native if layout.changes_shapes else None)
-        return MetaModule(native) if layout.changes_shapes else None
+        is_skipped = layout.skips_layers and _is_in(path, [layout.layers])
+        return MetaModule(native) if layout.changes_shapes and not is_skipped else None
 
     def _place(self, path: str) -> Place:
         parent, _, name = (self._prefix + path).rpartition(".")
@@ -342,16 +351,10 @@ def _is_in(name: str, paths: Iterable[str]) -> bool:
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
-def _alike(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
-    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type."""
-    known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
-    known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
-    simple = {name: value for name, value in known.items() if isinstance(value, (int, float, str, tuple))}
-    stand_in.__dict__ |= {name: value for name, value in simple.items() if name not in stand_in.__dict__}
-    for name in native._non_persistent_buffers_set:  # such as position ids
-        if not hasattr(stand_in, name):
-            stand_in.register_buffer(name, native._buffers[name], persistent=False)
-    return stand_in
+def _named_by(layout: StageLayout) -> tuple[str, ...]:
+    """Return the paths that a layout places."""
+    around = (*layout.first, *layout.every, *layout.last, *layout.layer_parts)
+    return (layout.layers, *layout.sublayer_lists, *around)
 
 
 def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:

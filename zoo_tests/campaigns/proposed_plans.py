@@ -35,6 +35,7 @@ from shardformer.policies.plans.declared import proposed_plans
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.registry import policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
+from zoo_tests.campaigns.census.trained import TOLERANCE
 from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 
 _ROWS, _TIMEOUT_S = 6, 180.0
@@ -99,7 +100,9 @@ def subject_of(head: HeadClass) -> tuple[TinyModel, str] | None:
 def proposed(subject: tuple[TinyModel, str]) -> ProposedPlan:
     """The verified plan of a tiny model."""
     twin, precision = subject
-    return propose_verified(twin, _ROWS, tolerance=TOLERANCES[precision], timeout_s=_TIMEOUT_S, run=_run)
+    # Batch norms of a tiny batch amplify what single precision rounds: the census's tolerance.
+    tolerance = TOLERANCES[precision] if precision == "fp64" else TOLERANCE
+    return propose_verified(twin, _ROWS, tolerance=tolerance, timeout_s=_TIMEOUT_S, run=_run)
 
 
 def _trains_plainly(subject: tuple[TinyModel, str] | None) -> bool:
@@ -161,7 +164,8 @@ def ship(pattern: str) -> None:
                 plans += [] if subject is None else [(subject[0].build().base_model_prefix, proposed(subject))]
             except Exception as error:  # arbitrary exception types of arbitrary models
                 sys.stdout.write(f"{family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
-        table[family] = json.loads((of_family(plans) if plans else ProposedPlan()).to_json())
+        stages = {"stages": table[family]["stages"]} if "stages" in table.get(family, {}) else {}
+        table[family] = json.loads((of_family(plans) if plans else ProposedPlan()).to_json()) | stages
         sys.stdout.write(f"{family}: {len(plans)} of {len(heads)} heads run, {len(table[family]['styles'])} styles\n")
         sys.stdout.flush()
         rows = [f"{json.dumps(name)}: {json.dumps(plan)}" for name, plan in sorted(table.items())]

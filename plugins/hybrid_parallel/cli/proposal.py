@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.share_cut import ShareCut, share_cut
 from plugins.hybrid_parallel.verify.train import VerifyCase
 from plugins.hybrid_parallel.verify.verify import Verification, plain_training, tiny_model_of, verify
+from shardformer.policies.proposed.execution import execution_order
 from shardformer.policies.proposed.plan import ProposedPlan
 
 _ROWS = 7  # odd, so that no size of the model divides it
+_SPLITS = "pipeline: 2 stages train the same"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,12 @@ def propose(config: Any, model_class: type[nn.Module], timeout_s: float) -> Prop
     plan = propose_verified(tiny_model, _ROWS, tolerance=TOLERANCES[precision], timeout_s=timeout_s)
     batch = tiny_model.batch(tiny_model.build(), 0, _ROWS)
     share = share_cut(tiny_model.build, batch, RANKS, custom_policy=plan.policy())
-    return Proposal(plan, share, _pipeline(config, model_class, plan, timeout_s))
+    pipeline = _pipeline(config, model_class, plan, timeout_s)
+    if pipeline != _SPLITS and (order := execution_order(tiny_model.build(), batch)) is not None:
+        recorded = replace(plan, stages={"*": order})
+        if _pipeline(config, model_class, recorded, timeout_s) == _SPLITS:
+            plan, pipeline = recorded, _SPLITS
+    return Proposal(plan, share, pipeline)
 
 
 def plan_of_file(file: str) -> ProposedPlan:
@@ -105,4 +112,4 @@ def _pipeline(config: Any, model_class: type[nn.Module], plan: ProposedPlan, tim
     except ConfigurationError as error:
         return f"pipeline: no ({error})"
     first = found.verdict.first
-    return "pipeline: 2 stages train the same" if first is None else f"pipeline: no ({first.text}); use pp_size=1"
+    return _SPLITS if first is None else f"pipeline: no ({first.text}); use pp_size=1"

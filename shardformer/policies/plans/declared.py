@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
+from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.list_chains import chain_layout
 from shardformer.policies.plans.stage_inference import ENCODED_INPUTS, layer_paths, stage_layout, tower_layout
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
@@ -43,6 +44,8 @@ class DeclaredPlan:
         needs: configuration field -> the only value with which the family can be sharded.
         sublayer_lists: paths of the lists of further parts of the same layers.
         layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
+        execution: class of the model, or "*" for all others -> the order in which its parts run. It precedes all other
+            fields about stages.
         pipelined: whether the family can be split into stages, or a function that computes it from the model.
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
@@ -66,6 +69,7 @@ class DeclaredPlan:
     needs: Mapping[str, Any] = field(default_factory=dict)
     sublayer_lists: tuple[str, ...] = ()
     layer_outputs: int | None = None
+    execution: Mapping[str, ExecutionOrder] = field(default_factory=dict)
     pipelined: bool | Callable[[nn.Module], bool] = True
     cut_vocabulary: bool = True
     whole_logits: bool = False
@@ -96,6 +100,10 @@ class DeclaredPlan:
 
     def stages_of(self, model: nn.Module) -> StageLayout | None:
         """Return the stage layout of the model; None if it cannot be split."""
+        names = (*(each.__name__ for each in type(model).__mro__), "*")
+        execution = next((self.execution[name] for name in names if name in self.execution), None)
+        if execution is not None:
+            return execution.layout(model)
         if not (self.pipelined(model) if callable(self.pipelined) else self.pipelined):
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -200,7 +208,8 @@ def declared_head_losses() -> dict[str, HeadLosses]:
     The heads of a family with a plan in this package compute the usual losses, unless its plan declares others.
     """
     of_plans = {family: {**USUAL_HEAD_LOSSES, **plan.head_losses} for family, plan in declared_plans().items()}
-    return {**_tables("HEAD_LOSSES"), **of_plans}
+    derived = {family: plan.head_losses for family, plan in proposed_plans().items() if plan.head_losses}
+    return {**derived, **_tables("HEAD_LOSSES"), **of_plans}
 
 
 def declared_plan_of(cls: type) -> DeclaredPlan | None:

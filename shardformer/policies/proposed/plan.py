@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.styles import STYLES
 from shardformer.utils.phrases import divisors_phrase
 
 _FLAGS = ("cut_vocabulary", "whole_logits")
-_KEYS = ("styles", "local", *_FLAGS)
+_KEYS = ("styles", "local", "stages", *_FLAGS)
 
 
 class ProposedPolicy(PlanPolicy):
@@ -42,12 +43,14 @@ class ProposedPlan:
         local: end of the path of a module -> attributes that are divided by the number of ranks.
         cut_vocabulary: whether the embedding and the head of a transformers model are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered, for a model that computes its loss itself.
+        stages: class of the model, or "*" for all others -> the order in which its parts run, to split it into stages.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cut_vocabulary: bool = False
     whole_logits: bool = True
+    stages: Mapping[str, ExecutionOrder] = field(default_factory=dict)
 
     def policy(self) -> PlanPolicy:
         """Return the policy for `HybridParallelPlugin(custom_policy=...)`."""
@@ -57,6 +60,7 @@ class ProposedPlan:
                 dict(self.local),
                 cut_vocabulary=self.cut_vocabulary,
                 whole_logits=self.whole_logits,
+                execution=self.stages,
             )
         )
 
@@ -65,13 +69,16 @@ class ProposedPlan:
         local = {path: tuple(names) for path, names in self.local.items()}
         for path, names in other.local.items():
             local[path] = tuple(sorted({*local.get(path, ()), *names}))
-        return ProposedPlan({**self.styles, **other.styles}, local, other.cut_vocabulary, other.whole_logits)
+        styles, stages = {**self.styles, **other.styles}, {**self.stages, **other.stages}
+        return ProposedPlan(styles, local, other.cut_vocabulary, other.whole_logits, stages)
 
     def to_json(self) -> str:
         """Return the plan as JSON, one entry a line."""
         local = {path: list(names) for path, names in self.local.items()}
         flags = {name: getattr(self, name) for name in _FLAGS}
-        return json.dumps({"styles": dict(self.styles), "local": local, **flags}, indent=2) + "\n"
+        stages = {name: order.to_dict() for name, order in self.stages.items()}
+        found = {"styles": dict(self.styles), "local": local, **flags} | ({"stages": stages} if stages else {})
+        return json.dumps(found, indent=2) + "\n"
 
     def save(self, file: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -113,10 +120,15 @@ class ProposedPlan:
         local = found.get("local", {})
         if not isinstance(local, Mapping) or not all(_is_names(names) for names in local.values()):
             problems.append('"local" does not map paths to lists of attributes; use {"attn": ["num_heads"]}')
+        stages = found.get("stages", {})
+        if not isinstance(stages, Mapping):
+            problems.append('"stages" does not map classes to the order of their modules')
         if problems:
             raise ValueError("; ".join(sorted(problems)))
+        orders = {name: ExecutionOrder.from_dict(order) for name, order in stages.items()}
         flags = {name: found[name] for name in _FLAGS if name in found}
-        return ProposedPlan(dict(found["styles"]), {path: tuple(names) for path, names in local.items()}, **flags)
+        names = {path: tuple(names) for path, names in local.items()}
+        return ProposedPlan(dict(found["styles"]), names, **flags, stages=orders)
 
 
 def _is_names(value: Any) -> bool:

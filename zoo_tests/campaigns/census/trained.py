@@ -22,7 +22,7 @@ from zoo_tests.harness.ranks import RankError, run_on_ranks
 _ROWS, _STEPS = 6, 2
 _TIMEOUT_S = 90.0  # on a machine that does something else, too
 _LENGTH = 220  # of a reason
-_TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
+TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
 # Windows also where a family's own configuration has none.
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
@@ -34,7 +34,7 @@ def refusal(head: HeadClass) -> str | None:
     if training_refused(head) is not None:  # told by plain_run
         return None
     try:
-        model = _twin(head).build()
+        model = twin_of(head).build()
     except Exception:  # told by plain_run
         return None
     try:
@@ -50,7 +50,7 @@ def plain_run(head: HeadClass) -> Trace | str:
     if refused is not None:
         return _short(f"transformers: {refused}")
     try:
-        return train_reference(VerifyCase(_twin(head), _ROWS, _STEPS, {}))
+        return train_reference(VerifyCase(twin_of(head), _ROWS, _STEPS, {}))
     except Exception as error:  # any of a thousand classes may fail in its own way
         return _short(error)
 
@@ -65,7 +65,7 @@ def sharded_run(head: HeadClass, layout: str, plain: Trace, **options: Any) -> t
     sizes, sharding = _sizes_of(layout)
     if _normalises_over_batch(head):  # statistics of a batch are those of the plain run where it is not split
         sharding["num_microbatches"] = 1
-    case = VerifyCase(_twin(head), _ROWS, _STEPS, sharding | options)
+    case = VerifyCase(twin_of(head), _ROWS, _STEPS, sharding | options)
     try:
         ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, timeout_s=_TIMEOUT_S)
     except RankError as error:
@@ -74,9 +74,9 @@ def sharded_run(head: HeadClass, layout: str, plain: Trace, **options: Any) -> t
     refusals = [each for each in ranks if isinstance(each, str)]
     if refusals:
         return _short(refusals[0]), []
-    verdict = compare(plain, ranks, _TOLERANCE)
+    verdict = compare(plain, ranks, TOLERANCE)
     losses, gradients, _ = verdict.worst
-    is_exact = losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
+    is_exact = losses.value < TOLERANCE.loss and gradients.value < TOLERANCE.tensor
     return EXACT if is_exact else _short(verdict.first.text), ranks
 
 
@@ -123,7 +123,7 @@ def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
 
 def _measure(head: HeadClass, share: Share) -> None:
     """Add what two tensor-parallel ranks divide; nothing for a model that does not run without communication."""
-    twin = _twin(head)
+    twin = twin_of(head)
     try:
         cut = share_cut(twin.build, twin.batch(twin.build(), 0, _ROWS))
     except Exception:  # any of a thousand classes may fail in its own way
@@ -140,10 +140,11 @@ def _divided_by_stages(plain: Trace, ranks: list[Trace]) -> float:
 
 
 def _normalises_over_batch(head: HeadClass) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in _twin(head).build().modules())
+    return any(isinstance(module, _BatchNorm) for module in twin_of(head).build().modules())
 
 
-def _twin(head: HeadClass) -> TinyModel:
+def twin_of(head: HeadClass) -> TinyModel:
+    """The tiny model of a class."""
     config_class = getattr(importlib.import_module(head.module), head.name).config_class
     config = small_config(config_class(), _SIZES)
     return TinyModel(head.module, head.name, config, torch.float32, most_parameters=None)

@@ -25,6 +25,7 @@ _KERNELS = "enable_flash_attention=True-enable_fused_normalization=True"
 _MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_read_travels"
 _VERIFIED = "zoo_tests/hybrid_parallel/verify/test_kinds_of_heads.py::test_trains_as_plainly"
 _PROPOSED = f"{_SHARDFORMER}/policies/test_proposed.py"
+_ORDER = f"{_SHARDFORMER}/policies/test_execution_order.py"
 
 EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # attention
@@ -73,6 +74,18 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "    if (first & second).any():\n        return PARTIAL\n",
         '    if (first & second).any():\n        return "replicate"\n',
         (f"{_PROPOSED}::test_the_regions_of_a_model_that_nobody_has_seen",),
+    ),
+    "who reads a mask is not looked for": Edit(
+        "shardformer.policies.proposed.replay",
+        "        return ~tensor\n",
+        "        return tensor\n",
+        (f"{_ORDER}::test_each_part_is_found",),
+    ),
+    "a stage's first layer receives all of its inputs": Edit(
+        "shardformer.policies.proposed.execution",
+        ' and names <= {""}',
+        "",
+        (f"{_ORDER}::test_what_only_the_next_layer_reads_travels",),
     ),
     "a part of a plan that differs stays": Edit(
         "plugins.hybrid_parallel.verify.propose",

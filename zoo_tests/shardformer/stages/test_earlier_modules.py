@@ -83,8 +83,8 @@ def _sharing(model: nn.Module) -> StageLayout | None:
     )
 
 
-def _two_stages(make: Callable[[], nn.Module], layout_of: Callable, split: tuple[int, int], x: Tensor) -> dict:
-    """Return the gradients of both stages, by name."""
+def two_stages(make: Callable[[], nn.Module], layout_of: Callable, split: tuple[int, int], x: Tensor) -> dict:
+    """Return the gradients of both stages, by name; those of parameters on both are summed."""
     stages, messages = [], [None]
     for stage in range(2):
         torch.manual_seed(0)
@@ -93,11 +93,15 @@ def _two_stages(make: Callable[[], nn.Module], layout_of: Callable, split: tuple
         StagePartitioner(model, "", layout_of(model), manager).apply()
         stages.append(model)
     sent = run_stage(stages[0], None, {"x": x})
-    messages = [None if each is None else each.detach().requires_grad_() for each in sent]
+    messages = [None if each is None else each.detach().requires_grad_(each.is_floating_point()) for each in sent]
     run_stage(stages[1], tuple(messages), {"x": x}).square().sum().backward()
     pairs = [(out, each.grad) for out, each in zip(sent, messages, strict=True) if each is not None]
     torch.autograd.backward(*zip(*[(out, grad) for out, grad in pairs if grad is not None], strict=True))
-    return {name: each.grad for model in stages for name, each in model.named_parameters() if each.grad is not None}
+    found: dict[str, Tensor] = {}
+    for name, each in (pair for model in stages for pair in model.named_parameters()):
+        if each.grad is not None:
+            found[name] = found[name] + each.grad if name in found else each.grad
+    return found
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_what_later_layers_read_arrives(make: Callable, layout_of: Callable, spl
     torch.manual_seed(0)
     whole = make().double()
     whole(x).square().sum().backward()
-    found = _two_stages(make, layout_of, split, x)
+    found = two_stages(make, layout_of, split, x)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, msg=name)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardformer.loss.heads import own_loss, with_further_entries
 from shardformer.loss.text import (
@@ -27,6 +28,14 @@ class ReceivedTokens(Received):
     def tok_embeddings(self) -> Received:
         """The placeholder itself."""
         return self
+
+
+class ReceivedUnscaled(Received):
+    """Placeholder for an embedding that returns the factor of its quantised values, too."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Return a dummy shaped like the hidden state; None, as nothing is quantised."""
+        return self.stage_input.dummy(), None
 
 
 _BERT_STYLES = {
@@ -80,6 +89,14 @@ def _runs_layers_once(model: nn.Module) -> bool:
 
 
 PLANS = {
+    # All linear layers and embeddings are classes of its own, which could quantise.
+    "ibert": DeclaredPlan(
+        {},
+        layers="encoder.layer",
+        first={"embeddings": ReceivedUnscaled},
+        needs={"quant_mode": False},
+        cut_vocabulary=False,
+    ),
     "big_bird": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
     # Every head adds products with the embedding of the distances between boxes, so its gradient is partial.
     "bros": DeclaredPlan(
