@@ -19,6 +19,7 @@ from zoo_tests.campaigns.mutations.edits_of_activations import EDITS_OF_ACTIVATI
 from zoo_tests.campaigns.mutations.edits_of_experts import EDITS_OF_EXPERTS
 from zoo_tests.campaigns.mutations.edits_of_integrations import EDITS_OF_INTEGRATIONS
 from zoo_tests.campaigns.mutations.edits_of_models import EDITS_OF_MODELS
+from zoo_tests.campaigns.mutations.edits_of_plans import EDITS_OF_PLANS
 from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
 from zoo_tests.campaigns.mutations.edits_of_relayout import EDITS_OF_RELAYOUT
 from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER, PARITY
@@ -254,6 +255,7 @@ MUTANTS: dict[str, Mutant | Edit] = {
     **EDITS_OF_TRAINERS,
     **EDITS_OF_MODELS,
     **EDITS_OF_EXPERTS,
+    **EDITS_OF_PLANS,
     **EDITS_OF_INTEGRATIONS,
     "no data-parallel reduction": Mutant(
         _no_data_parallel_reduction,

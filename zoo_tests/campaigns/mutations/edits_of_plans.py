@@ -1,0 +1,67 @@
+"""Mutants of plans: rules for heads, and plans and stages that are proposed for models without either."""
+
+from __future__ import annotations
+
+from zoo_tests.campaigns.mutations.edits import Edit
+
+_VERIFIED = "zoo_tests/hybrid_parallel/verify/test_kinds_of_heads.py::test_trains_as_plainly"
+_PROPOSED = "zoo_tests/shardformer/policies/test_proposed.py"
+_ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
+
+EDITS_OF_PLANS: dict[str, Edit] = {
+    "an output projection that gets all heads is cut": Edit(
+        "shardformer.policies.plans.policy",
+        "and not any(others)",
+        "and False",
+        (f"{_VERIFIED}[glm5_next-Glm5NextForConditionalGeneration-options13]",),
+    ),
+    "the feature extractor of a head is taken for that of its model": Edit(
+        "shardformer.policies.plans.declared",
+        "if not of_head or path.startswith",
+        "if True or path.startswith",
+        (f"{_VERIFIED}[wav2vec2-Wav2Vec2ForXVector-options11]",),
+    ),
+    "a part of a module of an earlier stage is not found": Edit(
+        "shardformer.stages.earlier_modules",
+        "if part is None:",
+        "if True:",
+        (f"{_VERIFIED}[kosmos2-Kosmos2ForConditionalGeneration-options9]",),
+    ),
+    # proposed plans
+    "a column whose features something else reads is cut": Edit(
+        "shardformer.policies.proposed.regions",
+        "if not read & self.columns_of(row).keys() and self._agrees(row, rows)}\n",
+        "if self._agrees(row, rows)}\n",
+        (f"{_PROPOSED}::test_what_something_else_reads_too_is_no_column",),
+    ),
+    "halves that overlap count as independent": Edit(
+        "shardformer.policies.proposed.regions",
+        "            return None if (halves[0] & halves[1]).any() else style\n",
+        "            return style\n",
+        (f"{_PROPOSED}::test_what_something_else_reads_too_is_no_column",),
+    ),
+    "a parameter that all heads use is taken for a rank's own": Edit(
+        "shardformer.policies.proposed.regions",
+        "    if (first & second).any():\n        return PARTIAL\n",
+        '    if (first & second).any():\n        return "replicate"\n',
+        (f"{_PROPOSED}::test_the_regions_of_a_model_that_nobody_has_seen",),
+    ),
+    "who reads a mask is not looked for": Edit(
+        "shardformer.policies.proposed.replay",
+        "        return ~tensor\n",
+        "        return tensor\n",
+        (f"{_ORDER}::test_each_part_is_found",),
+    ),
+    "a stage's first layer receives all of its inputs": Edit(
+        "shardformer.policies.proposed.execution",
+        ' and names <= {""}',
+        "",
+        (f"{_ORDER}::test_what_only_the_next_layer_reads_travels",),
+    ),
+    "a part of a plan that differs stays": Edit(
+        "plugins.hybrid_parallel.verify.propose",
+        "        is_equal = compare(plain, [trace], tolerance).first is None\n",
+        "        is_equal = trace is not None\n",
+        ("zoo_tests/hybrid_parallel/verify/test_propose.py::test_a_part_that_differs_is_dropped",),
+    ),
+}
