@@ -36,7 +36,7 @@ class FilePages:
     def __init__(self, files: Iterable[PagedFile]) -> None:
         self._files = list(files)
         self._places: set[int] = set()
-        self._used: dict[int, int] = {}  # address of a tensor -> its bytes
+        self._used: dict[int, int] = {}  # address of a tensor -> end of what is in memory, in bytes
         self.refresh()
 
     @property
@@ -52,11 +52,16 @@ class FilePages:
         """Whether memory is that of a file."""
         return storage.data_ptr() in self._places
 
-    def use(self, values: Any) -> None:
-        """Note that an operator has used these tensors."""
+    def use(self, func: Any, values: Any) -> None:
+        """Note that an operator has used these tensors; a view reads nothing."""
+        returns = func._schema.returns
+        if returns and all(each.alias_info is not None and not each.alias_info.is_write for each in returns):
+            return
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and self.holds(storage := leaf.untyped_storage()):
-                self._used[storage.data_ptr()] = storage.nbytes()
+                place = storage.data_ptr()
+                end = min(leaf.data_ptr() - place + leaf.numel() * leaf.itemsize, storage.nbytes())
+                self._used[place] = max(self._used.get(place, 0), end)
 
     def page_out(self, tensor: Tensor) -> None:
         """Forget a tensor whose pages are given up."""
@@ -81,7 +86,7 @@ class CountedBytes(LiveBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.files.use((args, kwargs))
+        self.files.use(func, (args, kwargs))
         self.look()
         return result
 

@@ -50,6 +50,12 @@ class RankStates:
         return self.gathered_bytes // self.held.num_shards
 
     @cached_property
+    def shard_in_use(self) -> int:
+        """Bytes of a shard of parameters in a file that is in memory while a CPU gathers them."""
+        is_in_file = self.device_type == "cpu" and self.layout.offload_parameters is not None
+        return max(self.held.units.values(), default=0) // self.held.num_shards if is_in_file else 0
+
+    @cached_property
     def gradients(self) -> int:
         """Bytes of whole gradients and of summands that exist beyond this rank's shard."""
         return grad_buffer_bytes(self.held, self.layout, self.device_type)
@@ -96,12 +102,14 @@ def memory_of_rank(states: RankStates, own: Sequence[int], costs: Sequence[Stage
     if layout.offload_parameters is not None:
         parameters -= states.shard_bytes
         host += states.shard_bytes
+        passes += states.shard_in_use
     update = states.update if states.device_type == "cpu" or layout.offload_optimizer is None else 0  # by the host
     if layout.offload_optimizer is not None:
         host += gradients + optimizer
         gradients, optimizer = 0, 0
         # One bucket is here at a time: all that its update needs, or its gradients and new values alone.
         update += states.largest_bucket // (1 if layout.offload_optimizer != "cpu" else 2)
+        update += states.largest_bucket // 3 if states.shard_in_use else 0  # its parameters are in the file too
         passes += states.largest_bucket // 3
     transient = states.gradients
     # Buffers of gradients stay for the next step on a CPU; a GPU has given them back before the update.

@@ -209,8 +209,8 @@ def test_activations_are_those_that_torch_saves(
 
 
 def test_plans_keep_within_their_budgets() -> None:
-    """Three of the cases of `python -m zoo_tests.campaigns.memory_budgets`."""
-    _check_budgets(3, seed=5)
+    """Three of the cases of `python -m zoo_tests.campaigns.memory_budgets`, two of them with offload."""
+    _check_budgets(3, seed=4)
 
 
 @pytest.mark.slow
