@@ -72,15 +72,11 @@ class PipelineStep:
             self.model.synchrony.run_at(self.debugging.synchrony_interval, self.model.optimizers)
         if self.trains:
             check_tied(self.model.tied, self.model.unwrap())
-        row = self._packed_row(given)
-        is_row = num_rows(batch) == 1 and may_be_packed(batch)
-        count = self._num_microbatches(num_rows(batch) if row is None else row.num_documents, is_row)
-        cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
-        own, on_host = (split_batch(each, count, cuts) if num_rows(batch) else [] for each in (batch, given))
+        own, on_host, count, cuts = self._cut(batch, given)
         if self.mesh.size("cp") > 1 or may_be_packed(batch):
             record_facts(own, on_host)
         # Other ranks wait for this one at the experts, even if its own share of the batch is empty.
-        microbatches = own or [stand_in(batch)] * count
+        microbatches = own + [stand_in(batch)] * (count - len(own))
         loss = self.model.step_loss(own, self.criterion, batch)
         if self.trains and isinstance(loss, NoLoss):
             raise ConfigurationError(
@@ -91,7 +87,7 @@ class PipelineStep:
             self.model.trace.begin(microbatches, loss.shares)
         outputs: list[Any] = []
         with naming_entry(batch):
-            self._run_schedule(microbatches, loss, bool(own), outputs if return_outputs else None)
+            self._run_schedule(microbatches, loss, len(own), outputs if return_outputs else None)
         for optimizer in self.model.optimizers if self.trains else ():
             optimizer.reducer.launch_rest()
         value, factor = loss.finish(return_loss)
@@ -102,6 +98,30 @@ class PipelineStep:
             value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
         lengths = None if cuts is None else [end - start for start, end in itertools.pairwise(cuts)]
         return PipelineResult(value, self._share_outputs(outputs, bool(own), lengths) if return_outputs else None)
+
+    def _cut(
+        self, batch: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int, list[int] | None]:
+        """Cut this replica's batch.
+
+        Args:
+            batch: on the device.
+            given: the same batch as it was given.
+
+        Returns:
+            The micro-batches of `batch`, those of `given`, the number of passes, and the token indices where a packed
+            row was cut. Passes that have no micro-batch wait for other ranks.
+        """
+        rows, units = num_rows(batch), self.model.units
+        if units is not None:
+            count = units.begin(rows, self.model.step_number, self.model.replicas_wait(self.trains))
+            return units.cut(batch), units.cut(given), count, None
+        row = self._packed_row(given)
+        is_row = rows == 1 and may_be_packed(batch)
+        count = self._num_microbatches(rows if row is None else row.num_documents, is_row)
+        cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
+        own, on_host = (split_batch(each, count, cuts) if rows else [] for each in (batch, given))
+        return own, on_host, count, cuts
 
     def _packed_row(self, batch: Mapping[str, Any]) -> PackedRow | None:
         """Return the documents of a batch of one row that may be cut between them; None if there are none."""
@@ -144,14 +164,14 @@ class PipelineStep:
             )
 
     def _run_schedule(
-        self, microbatches: list[dict[str, Any]], loss: StepLoss, counts: bool, keep: list[Any] | None
+        self, microbatches: list[dict[str, Any]], loss: StepLoss, num_own: int, keep: list[Any] | None
     ) -> None:
-        """Run the passes; unless `counts`, add nothing to the loss and no outputs to `keep`."""
+        """Run the passes; those after the first `num_own` add nothing to the loss and no outputs to `keep`."""
         runtime = self.model.runtime
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
-            if not counts:
+            if index >= num_own:
                 return nothing_of(outputs)
             outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)

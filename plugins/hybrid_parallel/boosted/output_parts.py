@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -94,3 +95,32 @@ def _describe_tensors(values: Sequence[Tensor], is_sum: bool, num_rows: int) -> 
 
 def _withheld(reason: str) -> dict[str, str]:
     return {_WITHHELD: reason}
+
+
+@dataclass
+class OutputGradients:
+    """What the backward pass of a micro-batch starts from: its outputs, and the gradients that the user's loss gives.
+
+    Attributes:
+        result: outputs of the micro-batch, with their graph.
+        index: of the micro-batch.
+        num_microbatches: of the batch.
+        grads: (output, position in it) -> gradient for the whole batch.
+    """
+
+    result: Mapping[str, Any]
+    index: int
+    num_microbatches: int
+    grads: Mapping[tuple[str, int], Tensor]
+    requires_grad: bool = True
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs of the micro-batch with their gradients."""
+        pairs = []
+        for (name, position), grad in self.grads.items():
+            tensor = leaves(self.result[name])[position]
+            is_whole = name == LOSS or not grad.dim()
+            part = grad if is_whole else grad.tensor_split(self.num_microbatches)[self.index]
+            if tensor.requires_grad:
+                pairs.append((tensor, part))
+        return pairs

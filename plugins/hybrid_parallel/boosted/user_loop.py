@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from plugins.hybrid_parallel.boosted.output_parts import (
     LOSS,
     ROUTERS_WITHHELD,
     SCORES_WITHHELD,
+    OutputGradients,
     build,
     describe_outputs,
     leaves,
@@ -38,6 +38,7 @@ from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, split_
 from plugins.hybrid_parallel.data.microbatch_count import agreed_microbatches
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import exact_sum
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import detached
@@ -84,17 +85,25 @@ class UserLoop:
             if model.checks_this_batch():
                 check_batch(batch, mesh)
             model.trace.begin([batch], [])
-        rows = num_rows(batch)
-        own = split_batch(batch, self._num_microbatches(rows)) if rows else []
+        count = self._num_passes(num_rows(batch))
+        own = self._cut(batch, count)
         if mesh.size("cp") > 1 or may_be_packed(batch):
-            record_facts(own, split_batch(on_host, len(own)))
-        microbatches = own or [stand_in(batch)] * max(self._num_microbatches(rows), 1)
-        call = PipelineCall(model, self._num_calls, empty=not own)
+            record_facts(own, self._cut(on_host, count))
+        microbatches = own + [stand_in(batch)] * (max(count, 1) - len(own))
+        call = PipelineCall(model, self._num_calls)
         self._num_calls += 1
         call.run(batch, own, microbatches)
         return call.outputs()
 
-    def _num_microbatches(self, rows: int) -> int:
+    def _cut(self, batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+        if self.model.units is not None:
+            return self.model.units.cut(batch)
+        return split_batch(batch, count) if num_rows(batch) else []
+
+    def _num_passes(self, rows: int) -> int:
+        units = self.model.units
+        if units is not None:
+            return units.begin(rows, self.model.step_number, self.model.replicas_wait(torch.is_grad_enabled()))
         if self.model.replicas_wait(torch.is_grad_enabled()):
             return agreed_microbatches(rows, self.pipeline.microbatches_of, self.model.mesh)
         return self.pipeline.microbatches_of(rows, self.model.mesh.size("pp"))
@@ -118,11 +127,10 @@ class PipelineCall:
     Args:
         model: the boosted model.
         number: how many calls of this model came before.
-        empty: whether this replica's share of the batch is empty and a placeholder runs.
     """
 
-    def __init__(self, model: Any, number: int, empty: bool) -> None:
-        self.model, self.number, self.empty = model, number, empty
+    def __init__(self, model: Any, number: int) -> None:
+        self.model, self.number = model, number
         self.rows, self.coupled = 0, ()
         self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
         self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
@@ -140,7 +148,7 @@ class PipelineCall:
 
         Args:
             own: the micro-batches of this replica, with labels.
-            microbatches: the same, or placeholders if there are none.
+            microbatches: the same, and placeholders that wait for other ranks.
         """
         model, runtime = self.model, self.model.runtime
         loss = model.step_loss(own, None, batch)
@@ -152,9 +160,10 @@ class PipelineCall:
         not_of_stages = {ASKED: False} if asks_routers else {}
         inputs = [model.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]
         self.num_microbatches = len(microbatches)
-        trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, self.empty
+        trains, results, grads = torch.is_grad_enabled(), self.results, self.grads
 
         def finish_forward(outputs: Any, index: int) -> OutputGradients | None:
+            empty = index >= len(own)
             outputs = outputs if loss.reads_parts else model.whole_sequences(outputs)
             if isinstance(loss, ModelStepLoss) and not _has_loss(outputs):
                 share = None  # a model without a head
@@ -197,7 +206,7 @@ class PipelineCall:
         names = dict.fromkeys([*first, *self._header])
         outputs = StageOutputs([name for name in names if name not in withheld], self.read, withheld)
         if LOSS in self._header:
-            outputs[LOSS] = self.model.loss_over_replicas(self.fetch(LOSS))
+            outputs[LOSS] = self.model.loss_over_replicas(self._fetch_loss())
             if self.balance is not None:
                 outputs[AUX_LOSS] = self.fetch(AUX_LOSS)
                 outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
@@ -219,6 +228,16 @@ class PipelineCall:
             return self._with_border(self.balance.finish(), (AUX_LOSS, 0))
         positions = iter(range(len(leaves(self._header[name]))))
         return build(self._header[name], lambda leaf: self._broadcast(name, next(positions), leaf))
+
+    def _fetch_loss(self) -> Tensor:
+        """Fetch the loss of this replica, or the sum of all replicas' losses if it is the same bits in any order."""
+        if self.model.units is None:
+            return self.fetch(LOSS)
+        (leaf,) = leaves(self._header[LOSS])
+        mine = [result[LOSS] for result in self.results] if self.model.runtime.has_last_stage else []
+        total = exact_sum(mine, self.model.mesh.replica_group)
+        value = torch.tensor(total, dtype=getattr(torch, leaf["dtype"]), device=self.model.mesh.device)
+        return self._with_border(value, (LOSS, 0)) if leaf["needs_grad"] else value
 
     def _broadcast(self, name: str, position: int, leaf: Mapping[str, Any]) -> Tensor:
         mesh, runtime = self.model.mesh, self.model.runtime
@@ -246,6 +265,11 @@ class PipelineCall:
             RuntimeError: if this is the second one.
         """
         optimizers = self.model.optimizers
+        if self.model.units is not None and key[0] != LOSS and self.model.mesh.size(DP_CP) > 1:
+            raise ConfigurationError(
+                f"the loss is computed from outputs.{key[0]} of one replica, whose mean rounds in another way than that "
+                "of all, so that reproducible=True does not hold; use outputs.loss, or a criterion of execute_pipeline"
+            )
         if not optimizers:
             raise ConfigurationError(
                 "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients "
@@ -292,35 +316,6 @@ class PipelineCall:
         if mesh.size(DP_CP) > 1:
             dist.all_reduce(total, group=mesh.group(DP_CP))
         return total
-
-
-@dataclass
-class OutputGradients:
-    """What the backward pass of a micro-batch starts from: its outputs, and the gradients that the user's loss gives.
-
-    Attributes:
-        result: outputs of the micro-batch, with their graph.
-        index: of the micro-batch.
-        num_microbatches: of the batch.
-        grads: (output, position in it) -> gradient for the whole batch.
-    """
-
-    result: Mapping[str, Any]
-    index: int
-    num_microbatches: int
-    grads: Mapping[tuple[str, int], Tensor]
-    requires_grad: bool = True
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return outputs of the micro-batch with their gradients."""
-        pairs = []
-        for (name, position), grad in self.grads.items():
-            tensor = leaves(self.result[name])[position]
-            is_whole = name == LOSS or not grad.dim()
-            part = grad if is_whole else grad.tensor_split(self.num_microbatches)[self.index]
-            if tensor.requires_grad:
-                pairs.append((tensor, part))
-        return pairs
 
 
 class _Border(torch.autograd.Function):
