@@ -108,7 +108,9 @@ class HybridParallelModel(ModelSurface):
             module = copy_module(self.module, self.mesh, memo)
         runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
         tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
-        made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.pipeline, self.units))
+        made = HybridParallelModel(
+            runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.pipeline, self.units)
+        )
         refuse_backward(made)
         made.training = self.training  # the flags of inner modules are copied already
         return made

@@ -230,11 +230,11 @@ class PipelineCall:
         return build(self._header[name], lambda leaf: self._broadcast(name, next(positions), leaf))
 
     def _fetch_loss(self) -> Tensor:
-        """Fetch the loss of this replica, or the sum of all replicas' losses if it is the same bits in any order."""
+        """Fetch the loss of this replica, or the exact sum over all replicas."""
         if self.model.units is None:
             return self.fetch(LOSS)
         (leaf,) = leaves(self._header[LOSS])
-        mine = [result[LOSS] for result in self.results] if self.model.runtime.has_last_stage else []
+        mine = [result[LOSS].detach() for result in self.results] if self.model.runtime.has_last_stage else []
         total = exact_sum(mine, self.model.mesh.replica_group)
         value = torch.tensor(total, dtype=getattr(torch, leaf["dtype"]), device=self.model.mesh.device)
         return self._with_border(value, (LOSS, 0)) if leaf["needs_grad"] else value
@@ -267,8 +267,9 @@ class PipelineCall:
         optimizers = self.model.optimizers
         if self.model.units is not None and key[0] != LOSS and self.model.mesh.size(DP_CP) > 1:
             raise ConfigurationError(
-                f"the loss is computed from outputs.{key[0]} of one replica, whose mean rounds in another way than that "
-                "of all, so that reproducible=True does not hold; use outputs.loss, or a criterion of execute_pipeline"
+                f"the loss is computed from outputs.{key[0]} of one replica, whose mean rounds in another way than "
+                "that of all, so that reproducible=True does not hold; use outputs.loss, or a criterion of "
+                "execute_pipeline"
             )
         if not optimizers:
             raise ConfigurationError(

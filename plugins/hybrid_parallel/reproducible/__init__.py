@@ -1,1 +1,1 @@
-"""`reproducible=True`: the same bits under every layout, by fixed units of samples, exact sums and seeds by position."""
+"""`reproducible=True`: the same bits under every layout, by units of samples, exact sums and seeds by position."""

@@ -47,8 +47,8 @@ def check_reproducible(
     inverse = torch.tensor(1.0 / num_replicas, dtype=torch.float32)
     if float(inverse * num_replicas) != 1.0:
         raise ConfigurationError(
-            f"dp_size={num_replicas} times its inverse is not 1 in fp32, so that reproducible=True does not hold; use a "
-            "power of two"
+            f"dp_size={num_replicas} times its inverse is not 1 in fp32, so that reproducible=True does not hold; use "
+            "a power of two"
         )
     if torch.get_num_threads() != 1:
         _logger.info("reproducible=True runs kernels in one thread a rank: how they round depends on their number")

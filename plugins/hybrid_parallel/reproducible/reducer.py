@@ -61,8 +61,8 @@ class ExactReducer(GradientReducer):
         *squares, nonfinite, beyond = parts.tolist()
         if beyond:
             raise ConfigurationError(
-                f"reproducible=True adds up gradients below {LIMIT:g}, and one was set to more; set smaller ones, or use "
-                "reproducible=False"
+                f"reproducible=True adds up gradients below {LIMIT:g}, and one was set to more; set smaller ones, or "
+                "use reproducible=False"
             )
         norm = torch.nan if nonfinite else norm_of_parts(squares)
         return torch.tensor(norm, dtype=torch.float64, device=device)

@@ -49,8 +49,8 @@ class Units:
         for number in everyone:
             if number % self.size:
                 raise ConfigurationError(
-                    f"reproducible_unit={self.size} does not divide the {number} samples of a replica; use batches of a "
-                    "multiple of it with drop_last=True, or reproducible_unit=1"
+                    f"reproducible_unit={self.size} does not divide the {number} samples of a replica; use batches of "
+                    "a multiple of it with drop_last=True, or reproducible_unit=1"
                 )
         units = [number // self.size for number in everyone]
         rank = self._mesh.rank("dp")
@@ -58,7 +58,7 @@ class Units:
         return max(units) if replicas_wait else units[rank]
 
     def cut(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the units of a batch; how a kernel rounds may depend on where its memory begins, so they are copies."""
+        """Return the units of a batch, in memory of their own: how a kernel rounds may depend on where it begins."""
         units = split_batch(batch, num_rows(batch) // self.size) if num_rows(batch) else []
         return [{name: _copied(value) for name, value in unit.items()} for unit in units]
 

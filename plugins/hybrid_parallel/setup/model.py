@@ -26,8 +26,8 @@ from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.offload.activations import activation_store, check_layers
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
-from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
 from plugins.hybrid_parallel.reproducible.limits import check_reproducible
+from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
 from plugins.hybrid_parallel.setup.held_values import hold_values
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.setup.model_contents import check_contents

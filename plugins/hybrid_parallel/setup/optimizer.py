@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
 from plugins.hybrid_parallel.distributed.mesh import (
@@ -76,27 +77,20 @@ def build_optimizer(
     options, states = _bucket_options(granularity, config, mesh, memory, members), take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
-    bucket_type, reducer_type = (ExactBucket, ExactReducer) if model.units is not None else (Bucket, GradientReducer)
-    make_buckets = partial(
-        build_buckets, options=options, tied=model.tied, gathers=model.gathers, bucket_type=bucket_type
-    )
-    buckets = make_buckets(trained, initial=built.initial)
+    bucket_type = Bucket if model.units is None else ExactBucket
+    make_buckets = partial(build_buckets, options=options, tied=model.tied, bucket_type=bucket_type)
+    buckets = make_buckets(trained, initial=built.initial, gathers=model.gathers)
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
     owned = wholes.add(buckets)
     wholes.take_states(states)
     place_states(optim, states, [*buckets, *owned])
-    build_more = partial(make_buckets, initial={})
+    build_more = partial(make_buckets, initial={}, gathers=model.gathers)
     frozen = FrozenParameters(_which(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
-    waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
-    # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
-    zero, debugging = config.zero, config.debugging
-    overlaps = zero.overlap_communication and stands_alone and model.units is None
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
-    reducer = reducer_type(buckets, mesh.group(DP_CP), overlaps, waits, gradient_hooks)
-    if reducer.attaches_grad_buffers:
-        replace_native_layers(model.unwrap())
+    reducer = _make_reducer(buckets, gradient_hooks, model, config, stands_alone)
+    zero, debugging = config.zero, config.debugging
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
@@ -111,6 +105,25 @@ def build_optimizer(
     )
     model.attach_optimizer(wrapped)
     return wrapped
+
+
+def _make_reducer(
+    buckets: Sequence[Bucket],
+    hooks: GradientHooks,
+    model: HybridParallelModel,
+    config: HybridParallelConfig,
+    stands_alone: bool,
+) -> GradientReducer:
+    """Return what reduces the gradients of `buckets`; let the layers of the model write there where they can."""
+    parallel, is_exact = config.parallel, model.units is not None
+    waits = parallel.pp_size == parallel.cp_size == parallel.ep_size == 1
+    # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
+    overlaps = config.zero.overlap_communication and stands_alone and not is_exact
+    make = ExactReducer if is_exact else GradientReducer
+    reducer = make(buckets, model.mesh.group(DP_CP), overlaps, waits, hooks)
+    if reducer.attaches_grad_buffers:
+        replace_native_layers(model.unwrap())
+    return reducer
 
 
 def finish_model(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:

@@ -38,12 +38,12 @@ class Bits:
         return mine == theirs and (not with_losses or self.losses == other.losses)
 
 
-def train_to_bits(case: Case, directory: Path, accumulation: int = 1, resume: Case | None = None) -> Bits:
+def train_to_bits(case: Case, directory: Path, accumulation: int | None = None, resume: Case | None = None) -> Bits:
     """Train a case on these ranks.
 
     Args:
-        accumulation: number of parts of the batch that are passed one after the other; `num_items_in_batch` divides
-            the loss of each.
+        accumulation: number of parts of the batch that are passed one after the other, each with a loss that
+            `num_items_in_batch` divides; None for whole batches, whose labels are counted.
         resume: another case that a first half of the steps is trained with, and saved.
     """
     torch.manual_seed(5)
@@ -72,25 +72,27 @@ def _state(boosted: Boosted) -> dict[str, Any]:
 
 
 def _step(
-    boosted: Boosted, case: Case, step: int, accumulation: int, losses: list[str], norms: list[str]
+    boosted: Boosted, case: Case, step: int, accumulation: int | None, losses: list[str], norms: list[str]
 ) -> None:
     batch = case.recipe.batch(step)
     backward = boosted.ordinary_backward if case.ordinary_loop else boosted.pipeline_backward
-    if accumulation > 1 or "num_items_in_batch" in dict(case.recipe.config):
+    if accumulation is not None:
         batch = {**batch, "num_items_in_batch": torch.tensor(num_rows(batch) * 7)}
-    for part in range(accumulation):
-        is_last = part == accumulation - 1
+    num_parts = accumulation or 1
+    for part in range(num_parts):
+        is_last = part == num_parts - 1
         with nullcontext() if is_last else boosted.booster.no_sync(boosted.model, boosted.optimizer):
-            losses.append(backward(boosted.share(share_of(batch, part, accumulation))).item().hex())
+            losses.append(backward(boosted.share(share_of(batch, part, num_parts))).item().hex())
     boosted.finish_step()
     norms.append(float(boosted.optimizer.grad_norm or 0.0).hex())
 
 
 def hash_of(directory: Path) -> str:
     """Hash all weights of a saved model."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        for name, tensor in sorted(load_file(path).items()):
-            digest.update(name.encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    digest, tensors = hashlib.sha256(), {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -113,7 +113,9 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("sp_size", "dp_size", "zero_size", "num_microbatches", "microbatch_size", "num_model_chunks"), COUNT
     ),
-    **dict.fromkeys(("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval"), (*COUNT, None)),
+    **dict.fromkeys(
+        ("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval", "reproducible_unit"), (*COUNT, None)
+    ),
     **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
     "initial_scale": (*NUMBER, float("inf"), None),
     "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
@@ -136,7 +138,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 44
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 46
 
 
 @pytest.mark.parametrize("name", OPTIONS)
