@@ -56,6 +56,6 @@ class DebugOptions(OptionGroup):
 
     def conflicts(self) -> list[str]:
         """Return one sentence for each broken rule between these options."""
-        if self.reproducible or self.reproducible_unit == 1:
+        if self.reproducible or self.reproducible_unit <= 1:
             return []
         return [f"reproducible_unit={self.reproducible_unit} needs reproducible=True; use it, or reproducible_unit=1"]
