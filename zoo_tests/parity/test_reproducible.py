@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
             Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(each, optimizer)
 
 
-def _boosted(**options: int) -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
+def _boosted(**options: Any) -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
     model = toy(torch.float32)
     booster = Booster(plugin=HybridParallelPlugin(reproducible=True, **options))
     return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -108,6 +109,12 @@ def test_steps_that_do_not_hold_are_refused_on_all_ranks() -> None:
         booster.execute_pipeline(
             iter([{"x": x}]), model, criterion=lambda outputs, _: outputs.sum() * 1e5, optimizer=optimizer
         )
+    booster, model, optimizer = _boosted(nonfinite="skip")
+    booster.execute_pipeline(
+        iter([{"x": x}]), model, criterion=lambda outputs, _: (-outputs.square().sum()).log(), optimizer=optimizer
+    )
+    optimizer.step()
+    assert optimizer.step_was_skipped
     booster, model, optimizer = _boosted()
     with pytest.raises(ConfigurationError, match="mean rounds in another way than that of all"):
         booster.backward(model(x=x).square().mean(), optimizer)

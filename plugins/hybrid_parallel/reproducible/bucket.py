@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.hybrid_parallel.reproducible.exact_sums import from_multiples, to_multiples
+from plugins.hybrid_parallel.reproducible.exact_sums import from_multiples, largest, to_multiples
 from plugins.hybrid_parallel.zero.bucket import Bucket
 
 
@@ -19,8 +19,8 @@ class ExactBucket(Bucket):
     further pass adds to the exact sum; if user code has changed the values since, it adds to these instead.
 
     Attributes:
-        bound: sum of the largest absolute values of all local gradients since the last reduction, 0-d float64; nan if
-            one is not finite. `ExactReducer` adds it up over ranks before `complete`.
+        bound: sum of the largest absolute values of all local gradients since the last reduction, 0-d float64; not
+            finite if one is not. `ExactReducer` adds it up over ranks before `complete`.
     """
 
     sum_dtype = torch.int64
@@ -37,7 +37,7 @@ class ExactBucket(Bucket):
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
         self._provide_flat_grads()
-        self.bound += torch.linalg.vector_norm(grad, torch.inf)
+        self.bound += largest(grad)
         view, multiples = self._grad_view(index), to_multiples(grad)
         if index in self.written:
             view.add_(multiples)
@@ -70,7 +70,7 @@ class ExactBucket(Bucket):
         if multiples is self.flat_grads:
             self.flat_grads = None
         self._result, self._reduced = from_multiples(multiples, self.grad_dtype), multiples
-        if self.bound.isnan():
+        if not self.bound.isfinite():
             self._result.fill_(torch.nan)
             self._reduced = None
         self.bound.zero_()

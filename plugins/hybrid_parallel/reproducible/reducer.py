@@ -8,7 +8,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.reproducible.bucket import ExactBucket
-from plugins.hybrid_parallel.reproducible.exact_sums import LIMIT, NUM_PARTS, norm_of_parts, square_parts
+from plugins.hybrid_parallel.reproducible.exact_sums import LIMIT, NUM_PARTS, largest, norm_of_parts, square_parts
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.distributed.process_groups import world_group
 
@@ -32,11 +32,11 @@ class ExactReducer(GradientReducer):
             bucket.bound.copy_(bound)
             if bucket.tied_group is not None:
                 dist.all_reduce(bucket.bound, group=bucket.tied_group)
-        largest = max((float(bucket.bound) for bucket in self.buckets if not bucket.bound.isnan()), default=0.0)
-        if largest >= LIMIT:
+        most = max((float(bucket.bound) for bucket in self.buckets if bucket.bound.isfinite()), default=0.0)
+        if most >= LIMIT:
             raise ConfigurationError(
                 f"reproducible=True adds up gradients below {LIMIT:g}, and the largest ones of this step add up to "
-                f"{largest:g}; divide the loss, or use reproducible=False"
+                f"{most:g}; divide the loss, or use reproducible=False"
             )
         super().finish(factor)
 
@@ -49,10 +49,10 @@ class ExactReducer(GradientReducer):
         parts = torch.zeros(NUM_PARTS + 2, dtype=torch.int64, device=device)
         for bucket in self.buckets:
             bucket.clear_stale()
-            largest = torch.linalg.vector_norm(bucket.shard_grads, torch.inf) if bucket.used else parts.new_zeros(())
-            if not torch.isfinite(largest):
+            most = largest(bucket.shard_grads) if bucket.used else parts.new_zeros(())
+            if not torch.isfinite(most):
                 parts[NUM_PARTS] += 1
-            elif largest >= LIMIT:
+            elif most >= LIMIT:
                 parts[NUM_PARTS + 1] += 1
             elif bucket.used and bucket.counted:
                 parts[:NUM_PARTS] += square_parts(bucket.shard_grads)
