@@ -73,7 +73,8 @@ class SumOverReplicas(torch.autograd.Function):
 def exact_sum(values: Iterable[float], group: dist.ProcessGroup) -> float:
     """Return the sum of the values of all ranks of `group`, rounded once, so that their order does not matter."""
     everyone = all_gather_json([float(value) for value in values], group)
-    return math.fsum(value for of_rank in everyone for value in of_rank)
+    together = [value for of_rank in everyone for value in of_rank]
+    return math.fsum(together) if all(map(math.isfinite, together)) else sum(together)
 
 
 def scaled(share: Tensor, scale: float) -> Tensor:
