@@ -37,7 +37,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_me
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
-from plugins.hybrid_parallel.setup.optimizer import build_optimizer, shard_frozen_parameters
+from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.backward_checks import check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
@@ -237,14 +237,14 @@ class HybridParallelPlugin(Plugin):
             optimizer.trace.add_loss(loss.detach())
             # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
             synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
-            # A pipeline has further passes after that of the loss, the last of which completes the gradients.
-            for reducer in reducers if self.pp_size == 1 else ():
+            # Parts of the batch have passes after that of the loss, the last of which completes the gradients.
+            for reducer in () if self.config.runs_parts else reducers:
                 reducer.begin_backward(is_final=synchronises)
             with ExitStack() as of_outputs:
-                for each in (*optimizer.peers, *others) if self.pp_size > 1 else ():
+                for each in (*optimizer.peers, *others) if self.config.runs_parts else ():
                     of_outputs.enter_context(each.reducer.expecting_none())
                 mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value).backward()
-            if self.pp_size > 1:
+            if self.config.runs_parts:
                 self._run_pipelines_back(optimizer, synchronises)
             reducers += [each.reducer for each in others if each.reducer.pending]
             for reducer in reducers:
@@ -389,7 +389,7 @@ class HybridParallelPlugin(Plugin):
             built = build_model(model, self.config, grid, self.seed, trains=bool(objects.optimizers))
         for optim, groups in zip(objects.optimizers, original, strict=True):
             build_optimizer(optim, groups, names, built, self.config, self.grid, self.seed, len(original) == 1)
-        shard_frozen_parameters(built, self.config, self.grid)
+        finish_model(built, self.config, self.grid)
         if not objects.optimizers:
             refuse_backward(built.model)
         self._models.append(weakref.ref(built.model))

@@ -80,7 +80,7 @@ class PipelineStep:
             self.model.trace.begin(microbatches, loss.shares)
         outputs: list[Any] = []
         with naming_entry(batch):
-            self._run_schedule(microbatches, loss, bool(own), outputs if return_outputs else None)
+            self._run_schedule(microbatches, loss, len(own), outputs if return_outputs else None)
         for optimizer in self.model.optimizers if self.trains else ():
             optimizer.reducer.launch_rest()
         value, factor = loss.finish(return_loss)
@@ -92,14 +92,14 @@ class PipelineStep:
         return PipelineResult(value, self._share_outputs(outputs, split) if return_outputs else None)
 
     def _run_schedule(
-        self, microbatches: list[dict[str, Any]], loss: StepLoss, counts: bool, keep: list[Any] | None
+        self, microbatches: list[dict[str, Any]], loss: StepLoss, num_own: int, keep: list[Any] | None
     ) -> None:
-        """Run the passes; unless `counts`, add nothing to the loss and no outputs to `keep`."""
+        """Run the passes; those after the first `num_own` add nothing to the loss and no outputs to `keep`."""
         runtime = self.model.runtime
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
-            if not counts:
+            if index >= num_own:
                 return nothing_of(outputs)
             outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)

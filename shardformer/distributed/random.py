@@ -37,7 +37,7 @@ def parallel_region(rank: int) -> Iterator[None]:
     seed = int(torch.randint(_SEED_LIMIT, (), device="cpu"))
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    _seed_default_generators(seed ^ (0x9E3779B97F4A7C15 * (rank + 1) % _SEED_LIMIT))
+    seed_default_generators(seed ^ (0x9E3779B97F4A7C15 * (rank + 1) % _SEED_LIMIT))
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ class SharedStream:
     @staticmethod
     def _states_after_seeding(seed: int) -> dict[str, torch.Tensor]:
         outer = _default_states()
-        _seed_default_generators(seed)
+        seed_default_generators(seed)
         states = _default_states()
         _set_default_states(outer)
         return states
@@ -105,7 +105,8 @@ def adopt_first_generator(group: ProcessGroup, device: torch.device) -> None:
     _set_default_states({name: state.cpu() for name, state in states.items()})
 
 
-def _seed_default_generators(seed: int) -> None:
+def seed_default_generators(seed: int) -> None:
+    """Seed the default generator of each device type."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

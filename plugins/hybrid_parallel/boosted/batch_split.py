@@ -29,7 +29,7 @@ class BatchSplit:
 
     Attributes:
         own: the micro-batches of this replica, with labels; empty if its share of the batch is empty.
-        microbatches: the same, or placeholders, because other ranks wait for this one at the experts.
+        microbatches: the same, and placeholders, because other ranks wait for this one at the experts.
         lengths: tokens of each micro-batch, if they are parts of one row; otherwise None.
     """
 
@@ -71,6 +71,8 @@ class BatchSplitter:
         Raises:
             ConfigurationError: if the first batch must fill the pipeline and does not; raised on all replicas.
         """
+        if self.model.units is not None:
+            return self._in_units(batch, on_host, trains, least)
         rows = num_rows(batch)
         row = None if reads_rows else self._packed_row(on_host)
         units = rows if row is None else row.num_documents
@@ -85,6 +87,15 @@ class BatchSplitter:
             record_facts(own, given)
         lengths = None if cuts is None else tuple(end - start for start, end in itertools.pairwise(cuts))
         return BatchSplit(own, own or [stand_in(batch)] * max(count, least), lengths)
+
+    def _in_units(self, batch: dict[str, Any], on_host: Mapping[str, Any], trains: bool, least: int) -> BatchSplit:
+        """Split a batch into units of `reproducible=True`; placeholders follow while other replicas have more."""
+        units = self.model.units
+        count = units.begin(num_rows(batch), self.model.step_number, self.model.replicas_wait(trains))
+        own = units.cut(batch)
+        if may_be_packed(batch):
+            record_facts(own, units.cut(on_host))
+        return BatchSplit(own, own + [stand_in(batch)] * (max(count, least) - len(own)), None)
 
     def _packed_row(self, batch: Mapping[str, Any]) -> PackedRow | None:
         """Return the documents of a batch of one row that may be cut between them; None if there are none."""

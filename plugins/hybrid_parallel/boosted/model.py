@@ -37,6 +37,7 @@ from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations
 from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
+from plugins.hybrid_parallel.reproducible.units import Units
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
@@ -59,12 +60,14 @@ class ShardContext:
         tied: the parameters that other stages hold too.
         stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
         pipeline: how a batch is split into micro-batches.
+        units: cuts batches into units under `reproducible=True`.
     """
 
     origin: WholeModel
     tied: Mapping[nn.Parameter, TiedParameter]
     stream: SharedStream | None
     pipeline: PipelineOptions
+    units: Units | None = None
 
 
 class HybridParallelModel(WholeModelView):
@@ -88,8 +91,9 @@ class HybridParallelModel(WholeModelView):
         module, mesh = runtime.module, runtime.mesh
         super().__init__(module, mesh)
         self.runtime, self.origin, self.tied, self.stream = runtime, context.origin, context.tied, context.stream
+        self.units = context.units
         self.saved_elsewhere = frozenset(param for param, tie in context.tied.items() if not tie.counted)
-        self.losses = LossChoice(module, mesh)
+        self.losses = LossChoice(module, mesh, adds_exactly=self.units is not None)
         self.head_loss = self.losses.head_loss
         self.trace, self.synchrony = StepTrace(watch), SynchronyCheck(self)
         if watch is not None:
@@ -109,7 +113,7 @@ class HybridParallelModel(WholeModelView):
         runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
         tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
         made = HybridParallelModel(
-            runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.splitter.pipeline)
+            runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.splitter.pipeline, self.units)
         )
         refuse_backward(made)
         made.training = self.training  # the flags of inner modules are copied already
@@ -119,6 +123,11 @@ class HybridParallelModel(WholeModelView):
     def reducers(self) -> list[GradientReducer]:
         """The reducers of the model's optimizers."""
         return [optimizer.reducer for optimizer in self.optimizers]
+
+    @property
+    def step_number(self) -> int:
+        """Number of optimizer steps so far."""
+        return max((optimizer.num_steps for optimizer in self.optimizers), default=0)
 
     def replicas_wait(self, trains: bool) -> bool:
         """Return whether replicas wait for one another in each micro-batch: at experts, for gradients or parameters."""
@@ -172,7 +181,7 @@ class HybridParallelModel(WholeModelView):
         args, kwargs = self.options.by_name(args, kwargs)
         as_tuple = self.options.wants_tuple(kwargs)
         kwargs = self.told_of_documents(kwargs)
-        if self.mesh.size("pp") > 1:
+        if self.mesh.size("pp") > 1 or self.units is not None:
             outputs = self._forward_through_stages(args, kwargs)
             return outputs.to_tuple() if as_tuple else outputs
         given, kwargs = kwargs, to_device(kwargs, self.mesh.device, self.input_dtype, LOSS_KEYWORDS)
@@ -354,4 +363,6 @@ class HybridParallelModel(WholeModelView):
 
     def loss_over_replicas(self, share: Tensor) -> Tensor:
         """Return the sum of the shares of a loss over all replicas (0-d, differentiable)."""
-        return SumOverReplicas.apply(share, self.mesh.group(DP_CP)) if self.mesh.size(DP_CP) > 1 else share
+        if self.mesh.size(DP_CP) == 1:
+            return share
+        return SumOverReplicas.apply(share, self.mesh.group(DP_CP), self.units is not None)  # units: summed already

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,3 +115,37 @@ def _describe_tensors(
 
 def _withheld(reason: str) -> dict[str, str]:
     return {_WITHHELD: reason}
+
+
+@dataclass
+class OutputGradients:
+    """What the backward pass of a micro-batch starts from: its outputs, and the gradients that the user's loss gives.
+
+    Attributes:
+        result: outputs of the micro-batch, with their graph.
+        index: of the micro-batch.
+        num_microbatches: of the batch.
+        lengths: tokens of each micro-batch, if they are parts of one row.
+        grads: (output, position in it) -> gradient for the whole batch.
+    """
+
+    result: Mapping[str, Any]
+    index: int
+    num_microbatches: int
+    lengths: tuple[int, ...] | None
+    grads: Mapping[tuple[str, int], Tensor]
+    requires_grad: bool = True
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs of the micro-batch with their gradients."""
+        pairs = []
+        for (name, position), grad in self.grads.items():
+            tensor = leaves(self.result[name])[position]
+            if tensor.requires_grad:
+                pairs.append((tensor, grad if name == LOSS or not grad.dim() else self._part(grad)))
+        return pairs
+
+    def _part(self, grad: Tensor) -> Tensor:
+        if self.lengths is not None:
+            return grad.split(self.lengths, 1)[self.index]
+        return grad.tensor_split(self.num_microbatches)[self.index]

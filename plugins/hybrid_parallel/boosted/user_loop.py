@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from plugins.hybrid_parallel.boosted.output_parts import (
     LOSS,
     ROUTERS_WITHHELD,
     SCORES_WITHHELD,
+    OutputGradients,
     build,
     describe_outputs,
     joined,
@@ -39,6 +39,7 @@ from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, without_rows
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import exact_sum
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import detached
@@ -137,9 +138,10 @@ class PipelineCall:
         # Otherwise a stage would compute the loss of its own layers and tokens.
         not_of_stages = {ASKED: False} if asks_routers else {}
         inputs = [model.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]
-        trains, results, grads, empty = torch.is_grad_enabled(), self.results, self.grads, not own
+        trains, results, grads = torch.is_grad_enabled(), self.results, self.grads
 
         def finish_forward(outputs: Any, index: int) -> OutputGradients | None:
+            empty = index >= len(own)
             outputs = outputs if loss.reads_parts else model.whole_sequences(outputs)
             if isinstance(loss, ModelStepLoss) and not _has_loss(outputs):
                 share = None  # a model without a head
@@ -154,7 +156,7 @@ class PipelineCall:
 
         with ExitStack() as stack:
             stack.enter_context(model.running())
-            stack.enter_context(model.counting_experts(trains and not empty))
+            stack.enter_context(model.counting_experts(trains and bool(own)))
             stack.enter_context(weights_rounded_once(runtime.module))
             stack.enter_context(naming_entry(batch))
             if loss.reads_parallel_logits:
@@ -183,7 +185,7 @@ class PipelineCall:
         names = dict.fromkeys([*first, *self._header])
         outputs = StageOutputs([name for name in names if name not in withheld], self.read, withheld)
         if LOSS in self._header:
-            outputs[LOSS] = self.model.loss_over_replicas(self.fetch(LOSS))
+            outputs[LOSS] = self.model.loss_over_replicas(self._fetch_loss())
             if self.balance is not None:
                 outputs[AUX_LOSS] = self.fetch(AUX_LOSS)
                 outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
@@ -208,6 +210,16 @@ class PipelineCall:
             return self._with_border(self.balance.finish(), (AUX_LOSS, 0))
         positions = iter(range(len(leaves(self._header[name]))))
         return build(self._header[name], lambda leaf: self._broadcast(name, next(positions), leaf))
+
+    def _fetch_loss(self) -> Tensor:
+        """Fetch the loss of this replica, or the exact sum over all replicas."""
+        if self.model.units is None:
+            return self.fetch(LOSS)
+        (leaf,) = leaves(self._header[LOSS])
+        mine = [result[LOSS].detach() for result in self.results] if self.model.runtime.has_last_stage else []
+        total = exact_sum(mine, self.model.mesh.replica_group)
+        value = torch.tensor(total, dtype=getattr(torch, leaf["dtype"]), device=self.model.mesh.device)
+        return self._with_border(value, (LOSS, 0)) if leaf["needs_grad"] else value
 
     def _broadcast(self, name: str, position: int, leaf: Mapping[str, Any]) -> Tensor:
         mesh, runtime = self.model.mesh, self.model.runtime
@@ -235,6 +247,12 @@ class PipelineCall:
             RuntimeError: if this is the second one.
         """
         optimizers = self.model.optimizers
+        if self.model.units is not None and key[0] != LOSS and self.model.mesh.size(DP_CP) > 1:
+            raise ConfigurationError(
+                f"the loss is computed from outputs.{key[0]} of one replica, whose mean rounds in another way than "
+                "that of all, so that reproducible=True does not hold; use outputs.loss, or a criterion of "
+                "execute_pipeline"
+            )
         if not optimizers:
             raise ConfigurationError(
                 "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients "
@@ -281,40 +299,6 @@ class PipelineCall:
         if mesh.size(DP_CP) > 1:
             dist.all_reduce(total, group=mesh.group(DP_CP))
         return total
-
-
-@dataclass
-class OutputGradients:
-    """What the backward pass of a micro-batch starts from: its outputs, and the gradients that the user's loss gives.
-
-    Attributes:
-        result: outputs of the micro-batch, with their graph.
-        index: of the micro-batch.
-        num_microbatches: of the batch.
-        lengths: tokens of each micro-batch, if they are parts of one row.
-        grads: (output, position in it) -> gradient for the whole batch.
-    """
-
-    result: Mapping[str, Any]
-    index: int
-    num_microbatches: int
-    lengths: tuple[int, ...] | None
-    grads: Mapping[tuple[str, int], Tensor]
-    requires_grad: bool = True
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return outputs of the micro-batch with their gradients."""
-        pairs = []
-        for (name, position), grad in self.grads.items():
-            tensor = leaves(self.result[name])[position]
-            if tensor.requires_grad:
-                pairs.append((tensor, grad if name == LOSS or not grad.dim() else self._part(grad)))
-        return pairs
-
-    def _part(self, grad: Tensor) -> Tensor:
-        if self.lengths is not None:
-            return grad.split(self.lengths, 1)[self.index]
-        return grad.tensor_split(self.num_microbatches)[self.index]
 
 
 class _Border(torch.autograd.Function):

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from plugins.hybrid_parallel.config.option_group import SWITCH, OptionGroup, Rule, is_integer, one_of, option, positive
+from plugins.hybrid_parallel.config.option_group import (
+    COUNT,
+    SWITCH,
+    OptionGroup,
+    Rule,
+    is_integer,
+    one_of,
+    option,
+    positive,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +30,8 @@ class DebugOptions(OptionGroup):
         debug: check every module for nan and inf and every collective for mismatched calls, and compare what ranks must
             share; `BOOSTER_DEBUG=1` in the environment has the same effect.
         synchrony_interval: in debug mode, number of steps between two comparisons of parameters over ranks.
+        reproducible: train to the same bits under every layout.
+        reproducible_unit: number of samples of each pass under `reproducible=True`, the same for all layouts.
     """
 
     nonfinite: str = option("raise", one_of("raise", "skip", "ignore"))
@@ -40,3 +51,11 @@ class DebugOptions(OptionGroup):
     )
     debug: bool = option(False, SWITCH)
     synchrony_interval: int = option(1, positive(10))
+    reproducible: bool = option(False, SWITCH)
+    reproducible_unit: int = option(1, COUNT)
+
+    def conflicts(self) -> list[str]:
+        """Return one sentence for each broken rule between these options."""
+        if self.reproducible or self.reproducible_unit <= 1:
+            return []
+        return [f"reproducible_unit={self.reproducible_unit} needs reproducible=True; use it, or reproducible_unit=1"]

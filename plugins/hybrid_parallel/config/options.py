@@ -14,6 +14,7 @@ from plugins.hybrid_parallel.config.parallel import ParallelOptions
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.config.policy import PolicyOptions
 from plugins.hybrid_parallel.config.precision import PrecisionOptions
+from plugins.hybrid_parallel.config.reproducible import conflicts_with_reproducible
 from plugins.hybrid_parallel.config.zero import ZeroOptions
 from plugins.hybrid_parallel.pipeline.schedule import Schedule
 
@@ -86,6 +87,11 @@ class HybridParallelConfig:
         return self.pipeline.schedule_of(self.parallel.pp_size)
 
     @property
+    def runs_parts(self) -> bool:
+        """Whether `model(**batch)` runs parts of the batch by itself, and `booster.backward` their backward passes."""
+        return self.parallel.pp_size > 1 or self.debugging.reproducible
+
+    @property
     def chunks_per_rank(self) -> int:
         """Number of stages per rank."""
         return self.pipeline.chunks_per_rank(self.parallel.pp_size)
@@ -103,6 +109,7 @@ class HybridParallelConfig:
         if self.kernels.enable_sequence_overlap and not parallel.enable_sequence_parallelism:
             problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
         problems += self._check_compilation() if self.kernels.compile_layers else []
+        problems += conflicts_with_reproducible(self.options()) if self.debugging.reproducible else []
         if self.zero.zero_stage == 3 and self.mixed_precision.precision == "fp8":
             problems.append(
                 "precision='fp8' rounds all weights once a step, of which zero_stage=3 keeps a part; use zero_stage=2, "

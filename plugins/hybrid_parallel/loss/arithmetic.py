@@ -23,11 +23,15 @@ two factors cannot be left out together, because one loss may have terms of both
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 
 
 def share_of_sum(total: Tensor, global_count: Tensor) -> Tensor:
@@ -52,17 +56,25 @@ class SumOverReplicas(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sum the shares, 0-d, over the ranks of the group."""
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, is_summed: bool = False) -> Tensor:
+        """Sum the shares, 0-d, over the ranks of the group; `is_summed` tells that each rank has the sum already."""
         ctx.num_replicas = dist.get_world_size(group)
         total = share.clone()
-        dist.all_reduce(total, group=group)
+        if not is_summed:
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Multiply the gradient, so that the mean over the ranks is the gradient of the sum."""
-        return grad * ctx.num_replicas, None
+        return grad * ctx.num_replicas, None, None
+
+
+def exact_sum(values: Iterable[float], group: dist.ProcessGroup) -> float:
+    """Return the sum of the values of all ranks of `group`, rounded once, so that their order does not matter."""
+    everyone = all_gather_json([float(value) for value in values], group)
+    together = [value for of_rank in everyone for value in of_rank]
+    return math.fsum(together) if all(map(math.isfinite, together)) else sum(together)
 
 
 def scaled(share: Tensor, scale: float) -> Tensor:

@@ -36,13 +36,14 @@ class LossChoice:
     Args:
         model: the sharded model, possibly inside peft's wrappers.
         mesh: the grid of ranks.
+        adds_exactly: whether sums are the same bits in any order, see `StepLoss`.
 
     Attributes:
         head_loss: loss of the model's head class; None if it is not known.
     """
 
-    def __init__(self, model: nn.Module, mesh: HybridMesh) -> None:
-        self.model, self.mesh = model_inside(model), mesh
+    def __init__(self, model: nn.Module, mesh: HybridMesh, adds_exactly: bool = False) -> None:
+        self.model, self.mesh, self.adds_exactly = model_inside(model), mesh, adds_exactly
         self.head_loss = behind_prompts(model, head_loss_of(self.model))
 
     @property
@@ -61,6 +62,12 @@ class LossChoice:
             ConfigurationError: if the loss cannot be combined from these parts; raised on all ranks.
         """
         loss = self._step_loss(microbatches, criterion, batch)
+        loss.adds_exactly = self.adds_exactly
+        if self.adds_exactly and (loss.balance is not None or getattr(loss, "routers", None) is not None):
+            raise ConfigurationError(
+                "output_router_logits=True adds a loss over the router scores of a whole batch, which "
+                "reproducible=True does not add up exactly; use output_router_logits=False, or reproducible=False"
+            )
         loss.coupled_outputs = () if self.head_loss is None else self.head_loss.coupled_outputs
         return loss
 

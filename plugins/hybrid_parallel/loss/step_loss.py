@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.loss.arithmetic import count_factor, per_copy, share_of_mean, share_of_sum
+from plugins.hybrid_parallel.loss.arithmetic import count_factor, exact_sum, per_copy, share_of_mean, share_of_sum
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.collectives import gather_rows
@@ -43,6 +43,7 @@ class StepLoss:
         own_entries: names of batch entries that only the loss reads.
         balance: auxiliary loss of routers that are spread over stages or micro-batches; None if there is none.
         coupled_outputs: names of outputs whose rows depend on other samples of the batch.
+        adds_exactly: whether the total is the same bits in any order of micro-batches and replicas.
     """
 
     reads_parallel_logits = False
@@ -50,6 +51,7 @@ class StepLoss:
     own_entries: Collection[str] = ()
     balance: RouterBalance | None = None
     coupled_outputs: Collection[str] = ()
+    adds_exactly = False
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh
@@ -79,7 +81,12 @@ class StepLoss:
 
     def finish(self, return_loss: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return the global loss if asked for, and a factor for this step's gradients if one is needed."""
-        return (self._sum_over_replicas(self.total) if return_loss else None), None
+        return (self._total_over_replicas() if return_loss else None), None
+
+    def _total_over_replicas(self) -> Tensor:
+        if not self.adds_exactly:
+            return self._sum_over_replicas(self.total)
+        return self.total.new_tensor(exact_sum((value for _, value in self.shares), self.mesh.replica_group))
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sum over stages (only the last one has a value), data- and context-parallel ranks."""
@@ -230,6 +237,8 @@ class CriterionStepLoss(StepLoss):
         """Return the global loss if asked for, and the factor that corrects gradients to the criterion's own count."""
         sums = self._sum_over_replicas(torch.stack([self.total, self.count, self.counts_itself]))
         total, count, counts_itself = sums
+        if self.adds_exactly:
+            total = self._total_over_replicas()
         factor = count_factor(self.global_rows, count, counts_itself)
         return (total * factor if return_loss else None), factor
 

@@ -27,12 +27,14 @@ from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.offload.activations import activation_store, check_layers
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
+from plugins.hybrid_parallel.reproducible.limits import check_reproducible
 from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
 from plugins.hybrid_parallel.setup.held_values import hold_values
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from plugins.hybrid_parallel.setup.model_contents import check_contents
 from plugins.hybrid_parallel.setup.offload import check_places
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
+from plugins.hybrid_parallel.setup.reproducible import units_of
 from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
 from plugins.hybrid_parallel.zero.granularity import check_granularity, check_step_in_parts, check_zero_size
 from plugins.hybrid_parallel.zero.grouping import (
@@ -116,6 +118,8 @@ def check_options_against_model(
     warn_of_untrained(optimizers, model.named_parameters())
     check_recomputation(config.kernels.gradient_checkpointing, model)
     check_layers(config.offload.offload_activations, model)
+    if config.debugging.reproducible:
+        check_reproducible(model, optimizers, num_replicas, current_device())
     if config.offload != OffloadOptions():
         raise_on_all_ranks(lambda: check_places(optimizers, config, current_device().type))
     if config.kernels.compile_layers:
@@ -233,7 +237,9 @@ def wrap_model(
     """
     leave_sums(model)  # the buckets sum gradients
     initial = _cast(model, DTYPES.get(config.mixed_precision.precision), config.mixed_precision.master_weights)
-    context = ShardContext(origin, _tied(shared, config, mesh), _stream(mesh, seed), config.pipeline)
+    units = units_of(config.debugging, mesh, seed)
+    stream = _stream(mesh, seed) if units is None else units.stream
+    context = ShardContext(origin, _tied(shared, config, mesh), stream, config.pipeline, units)
     if config.mixed_precision.precision == "fp8":
         multiply_in_fp8(model)
     recorder = None

@@ -20,9 +20,13 @@ from plugins.hybrid_parallel.distributed.mesh import (
     shard_groups,
     stage_group,
 )
+from plugins.hybrid_parallel.reproducible.bucket import ExactBucket
+from plugins.hybrid_parallel.reproducible.reducer import ExactReducer
 from plugins.hybrid_parallel.setup.held_values import shards_by_axis
 from plugins.hybrid_parallel.setup.model import BuiltModel
 from plugins.hybrid_parallel.setup.offload import file_of_shards, memory_of_states
+from plugins.hybrid_parallel.setup.reproducible import attach_units
+from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
@@ -74,23 +78,20 @@ def build_optimizer(
     options, states = _bucket_options(granularity, config, mesh, memory, members), take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
-    buckets = build_buckets(trained, options, model.tied, built.initial, model.gathers)
+    bucket_type = Bucket if model.units is None else ExactBucket
+    make_buckets = partial(build_buckets, options=options, tied=model.tied, bucket_type=bucket_type)
+    buckets = make_buckets(trained, initial=built.initial, gathers=model.gathers)
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
     owned = wholes.add(buckets)
     wholes.take_states(states)
     place_states(optim, states, [*buckets, *owned])
-    build_more = partial(build_buckets, options=options, tied=model.tied, initial={}, gathers=model.gathers)
+    build_more = partial(make_buckets, initial={}, gathers=model.gathers)
     frozen = FrozenParameters(_which(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
-    waits = config.parallel.pp_size == config.parallel.cp_size == config.parallel.ep_size == 1
-    # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
-    zero, debugging = config.zero, config.debugging
-    overlaps = zero.overlap_communication and stands_alone
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
-    reducer = GradientReducer(buckets, mesh.group(DP_CP), overlaps, waits, gradient_hooks)
-    if reducer.attaches_grad_buffers:
-        replace_native_layers(model.unwrap())
+    reducer = _make_reducer(buckets, gradient_hooks, model, config, stands_alone)
+    zero, debugging = config.zero, config.debugging
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
@@ -115,14 +116,39 @@ def _after_step(step: HybridParallelOptimizer, model: HybridParallelModel, debug
         model.synchrony.run_at(debugging.synchrony_interval, [step])
 
 
-def shard_frozen_parameters(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:
-    """Shard the parameters that no optimizer trains, and have all sharded ones gathered before use (ZeRO stage 3)."""
+def _make_reducer(
+    buckets: Sequence[Bucket],
+    hooks: GradientHooks,
+    model: HybridParallelModel,
+    config: HybridParallelConfig,
+    stands_alone: bool,
+) -> GradientReducer:
+    """Return what reduces the gradients of `buckets`; let the layers of the model write there where they can."""
+    parallel, is_exact = config.parallel, model.units is not None
+    waits = parallel.pp_size == parallel.cp_size == parallel.ep_size == 1
+    # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
+    overlaps = config.zero.overlap_communication and stands_alone and not is_exact
+    make = ExactReducer if is_exact else GradientReducer
+    reducer = make(buckets, model.mesh.group(DP_CP), overlaps, waits, hooks)
+    if reducer.attaches_grad_buffers:
+        replace_native_layers(model.unwrap())
+    return reducer
+
+
+def finish_model(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMesh) -> None:
+    """Finish a model whose optimizers are built.
+
+    The parameters that no optimizer trains are sharded, and all sharded ones are gathered before use (ZeRO stage 3).
+    Hooks that use parameters come after that.
+    """
     if config.zero.zero_stage == 3 and built.model.optimizers:
         trained = {param for optimizer in built.model.optimizers for each in optimizer.buckets for param in each.params}
         frozen = [param for param in built.model.unwrap().parameters() if param not in trained]
         options = _bucket_options(Granularity.ELEMENT, config, mesh, StateMemory(), frozen)
         built.model.gathers.shard_frozen(options, built.initial)
         built.model.gathers.attach()
+    if built.model.units is not None:
+        attach_units(built.model)
 
 
 def _first_names(groups: Sequence[Sequence[nn.Parameter]], names: Mapping[int, Sequence[str]]) -> list[list[str]]:

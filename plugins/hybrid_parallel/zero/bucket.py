@@ -51,7 +51,10 @@ class Bucket(GradientsByHand):
 
     Attributes:
         sharded: the parameters, if ranks keep only their shard of them.
+        sum_dtype: dtype in which gradients are summed; None for `grad_dtype`.
     """
+
+    sum_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -169,7 +172,7 @@ class Bucket(GradientsByHand):
             if self.options.zero_stage == 0 and dist.get_world_size(self.options.dp_group) > 1:
                 self._work = dist.all_reduce(self._result, group=self.options.dp_group, async_op=True)
         else:
-            result = self.results.take(self.shard_size, self.grad_dtype, self.flat.device)
+            result = self.results.take(self.shard_size, self.sum_dtype or self.grad_dtype, self.flat.device)
             self._pending = self.options.exchange.reduce_scatter(self.flat_grads, result)
 
     @property
@@ -373,7 +376,8 @@ class Bucket(GradientsByHand):
             # The gradients of the last step were cleared: reuse their memory.
             self.flat_grads, self.shard_grads = self.shard_grads, None
         if self.flat_grads is None:
-            self.flat_grads = self.memory.take(self.flat.numel(), self.grad_dtype, self.flat.device)
+            dtype = self.sum_dtype or self.grad_dtype
+            self.flat_grads = self.memory.take(self.flat.numel(), dtype, self.flat.device)
             # The norm includes the gaps between parameters.
             zero([self.flat_grads[start:stop] for start, stop in self._gaps])
 

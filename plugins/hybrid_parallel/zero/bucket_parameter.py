@@ -43,6 +43,9 @@ class GradOwner(Protocol):
     def forget_grad(self, index: int) -> None:
         """Drop the gradient."""
 
+    def accumulate(self, index: int, grad: Tensor) -> None:
+        """Add a gradient of this rank's samples."""
+
     def arrive(self) -> None:
         """Wait for parameters that are still being gathered."""
 
@@ -171,6 +174,15 @@ def native_grad(param: nn.Parameter) -> Tensor | None:
 def clear_native_grad(param: nn.Parameter) -> None:
     """Clear the gradient that autograd has left."""
     _NATIVE.__set__(param, None)
+
+
+def give_gradient(param: nn.Parameter, grad: Tensor) -> bool:
+    """Add the gradient of one use of a parameter to its bucket; return whether it has one."""
+    place = _place_of(param)
+    if place is not None:
+        bucket, index = place
+        bucket.accumulate(index, grad)
+    return place is not None
 
 
 def show_grad(param: nn.Parameter, bucket: GradOwner, index: int) -> None:

@@ -52,6 +52,7 @@ def build_buckets(
     tied: Mapping[nn.Parameter, TiedParameter],
     initial: dict[nn.Parameter, Source],
     gathers: ParameterGathers | None = None,
+    bucket_type: type[Bucket] = Bucket,
 ) -> list[Bucket]:
     """Sort the parameters of each group into buckets, in the order in which a backward pass completes these.
 
@@ -62,6 +63,7 @@ def build_buckets(
         initial: sources of the full-precision values of parameters that were cast to a lower precision or have no
             values; used ones are removed.
         gathers: takes over the parameters that ranks shard (ZeRO stage 3); None if they shard none.
+        bucket_type: the class of the buckets.
     """
     buckets = []
     units = {} if gathers is None else gathers.units.of_parameter
@@ -88,7 +90,8 @@ def build_buckets(
             sum_groups = [group for group in (copies, grad_group, tied_group) if group is not None]
             counted = is_owner and options[axis].counts and (tie is None or tie.counted)
             is_sharded = unit is not None and options[axis].shards_parameters
-            bucket = Bucket(chunk, options[axis], group_index, sum_groups, counted, initial, tied_group, is_sharded)
+            about = (group_index, sum_groups, counted, initial, tied_group, is_sharded)
+            bucket = bucket_type(chunk, options[axis], *about)
             buckets.append(bucket)
             if bucket.sharded is not None:
                 gathers.own(bucket.params, bucket.sharded)

@@ -22,7 +22,6 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
-from plugins.hybrid_parallel.zero.grad_norm import global_norm
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
@@ -395,4 +394,4 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
         A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
-        return global_norm(self.buckets, self.mesh.device)
+        return self.reducer.global_norm(self.mesh.device)

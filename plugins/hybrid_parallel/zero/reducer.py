@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
+from plugins.hybrid_parallel.zero.grad_norm import global_norm
 from shardformer.matmul.weight_grad import GradBuffer, attach_grad_buffer
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class GradientReducer:
     def reduces_each_pass(self) -> bool:
         """Whether gradients are reduced after every pass (ZeRO stage 2); the same on all replicas."""
         return any(bucket.reduces_each_pass for bucket in self.buckets)
+
+    def global_norm(self, device: torch.device) -> Tensor:
+        """Return the norm of the reduced gradients of all ranks (0-d, float64); see `grad_norm.global_norm`."""
+        return global_norm(self.buckets, device)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets; tied ones stay last, and in the same order on all stages."""

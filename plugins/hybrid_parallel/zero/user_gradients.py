@@ -43,6 +43,7 @@ class GradientsByHand:
     _sum_of_passes: Tensor | None
     _lent: set[int]
     flat: Tensor
+    grad_dtype: torch.dtype
     norm: Tensor | None
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class GradientsByHand:
         if not self.used:
             self.drop_grads()
             self._provide_flat_grads()
-            self.shard_grads = torch.zeros_like(self.flat_grads)
+            self.shard_grads = torch.zeros_like(self.flat_grads, dtype=self.grad_dtype)
         self._stale.discard(index)
         self.used.add(index)
         self.reduced_grad(index).copy_(value)

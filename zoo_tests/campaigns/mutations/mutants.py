@@ -22,6 +22,7 @@ from zoo_tests.campaigns.mutations.edits_of_models import EDITS_OF_MODELS
 from zoo_tests.campaigns.mutations.edits_of_plans import EDITS_OF_PLANS
 from zoo_tests.campaigns.mutations.edits_of_plugin import EDITS_OF_PLUGIN
 from zoo_tests.campaigns.mutations.edits_of_relayout import EDITS_OF_RELAYOUT
+from zoo_tests.campaigns.mutations.edits_of_reproducible import EDITS_OF_REPRODUCIBLE
 from zoo_tests.campaigns.mutations.edits_of_shardformer import EDITS_OF_SHARDFORMER, PARITY
 from zoo_tests.campaigns.mutations.edits_of_trainers import EDITS_OF_TRAINERS
 from zoo_tests.campaigns.mutations.edits_of_zero import EDITS_OF_ZERO
@@ -251,6 +252,7 @@ MUTANTS: dict[str, Mutant | Edit] = {
     **EDITS_OF_PLUGIN,
     **EDITS_OF_ZERO,
     **EDITS_OF_RELAYOUT,
+    **EDITS_OF_REPRODUCIBLE,
     **EDITS_OF_ACTIVATIONS,
     **EDITS_OF_TRAINERS,
     **EDITS_OF_MODELS,

@@ -1,0 +1,43 @@
+"""Options that `reproducible=True` excludes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Option -> the value it needs, and why another one is refused.
+_NEEDED: dict[str, tuple[Any, str]] = {
+    "tp_size": (1, "adds up partial products of ranks"),
+    "cp_size": (1, "adds up attention over parts of sequences"),
+    "ep_size": (1, "multiplies the tokens of several ranks at once"),
+    "expert_capacity_factor": (None, "drops tokens by the whole batch of a rank"),
+    "compile_layers": (False, "chooses kernels by measured time"),
+    "offload_optimizer": (None, "adds up gradients outside of the device's memory"),
+    "offload_parameters": (None, "adds up gradients outside of the device's memory"),
+    "offload_activations": (None, "has not been shown to keep bits"),
+}
+_PRECISIONS = {
+    "fp16": "has a loss scale that overflows at other steps",
+    "fp8": "scales whole tensors",
+}
+
+
+def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
+    """Return one sentence for each option that `reproducible=True` refuses.
+
+    Args:
+        options: all options of the plugin, by name.
+    """
+    problems = [
+        f"{name}={options[name]!r} {why}, so that reproducible=True refuses it; use {name}={needed!r}, or "
+        "reproducible=False"
+        for name, (needed, why) in _NEEDED.items()
+        if options[name] != needed
+    ]
+    precision = options["precision"]
+    if precision in _PRECISIONS:
+        problems.append(
+            f"precision={precision!r} {_PRECISIONS[precision]}, so that reproducible=True refuses it; use 'bf16' or "
+            "'fp32', or reproducible=False"
+        )
+    return problems

@@ -1,0 +1,75 @@
+"""What `reproducible=True` does not hold for, refused before training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
+
+_logger = get_logger(__name__)
+
+
+def check_reproducible(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], num_replicas: int, device: torch.device
+) -> None:
+    """Refuse models, optimizers and devices for which bits may depend on the layout; pin the number of threads.
+
+    Args:
+        num_replicas: number of data-parallel replicas.
+
+    Raises:
+        ConfigurationError: for the first of them.
+    """
+    if device.type != "cpu":
+        raise ConfigurationError(
+            f"reproducible=True is not proved for kernels of the device {device.type!r}; train on CPUs, or use "
+            "reproducible=False"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ConfigurationError(
+                f"{path} is a {type(module).__name__}, whose running statistics depend on how a batch is cut; use a "
+                "model without batch norms, or reproducible=False"
+            )
+    for optim in optimizers:
+        if granularity_of(optim) is not Granularity.ELEMENT:
+            raise ConfigurationError(
+                f"{type(optim).__name__} updates a value from other values of its parameter, whose sums depend on the "
+                "layout; use AdamW, or reproducible=False"
+            )
+    # Losses are divided by the number of replicas and their gradients multiplied by it.
+    inverse = torch.tensor(1.0 / num_replicas, dtype=torch.float32)
+    if float(inverse * num_replicas) != 1.0:
+        raise ConfigurationError(
+            f"dp_size={num_replicas} times its inverse is not 1 in fp32, so that reproducible=True does not hold; use "
+            "a power of two"
+        )
+    if torch.get_num_threads() != 1:
+        _logger.info("reproducible=True runs kernels in one thread a rank: how they round depends on their number")
+        torch.set_num_threads(1)
+
+
+def check_names_of_tied(tied: Collection[nn.Parameter], model: nn.Module, aliases: Mapping[str, Sequence[str]]) -> None:
+    """Refuse layers that several stages share: one process adds up the gradients of all their calls by itself.
+
+    Args:
+        tied: the parameters of this rank that other stages hold too.
+        model: the stages of this rank.
+        aliases: name -> the other names of the same parameter in the whole model.
+
+    Raises:
+        ConfigurationError: if there are some; raised on all ranks that hold them.
+    """
+    known = {*aliases, *(name for others in aliases.values() for name in others)}
+    for name, parameter in model.named_parameters():
+        if parameter in set(tied) and name not in known:
+            raise ConfigurationError(
+                f"{name} belongs to layers that several pipeline stages share, whose gradients reproducible=True does "
+                "not add up in one order; use pp_size=1, or reproducible=False"
+            )

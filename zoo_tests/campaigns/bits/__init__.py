@@ -1,0 +1,1 @@
+"""Campaign: `reproducible=True` trains to the same bits under every layout."""

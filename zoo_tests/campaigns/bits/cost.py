@@ -1,0 +1,54 @@
+"""What a step costs with `reproducible=True`, over what it costs without, by turns on the same ranks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+
+ROWS, LENGTH, STEPS = 16, 128, 6
+_CONFIG = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+
+
+def seconds_of_steps(pp_size: int, dp_size: int, unit: int) -> tuple[float, float]:
+    """Return the seconds of the fastest step on this rank, without and with the option.
+
+    Args:
+        unit: samples of a pass in both.
+    """
+    layout = {"pp_size": pp_size, "max_norm": 1.0, "seed": 3}
+    plain = _Job(dp_size, microbatch_size=unit, **layout)
+    exact = _Job(dp_size, reproducible=True, reproducible_unit=unit, microbatch_size=unit, **layout)
+    seconds = [(plain.step(), exact.step()) for _ in range(STEPS)]
+    return min(first for first, _ in seconds), min(second for _, second in seconds)
+
+
+class _Job:
+    """A training of a small Llama."""
+
+    def __init__(self, dp_size: int, **options: object) -> None:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**_CONFIG))
+        self.booster = Booster(plugin=HybridParallelPlugin(**options))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.model, self.optimizer = self.booster.boost(model, optimizer)
+        ids = torch.randint(_CONFIG["vocab_size"], (ROWS // dp_size, LENGTH))
+        self.batch = {"input_ids": ids, "labels": ids}
+
+    def step(self) -> float:
+        """Run a step; return its seconds."""
+        start = time.perf_counter()
+        self.booster.execute_pipeline(iter([self.batch]), self.model, optimizer=self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start

@@ -1,0 +1,114 @@
+"""The recipes and the layouts of the campaign, and one training on the ranks of a layout."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zoo_tests.campaigns.bits.training import Bits, train_to_bits
+from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.ranks import run_on_ranks
+
+# Family -> its head, and options of its configuration: dropout everywhere, tied weights where there are any.
+FAMILIES: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
+    "bert": ("masked_lm", (("hidden_dropout_prob", 0.1), ("attention_probs_dropout_prob", 0.1))),
+    "llama": ("causal_lm", (("attention_dropout", 0.1), ("tie_word_embeddings", True))),
+    "gpt2": ("lm_head", (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))),
+    "t5": ("generation", (("dropout_rate", 0.1),)),
+    "mixtral": ("causal_lm", (("attention_dropout", 0.1),)),
+}
+ON = ("reproducible", True)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to run a recipe.
+
+    Attributes:
+        layout: name in `LAYOUTS`.
+        zero_stage: 0 to 3.
+        options: further options of the plugin.
+        accumulation: parts of a batch that are passed one after the other; None for whole batches.
+        resumed_from: the layout of the first half of the steps.
+        ordinary_loop: `model(**batch)` and `booster.backward`.
+    """
+
+    layout: str = "single"
+    zero_stage: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+    accumulation: int | None = None
+    resumed_from: str | None = None
+    ordinary_loop: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.layout, *([f"zero {self.zero_stage}"] if self.zero_stage != 1 else [])]
+        parts += [f"{name}={value}" for name, value in self.options]
+        parts += ["ordinary loop"] if self.ordinary_loop else []
+        parts += [f"accumulation {self.accumulation}"] if self.accumulation is not None else []
+        return ", ".join([*parts, *([f"first half as {self.resumed_from}"] if self.resumed_from else [])])
+
+    def case(self, recipe: Recipe, is_on: bool = True) -> Case:
+        """The recipe on this layout."""
+        options = self.options + ((ON,) if is_on else ())
+        return Case(
+            recipe=recipe,
+            layout=self.layout,
+            zero_stage=self.zero_stage,
+            options=options,
+            ordinary_loop=self.ordinary_loop,
+        )
+
+    def run(self, recipe: Recipe, is_on: bool = True) -> Bits:
+        """Train, and return the bits of the first rank."""
+        case = self.case(recipe, is_on)
+        before = None if self.resumed_from is None else Trial(self.resumed_from).case(recipe, is_on)
+        with tempfile.TemporaryDirectory() as directory:
+            arguments = (case, Path(directory), self.accumulation, before)
+            return run_on_ranks(case.sizes.world_size, train_to_bits, *arguments, timeout_s=900.0)[0]
+
+
+TRIALS = (
+    Trial("single", options=(("num_microbatches", 4),)),
+    Trial("single", ordinary_loop=True),
+    Trial("single", options=(("gradient_checkpointing", "full"),)),
+    Trial("pp2"),
+    Trial("pp2", options=(("pp_style", "gpipe"),)),
+    Trial("pp2", options=(("pp_style", "zero_bubble"),)),
+    Trial("pp2", options=(("pp_style", "zbv"),)),
+    Trial("pp2", options=(("pp_style", "interleaved"),)),
+    Trial("pp2", ordinary_loop=True),
+    Trial("pp4"),
+    *(Trial("dp2", stage) for stage in (0, 1, 2, 3)),
+    Trial("dp2", 2, ordinary_loop=True),
+    Trial("dp4"),
+    Trial("dp4", options=(("zero_size", 2),)),
+    Trial("pp2dp2"),
+    Trial("pp2dp2", 3),
+    Trial("dp2", resumed_from="pp2"),
+    *(Trial("single", accumulation=parts) for parts in (2, 4)),
+    Trial("single", accumulation=2, ordinary_loop=True),
+    Trial("dp2", accumulation=2),
+    Trial("dp2", 2, accumulation=2, ordinary_loop=True),
+)
+
+
+def recipe_of(family: str, precision: str, steps: int, rows: int = 9) -> Recipe:
+    """The recipe of a family: AdamW with clipping, dropout on."""
+    head, config = FAMILIES[family]
+    return Recipe(
+        family=family,
+        head=head,
+        optimizer="adamw",
+        precision=precision,
+        max_norm=0.5,
+        steps=steps,
+        rows=rows,
+        config=config,
+    )
+
+
+def reference_of(trial: Trial) -> Trial:
+    """The unsharded run that a trial must equal."""
+    return Trial("single", accumulation=None if trial.accumulation is None else 1)

@@ -1,0 +1,44 @@
+"""Sums that are the same bits in any order."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import torch
+
+from plugins.hybrid_parallel.reproducible.exact_sums import from_multiples, norm_of_parts, square_parts, to_multiples
+
+
+def _values(rows: int = 40, columns: int = 173) -> torch.Tensor:
+    """Of very different magnitudes and both signs."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.randint(-24, 8, (rows, columns), generator=generator)
+    return torch.ldexp(torch.randn(rows, columns, generator=generator), exponents)
+
+
+def test_the_order_of_summands_does_not_matter() -> None:
+    values = _values()
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(1))
+    in_turn = [reduce(torch.add, each.unbind()) for each in (values, values[order])]
+    assert not torch.equal(*in_turn)  # in fp32 it does
+    sums = [from_multiples(to_multiples(each).sum(0), torch.float32) for each in (values, values[order])]
+    assert torch.equal(*sums)
+    exact = torch.tensor([math.fsum(column) for column in values.double().t().tolist()])
+    torch.testing.assert_close(sums[0], exact.float(), rtol=2**-23, atol=len(values) * 2**-50)
+
+
+def test_a_single_gradient_is_not_changed() -> None:
+    values = torch.cat([_values().flatten(), torch.tensor([2.0**-26, -(2.0**-26) * 1.25, 0.0, 8191.5])])
+    values = values[(values == 0) | (values.abs() >= 2.0**-26)]
+    assert torch.equal(from_multiples(to_multiples(values), torch.float32), values)
+
+
+def test_norms_of_parts_add_up_exactly() -> None:
+    values = _values().flatten()
+    whole = square_parts(values)
+    for cut in (1, 7, 1000):
+        parts = square_parts(values[:cut]) + square_parts(values[cut:].flip(0))
+        assert torch.equal(parts, whole)
+    expected = math.sqrt(math.fsum(value * value for value in values.double().tolist()))
+    assert math.isclose(norm_of_parts(whole.tolist()), expected, rel_tol=1e-15)

@@ -1,0 +1,120 @@
+"""`reproducible=True`: weights, losses and gradient norms are the same bits under every layout."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.campaigns.bits.training import Bits
+from zoo_tests.campaigns.bits.trials import Trial, recipe_of, reference_of
+from zoo_tests.harness.case import Recipe
+from zoo_tests.harness.optimizers import Lamb
+from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.toy import Toy, toy
+
+STEPS = 3
+
+
+@cache
+def _reference(recipe: Recipe, trial: Trial) -> Bits:
+    return trial.run(recipe)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "trial"),
+    [
+        ("llama", "bf16", Trial("pp2", options=(("pp_style", "zbv"),))),
+        ("llama", "bf16", Trial("dp2", 2, ordinary_loop=True)),
+        ("llama", "bf16", Trial("dp2", 3, accumulation=2)),
+        ("llama", "bf16", Trial("dp2", options=(("gradient_checkpointing", "full"),), resumed_from="pp2")),
+        pytest.param("bert", "fp32", Trial("pp2dp2"), marks=pytest.mark.slow),
+        pytest.param("t5", "fp32", Trial("pp2", ordinary_loop=True), marks=pytest.mark.slow),
+        pytest.param("mixtral", "fp32", Trial("dp4", 0), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_layout_leaves_the_bits_of_one_process(family: str, precision: str, trial: Trial) -> None:
+    """Dropout, clipping, tied weights, ragged labels, and 9 samples that no layout shares evenly."""
+    recipe = recipe_of(family, precision, STEPS)
+    expected, found = _reference(recipe, reference_of(trial)), trial.run(recipe)
+    assert found.weights == expected.weights and found.norms == expected.norms
+    assert trial.accumulation is not None or found.losses == expected.losses
+
+
+def test_without_the_option_bits_differ() -> None:
+    recipe = recipe_of("llama", "bf16", STEPS)
+    plain = Trial().run(recipe, is_on=False)
+    assert not Trial("dp2").run(recipe, is_on=False).same(plain)
+    assert not plain.same(_reference(recipe, Trial()))  # units of one sample, other random numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tp_size": 2}, "tp_size=2 adds up partial products of ranks"),
+        ({"cp_size": 2}, "cp_size=2 adds up attention over parts of sequences"),
+        ({"precision": "fp16"}, "precision='fp16' has a loss scale that overflows at other steps"),
+        ({"compile_layers": True}, "compile_layers=True chooses kernels by measured time"),
+        ({"offload_optimizer": "cpu"}, "offload_optimizer='cpu' adds up gradients outside of the device's memory"),
+        ({"reproducible": False, "reproducible_unit": 2}, "reproducible_unit=2 needs reproducible=True"),
+    ],
+)
+def test_options_that_do_not_hold_are_refused(options: dict, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        HybridParallelPlugin(**{"reproducible": True, **options})
+    assert str(caught.value).count("; ") == 1
+
+
+class _Normed(Toy):
+    """With a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+
+@distributed(2)
+def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
+    normed, model = _Normed(), toy()
+    cases = [
+        (normed, torch.optim.SGD(normed.parameters(), lr=0.1), "norm is a BatchNorm1d, whose running statistics"),
+        (model, Lamb(model.parameters()), "Lamb updates a value from other values of its parameter"),
+    ]
+    for each, optimizer, said in cases:
+        with pytest.raises(ConfigurationError, match=said):
+            Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(each, optimizer)
+
+
+def _boosted(**options: Any) -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
+    model = toy(torch.float32)
+    booster = Booster(plugin=HybridParallelPlugin(reproducible=True, **options))
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@distributed(2)
+def test_steps_that_do_not_hold_are_refused_on_all_ranks() -> None:
+    x = torch.randn(3, 5)
+    booster, model, optimizer = _boosted(reproducible_unit=2)
+    with pytest.raises(ConfigurationError, match="reproducible_unit=2 does not divide the 3 samples of a replica"):
+        model(x=x)
+    booster, model, optimizer = _boosted()
+    with pytest.raises(ConfigurationError, match="gradients below 8192, and the largest ones of this step add up to"):
+        booster.execute_pipeline(
+            iter([{"x": x}]), model, criterion=lambda outputs, _: outputs.sum() * 1e5, optimizer=optimizer
+        )
+    booster, model, optimizer = _boosted(nonfinite="skip")
+    booster.execute_pipeline(
+        iter([{"x": x}]), model, criterion=lambda outputs, _: outputs.sum() * torch.inf, optimizer=optimizer
+    )
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    booster, model, optimizer = _boosted()
+    with pytest.raises(ConfigurationError, match="mean rounds in another way than that of all"):
+        booster.backward(model(x=x).square().mean(), optimizer)
