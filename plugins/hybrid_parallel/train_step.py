@@ -111,7 +111,7 @@ class PipelineStep:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
             stack.enter_context(self.model.running())
-            stack.enter_context(self.model.counting_experts(self.trains and counts))
+            stack.enter_context(self.model.counting_experts(self.trains and bool(num_own)))
             stack.enter_context(weights_rounded_once(runtime.module))
             stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
             stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
