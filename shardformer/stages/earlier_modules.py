@@ -39,6 +39,13 @@ class MetaModule(StagePlaceholder):
         self._copy = (copy.deepcopy(module, copies),)
         self._outputs: dict[Any, Any] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the attribute of the copy: models read the dtype of a patch embedding inside of it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_copy"][0], name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return values in the shapes of the module's outputs, floating-point ones in the dtype of the hidden state."""
         leaves, structure = tree_flatten((args, kwargs))

@@ -5,6 +5,7 @@ What breaks here first: an output that does not travel, a shape that later code 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -133,11 +134,12 @@ def test_nested_lists_are_a_chain() -> None:
 
 
 def test_dummies_have_the_shapes_of_the_module_and_are_not_numbers() -> None:
-    placeholder = MetaModule(nn.Sequential(nn.Conv1d(3, 5, 2, stride=2), nn.GELU()))
+    placeholder = MetaModule(nn.Sequential(OrderedDict(conv=nn.Conv1d(3, 5, 2, stride=2), gelu=nn.GELU())))
     output = placeholder(torch.zeros(2, 3, 8))
     assert output.shape == (2, 5, 4)
     assert output.isnan().all()
     assert not list(placeholder.parameters())  # they would belong to the model
+    assert placeholder.conv.weight.dtype == torch.float32  # models read it to cast images
 
 
 def test_a_message_of_too_many_tensors_is_refused() -> None:
