@@ -190,6 +190,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         | {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
     },
     "molmo2_vision": {"image_size": [16, 16]},
+    "glm5_next_vision": {"out_hidden_size": 32, "projection_intermediate_size": 48},
     "qwen3_omni_moe_audio_encoder": {"downsample_hidden_size": 16},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}

@@ -124,6 +124,7 @@ PLANS = {
         last=("output_projection",),
         head_losses={"TrOCRForCausalLM": masked_lm},  # labels are already shifted to the next token
     ),
+    "voxtral_realtime": DeclaredPlan(None, pipelined=False),  # adds sound to all tokens behind the embedding
     "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
     "zaya": DeclaredPlan({}, carried_inputs=("prev_router_hidden_states",)),
     "biogpt": DeclaredPlan(
