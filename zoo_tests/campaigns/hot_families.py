@@ -137,7 +137,10 @@ def _linears_of_attention(model: nn.Module) -> tuple[str, ...]:
     """Return the last names of linear layers inside attention, or else of all in the layers (Mamba)."""
     linears = [path for path, each in model.named_modules() if type(each) is nn.Linear and ".layers." in path]
     inside = [path for path in linears if "attn" in path or "attention" in path]
-    return tuple(sorted({path.rpartition(".")[2] for path in inside or linears}))
+    names = {path.rpartition(".")[2] for path in inside or linears}
+    if any("Mamba" in type(each).__name__ for each in model.modules()):
+        names.discard("out_proj")  # peft refuses it
+    return tuple(sorted(names))
 
 
 def _packed(ids: Tensor, rows: int, step: int) -> dict[str, Tensor]:
