@@ -15,24 +15,27 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
+from benchmarks.league.environments import path_of, prepare
 from benchmarks.league.outcome import Outcome
 from benchmarks.league.page import page
 from benchmarks.league.ranks import Ranks
 
-# Those that can be imported everywhere, and those that `--prepare` installs.
 NAMES = (
     "plain transformers",
     "ours with a fault",
     "ours",
     "transformers tp_plan",
+    "accelerate",
     "torch parallelize_module",
+    "torch pipelining",
+    "torch pipelining (1 micro-batch)",
     "DeepSpeed AutoTP",
+    "NeMo Automodel",
 )
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
-_PACKAGES = ("deepspeed", "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "pydantic", "pydantic-core")
-_MORE = ("annotated-types", "typing-inspection", "psutil")
 
 
 def main() -> int:
@@ -48,7 +51,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="Markdown page to write")
     options = parser.parse_args()
     if options.prepare is not None:
-        return _prepare(options.prepare)
+        return prepare(options.prepare)
     for name, known in (("systems", NAMES), ("layouts", LAYOUTS)):
         unknown = [each for each in getattr(options, name).split(",") if each not in known]
         if unknown:
@@ -63,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
     for layout in options.layouts.split(","):
         tp_size, pp_size = LAYOUTS[layout]
         for system in options.systems.split(","):
-            ranks = Ranks(system, tp_size * pp_size, options.path, options.timeout)
+            ranks = Ranks(system, tp_size * pp_size, path_of(system, options.path), options.timeout)
             for family, name in classes:
                 if (key := (system, layout, name)) not in known:
                     known[key] = ranks.judge(family, name, tp_size, pp_size)
@@ -88,15 +91,9 @@ def _read(log: Path) -> dict[tuple[str, str, str], Outcome]:
 
 def _write(log: Path, key: tuple[str, str, str], found: Outcome) -> None:
     with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps([key, [found.kind, found.why, found.seconds]]) + "\n")
+        file.write(json.dumps([key, astuple(found)]) + "\n")
     sys.stdout.write(f"{' · '.join(key)}: {found.kind} {found.why}\n")
     sys.stdout.flush()
-
-
-def _prepare(folder: Path) -> int:
-    """Install the other systems, without what the present environment has."""
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(folder)]
-    return subprocess.run([*command, *_PACKAGES, *_MORE], check=False).returncode
 
 
 if __name__ == "__main__":
