@@ -75,7 +75,7 @@ class _OnlyLoss(nn.Module):
         self.model = model
 
     def forward(self, **batch: Any) -> Tensor:
-        """Return the loss. Later stages get no inputs of the model, so each entry becomes a value of the first stage."""
+        """Return the loss. Later stages get no inputs of the model, so entries become values of the first one."""
         return self.model(**{name: tree_map_only(Tensor, torch.clone, each) for name, each in batch.items()}).loss
 
 

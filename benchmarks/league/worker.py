@@ -1,7 +1,7 @@
-"""One rank of a league: `python -m benchmarks.league.worker SYSTEM RANK WORLD_SIZE STORE`.
+"""One rank of a league: `python -m benchmarks.league.worker RANK WORLD_SIZE STORE`.
 
-It says `ready`, reads tasks as lines of JSON, `[family, class, tp_size, pp_size]`, and answers each with the fields
-of an `Outcome`.
+It says `ready`, reads tasks as lines of JSON, `[system, family, class, tp_size, pp_size]`, and answers each with the
+fields of an `Outcome`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from dataclasses import astuple
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,10 @@ _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)  # of the census
 
 def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
     """Train a class plainly and by a system, and compare; the same on all ranks."""
-    module = f"transformers.models.{family}.modeling_{family}"
-    try:
-        config_class = getattr(importlib.import_module(module), name).config_class
-        config = small_config(config_class(), TwinSizes(kv_heads=4, is_faithful=False))
-        case = VerifyCase(TinyModel(module, name, config, torch.float32, most_parameters=None), _ROWS, _STEPS, {})
-        plain = train_reference(case)
-    except Exception as error:  # any of a thousand classes may fail in its own way
-        return Outcome(outcome.NOT_PLAIN, shortened(error))
+    found = _reference(family, name)
+    if isinstance(found, Outcome):
+        return found
+    case, plain, seconds = found
     try:
         trained = SYSTEMS[system].train(case, tp_size, pp_size)
     except (RefusedError, ConfigurationError, NotImplementedError) as error:
@@ -52,10 +49,22 @@ def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Ou
         traceback.print_exc()
         return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {_told(error)}"))
     if all(all_gather_json(_agrees(plain, trained))):
-        return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds, plain_seconds(case))
-    return Outcome(
-        outcome.WRONG, shortened(_first_place(system, case, plain, trained, (tp_size, pp_size))), trained.seconds
-    )
+        return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds, seconds)
+    place = _first_place(system, case, plain, trained, (tp_size, pp_size))
+    return Outcome(outcome.WRONG, shortened(place), trained.seconds)
+
+
+@lru_cache(maxsize=1)
+def _reference(family: str, name: str) -> tuple[VerifyCase, Trace, float] | Outcome:
+    """Return a class's tiny model, its plain training, and the seconds of a plain step; or why it does not train."""
+    module = f"transformers.models.{family}.modeling_{family}"
+    try:
+        config_class = getattr(importlib.import_module(module), name).config_class
+        config = small_config(config_class(), TwinSizes(kv_heads=4, is_faithful=False))
+        case = VerifyCase(TinyModel(module, name, config, torch.float32, most_parameters=None), _ROWS, _STEPS, {})
+        return case, train_reference(case), plain_seconds(case)
+    except Exception as error:  # any of a thousand classes may fail in its own way
+        return Outcome(outcome.NOT_PLAIN, shortened(error))
 
 
 def _agrees(plain: Trace, trained: Trained) -> bool:
@@ -83,7 +92,7 @@ def _told(error: BaseException) -> str:
     return str(error)
 
 
-def main(system: str, rank: str, world_size: str, store: str) -> None:
+def main(rank: str, world_size: str, store: str) -> None:
     """Answer tasks until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
@@ -95,7 +104,7 @@ def main(system: str, rank: str, world_size: str, store: str) -> None:
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
-        found: Any = judge(system, *json.loads(line))
+        found: Any = judge(*json.loads(line))
         answers.write(json.dumps(astuple(found)) + "\n")
         answers.flush()
 
