@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ class Added:
         lines: of the plan, one entry a line.
         share: of the parameters that two ranks divide.
         proposed_s, verified_s: seconds of both commands.
+        cpu_s: of both commands and their ranks, which a loaded machine does not change.
         verdict: of the second command, or what the first one said.
     """
 
@@ -44,6 +46,7 @@ class Added:
     share: float
     proposed_s: float
     verified_s: float
+    cpu_s: float
     verdict: str
 
 
@@ -52,15 +55,23 @@ def add(name: str, layout: tuple[str, ...]) -> Added:
     family, _, class_name = name.partition("/")
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     config = getattr(module, class_name).config_class(architectures=[class_name])
+    before = _cpu_s()
     with tempfile.TemporaryDirectory(prefix="family-") as folder:
         config.save_pretrained(folder)
         plan, report = Path(folder, "plan.json"), Path(folder, "report.json")
         proposed_s, said = _timed("verify", folder, "--propose", "--output", str(plan), "--json", str(report))
         if not plan.is_file():
-            return Added(0, 0.0, proposed_s, 0.0, said)
+            return Added(0, 0.0, proposed_s, 0.0, _cpu_s() - before, said)
         verified_s, said = _timed("verify", folder, "--plan", str(plan), *layout)
         share = json.loads(report.read_text(encoding="utf-8"))["parameters_cut"]
-        return Added(len(plan.read_text(encoding="utf-8").splitlines()), share, proposed_s, verified_s, said)
+        lines = len(plan.read_text(encoding="utf-8").splitlines())
+        return Added(lines, share, proposed_s, verified_s, _cpu_s() - before, said)
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of all commands so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _timed(*arguments: str) -> tuple[float, str]:
@@ -79,11 +90,11 @@ def main() -> None:
     parser.add_argument("--classes", default=",".join(_CLASSES), help="family/class, separated by commas")
     parser.add_argument("--layout", default="--tp 2 --pp 2", help="of the second command")
     options = parser.parse_args()
-    _tell("| Class | Files | Lines | Commands | Parameters divided | Plan, s | Verified, s | Verdict |")
-    _tell("|---|---|---|---|---|---|---|---|")
+    _tell("| Class | Files | Lines | Commands | Parameters divided | Plan, s | Verified, s | CPU, s | Verdict |")
+    _tell("|---|---|---|---|---|---|---|---|---|")
     for name in options.classes.split(","):
         found = add(name, tuple(options.layout.split()))
-        times = f"{found.proposed_s:.0f} | {found.verified_s:.0f}"
+        times = f"{found.proposed_s:.0f} | {found.verified_s:.0f} | {found.cpu_s:.0f}"
         _tell(f"| `{name}` | 1 | {found.lines} | 2 | {found.share:.0%} | {times} | {found.verdict} |")
 
 

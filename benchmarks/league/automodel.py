@@ -31,11 +31,16 @@ class Automodel(Library):
 
     def prepared(self, whole: nn.Module, tp_size: int) -> nn.Module:
         """Apply the plan that it has for the class, or that transformers has, and FSDP2 over one rank."""
-        return _parallelize(whole, _mesh(tp_size, 1))
+        self._device_mesh = _mesh(tp_size, 1)
+        return _parallelize(whole, self._device_mesh)
 
     def around_step(self) -> AbstractContextManager[Any]:
         """The labels of a batch are replicated where logits are DTensors."""
         return implicit_replication()
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Reduce gradients that ranks have copies or parts of, as its recipes do once a step."""
+        _synchronize(model, self._device_mesh)
 
     def _train_stages(self, case: VerifyCase, tp_size: int, pp_size: int) -> Trained:
         from nemo_automodel.components.distributed.pipelining.autopipeline import AutoPipeline
@@ -56,7 +61,7 @@ class Automodel(Library):
                 device=torch.device("cpu"),
                 dtype=torch.float32,
             ).build(whole, loss_fn=count.loss, parallelize_fn=_parallelize_stage if tp_size > 1 else None)
-        return run_stages(stages.parts[0], _Schedule(stages, count), batches, shapes)
+        return run_stages(stages.parts[0], _Schedule(stages, count, mesh), batches, shapes)
 
 
 class _LabelCount:
@@ -73,8 +78,8 @@ class _LabelCount:
 class _Schedule:
     """The schedule of `AutoPipeline`, called as its recipe for training does."""
 
-    def __init__(self, stages: Any, count: _LabelCount) -> None:
-        self.stages, self.count = stages, count
+    def __init__(self, stages: Any, count: _LabelCount, mesh: DeviceMesh) -> None:
+        self.stages, self.count, self.mesh = stages, count, mesh
 
     def step(self, batch: dict[str, Any]) -> Tensor:
         """Run a step; the loss on ranks of the last stage."""
@@ -85,6 +90,7 @@ class _Schedule:
         self.stages.update_seq_len(ids.shape[1])
         target = {"target": labels, "losses": losses} if info.has_last_stage else {"target": None, "losses": None}
         self.stages.step(ids, **target, **inputs)
+        _synchronize(self.stages.parts[0], self.mesh)
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
 
@@ -101,6 +107,12 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     full = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     return fsdp2_strategy_parallelize(model, mesh, mp_policy=full)
+
+
+def _synchronize(model: nn.Module, mesh: DeviceMesh) -> None:
+    from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+
+    synchronize_tp_replica_gradients([model], mesh)
 
 
 def _parallelize_stage(stage: nn.Module, world_mesh: DeviceMesh, **_: Any) -> None:

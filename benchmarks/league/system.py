@@ -78,6 +78,7 @@ class Library(System):
             with self.around_step():
                 loss = model(**batch).loss
                 loss.backward()
+                self.after_backward(model)
             seconds = time.perf_counter() - start
             gradients = {n: self.whole(model, each, each.grad) for n, each in named.items() if each.grad is not None}
             start = time.perf_counter()
@@ -100,6 +101,9 @@ class Library(System):
     def around_step(self) -> AbstractContextManager[Any]:
         """Return a context for the forward and the backward pass."""
         return nullcontext()
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Do what the library asks for between the backward pass and the optimizer's step."""
 
     def whole(self, model: nn.Module, param: nn.Parameter, value: Tensor) -> numpy.ndarray:
         """Return a parameter's value or gradient as the library gathers it."""

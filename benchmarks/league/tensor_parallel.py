@@ -22,17 +22,20 @@ from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 
 
 class TransformersPlan(Library):
-    """transformers' own tensor parallelism: `from_pretrained(tp_plan="auto")`."""
+    """transformers' own tensor parallelism: `from_pretrained` with a `DistributedConfig`."""
 
     def prepared(self, whole: nn.Module, tp_size: int) -> nn.Module:
         """Load the model from a folder, as its documentation does."""
+        from transformers.distributed import DistributedConfig
+
         if not _plan_of(whole):
             raise RefusedError("the class has no tp_plan")
         with _shared_folder() as folder:
             if dist.get_rank() == 0:
                 whole.save_pretrained(folder)
             dist.barrier()
-            model = type(whole).from_pretrained(folder, tp_plan="auto", dtype=next(whole.parameters()).dtype)
+            plan = DistributedConfig(tp_size=tp_size, tp_plan="auto")
+            model = type(whole).from_pretrained(folder, distributed_config=plan, dtype=next(whole.parameters()).dtype)
             dist.barrier()
         _same_weights(model, whole)
         return model.train()
