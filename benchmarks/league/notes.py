@@ -10,9 +10,9 @@ SETTINGS = {
     "ours with a fault": "control; as *ours*, and the largest gradient of a rank is 1 % too large.",
     "ours": "`HybridParallelPlugin(tp_size, pp_size, num_microbatches=pp_size)`; one micro-batch for models with batch "
     "norm.",
-    "transformers tp_plan": '`from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))`; '
-    "a class without a plan counts as refused. Weights that the class does not read back from '
-    "its own folder are copied, so that they do not count against it.",
+    "transformers tp_plan": '`from_pretrained` with `DistributedConfig(tp_size=2, tp_plan="auto")`; a class without a '
+    "plan counts as refused. Weights that the class does not read back from its own folder are copied, so that they do "
+    "not count against it.",
     "accelerate": "`Accelerator(parallelism_config=ParallelismConfig(tp_size=2)).prepare(model)` over the model that "
     "transformers shards by its plan.",
     "torch parallelize_module": "transformers' plan of the class, translated style by style; weights are tied again "
