@@ -29,7 +29,14 @@ SETTINGS = {
     "count as replicated next to DTensors.",
 }
 # (system, layout, class), regular expressions -> why; the first that fits.
-_NOTES: list[tuple[str, str, str, str]] = []
+_NOTES: list[tuple[str, str, str, str]] = [
+    (
+        "transformers tp_plan|torch parallelize_module|DeepSpeed AutoTP",
+        "tp2",
+        "DogeForCausalLM",
+        "The plan of the class cuts its projections, and leaves the parameter `A` with one entry a head whole.",
+    ),
+]
 
 
 def note_on(system: str, layout: str, name: str) -> str:

@@ -14,6 +14,7 @@ from benchmarks.league.outcome import CRASHED, EXACT, HUNG, OUTCOMES, REFUSED, U
 
 Known = Mapping[tuple[str, str, str], Outcome]  # (system, layout, class) -> outcome
 Run = tuple[str, str]  # layout, system
+_LEAST_RATIOS = 5
 
 
 def page(known: Known, classes: Sequence[str], every: int) -> str:
@@ -46,9 +47,11 @@ def _head(classes: Sequence[str], every: int) -> list[str]:
         f"- `{UNCUT}`: the numbers are right, and every rank had the whole model.",
         f"- `{REFUSED}`: a message while the model is prepared says that the class or the layout is not supported.",
         f"- `{CRASHED}`: any other error. `{HUNG}`: no answer in time, twice.",
-        "- *of*: the classes that were trained so far.",
-        "- *step*: the median time of a step over that of plain training in the same processes, of exact classes. Tiny",
-        "  models on CPUs show the cost of a call, not that of communication in a large model.",
+        "- *of*: the classes that were trained so far; where it is small, a row says little. The same command goes on",
+        "  from its log.",
+        "- *step*: the median time of a step over that of plain training in the same processes, where at least",
+        f"  {_LEAST_RATIOS} classes are exact. Tiny models on CPUs show the cost of a call, not that of communication in",
+        "  a large model.",
         "",
         "Two controls: plain transformers must be exact wherever a class trains plainly, and this package with one",
         "gradient that is 1 % too large must be wrong wherever it is exact otherwise.",
@@ -114,4 +117,4 @@ def _layout(name: str) -> int:
 
 def _cost(found: Sequence[Outcome]) -> str:
     ratios = [each.seconds / each.plain_seconds for each in found if each.kind == EXACT and each.plain_seconds]
-    return f"{statistics.median(ratios):.2f}" if ratios else ""
+    return f"{statistics.median(ratios):.2f}" if len(ratios) >= _LEAST_RATIOS else ""

@@ -40,6 +40,10 @@ class TransformersPlan(Library):
         _same_weights(model, whole)
         return model.train()
 
+    def why_no_stages(self) -> str:
+        """Its `pp_size` sends hidden states without a graph and returns no loss."""
+        return "its pp_size runs a forward pass over stages, without a loss or a backward pass"
+
 
 class Accelerate(TransformersPlan):
     """accelerate's `ParallelismConfig(tp_size=…)` over a model that transformers loads with its tp_plan."""

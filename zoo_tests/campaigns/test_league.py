@@ -56,12 +56,13 @@ def test_a_model_is_split_where_half_of_its_layers_lie() -> None:
 
 
 def test_the_page_counts_refusals_apart_from_wrong_numbers() -> None:
-    known = {
-        ("ours", "tp2", "A"): Outcome(EXACT, "", 0.3, 0.2),
-        ("ours", "tp2", "B"): Outcome(REFUSED, "no plan"),
+    known = {("ours", "tp2", name): Outcome(EXACT, "", 0.3, 0.2) for name in "ABCDE"}
+    known |= {
+        ("ours", "tp2", "F"): Outcome(REFUSED, "no plan"),
         ("DeepSpeed AutoTP", "tp2", "A"): Outcome(WRONG, "the loss differs"),
+        ("DeepSpeed AutoTP", "tp2", "B"): Outcome(EXACT, "", 0.3, 0.2),
     }
-    text = page(known, ["A", "B"], 40)
-    assert "| ours | tp2 | 2 | 1 | 0 | 0 | 1 | 0 | 0 | 0 | 1.50 |" in text
-    assert "| DeepSpeed AutoTP | tp2 | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 |  |" in text
+    text = page(known, "ABCDEF", 40)
+    assert "| ours | tp2 | 6 | 5 | 0 | 0 | 1 | 0 | 0 | 0 | 1.50 |" in text
+    assert "| DeepSpeed AutoTP | tp2 | 2 | 1 | 1 | 0 | 0 | 0 | 0 | 0 |  |" in text
     assert "| ours | tp2 | no plan | 1 |" in text
