@@ -4,7 +4,7 @@
 
 For each class a directory with its configuration is made, as of a model that nobody has seen: a proposal consults no
 table of families. Then a stopwatch runs over the two commands of a user: one proposes a plan and writes it, the other
-verifies it under tensor parallelism and two stages.
+verifies it on two tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", default=",".join(_CLASSES), help="family/class, separated by commas")
-    parser.add_argument("--layout", default="--tp 2 --pp 2", help="of the second command")
+    parser.add_argument("--layout", default="--tp 2", help="of the second command")
     options = parser.parse_args()
     _tell("| Class | Files | Lines | Commands | Parameters divided | Plan, s | Verified, s | CPU, s | Verdict |")
     _tell("|---|---|---|---|---|---|---|---|---|")

@@ -34,7 +34,7 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "transformers tp_plan|torch parallelize_module|DeepSpeed AutoTP",
         "tp2",
         "DogeForCausalLM",
-        "The plan of the class cuts its projections, and leaves the parameter `A` with one entry a head whole.",
+        "The plan cuts the heads of attention, and its dynamic mask (`A`, `dt_proj`) keeps an entry for each of them.",
     ),
 ]
 
