@@ -1,7 +1,7 @@
 """The league of correctness.
 
     python -m benchmarks.league --output docs/results/league.md
-        [--systems "ours,transformers tp_plan"] [--layouts tp2,pp2] [--every 10] [--log FILE]
+        [--systems "ours,transformers tp_plan"] [--layouts tp2,pp2] [--every 10] [--only PATTERN] [--log FILE]
     python -m benchmarks.league --prepare FOLDER      installs the other systems into a folder, for `--path FOLDER`
 
 Each system trains the head classes of transformers that the census trains, unmodified, for two steps of plain SGD on
@@ -13,26 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+from dataclasses import astuple
+from itertools import groupby, product
 from pathlib import Path
 
+from benchmarks.league.environments import path_of, prepare
+from benchmarks.league.notes import SETTINGS
 from benchmarks.league.outcome import Outcome
 from benchmarks.league.page import page
 from benchmarks.league.ranks import Ranks
 
-# Those that can be imported everywhere, and those that `--prepare` installs.
-NAMES = (
-    "plain transformers",
-    "ours with a fault",
-    "ours",
-    "transformers tp_plan",
-    "torch parallelize_module",
-    "DeepSpeed AutoTP",
-)
+NAMES = tuple(SETTINGS)
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
-_PACKAGES = ("deepspeed", "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "pydantic", "pydantic-core")
-_MORE = ("annotated-types", "typing-inspection", "psutil")
 
 
 def main() -> int:
@@ -41,6 +36,7 @@ def main() -> int:
     parser.add_argument("--systems", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
     parser.add_argument("--layouts", default="tp2", help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth class alone")
+    parser.add_argument("--only", default="", help="regular expression on the class")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a class has hung")
     parser.add_argument("--log", type=Path, default=Path("league.jsonl"), help="what is there is not trained again")
     parser.add_argument("--path", type=Path, help="folder that --prepare has filled")
@@ -48,7 +44,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="Markdown page to write")
     options = parser.parse_args()
     if options.prepare is not None:
-        return _prepare(options.prepare)
+        return prepare(options.prepare)
     for name, known in (("systems", NAMES), ("layouts", LAYOUTS)):
         unknown = [each for each in getattr(options, name).split(",") if each not in known]
         if unknown:
@@ -58,19 +54,20 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    classes = _classes()[:: options.every]
+    classes = [each for each in _classes()[:: options.every] if re.search(options.only, each[1])]
     known = _read(options.log)
     for layout in options.layouts.split(","):
         tp_size, pp_size = LAYOUTS[layout]
-        for system in options.systems.split(","):
-            ranks = Ranks(system, tp_size * pp_size, options.path, options.timeout)
-            for family, name in classes:
+        systems = sorted(options.systems.split(","), key=lambda system: str(path_of(system, options.path)))
+        for path, group in groupby(systems, key=lambda system: path_of(system, options.path)):
+            ranks, together = Ranks(tp_size * pp_size, path, options.timeout), list(group)
+            for (family, name), system in product(classes, together):
                 if (key := (system, layout, name)) not in known:
-                    known[key] = ranks.judge(family, name, tp_size, pp_size)
+                    known[key] = ranks.judge(system, family, name, tp_size, pp_size)
                     _write(options.log, key, known[key])
             ranks.stop()
-            if options.output is not None:
-                options.output.write_text(page(known, [name for _, name in classes], options.every), encoding="utf-8")
+    if options.output is not None:
+        options.output.write_text(page(known, [name for _, name in classes], options.every), encoding="utf-8")
 
 
 def _classes() -> list[tuple[str, str]]:
@@ -88,15 +85,9 @@ def _read(log: Path) -> dict[tuple[str, str, str], Outcome]:
 
 def _write(log: Path, key: tuple[str, str, str], found: Outcome) -> None:
     with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps([key, [found.kind, found.why, found.seconds]]) + "\n")
+        file.write(json.dumps([key, astuple(found)]) + "\n")
     sys.stdout.write(f"{' · '.join(key)}: {found.kind} {found.why}\n")
     sys.stdout.flush()
-
-
-def _prepare(folder: Path) -> int:
-    """Install the other systems, without what the present environment has."""
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(folder)]
-    return subprocess.run([*command, *_PACKAGES, *_MORE], check=False).returncode
 
 
 if __name__ == "__main__":

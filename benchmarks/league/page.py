@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 import transformers
 
-from benchmarks.league.outcome import CRASHED, EXACT, HUNG, NOT_PLAIN, OUTCOMES, UNCUT, WRONG, Outcome
+from benchmarks.league.notes import SETTINGS, note_on
+from benchmarks.league.outcome import CRASHED, EXACT, HUNG, OUTCOMES, REFUSED, UNCUT, WRONG, Outcome
 
 Known = Mapping[tuple[str, str, str], Outcome]  # (system, layout, class) -> outcome
+Run = tuple[str, str]  # layout, system
+_LEAST_RATIOS = 5
 
 
 def page(known: Known, classes: Sequence[str], every: int) -> str:
@@ -22,60 +25,96 @@ def page(known: Known, classes: Sequence[str], every: int) -> str:
         classes: the classes that were trained.
         every: every how many-th class of the census these are.
     """
+    runs = sorted({(layout, system) for system, layout, _ in known}, key=lambda run: (_layout(run[0]), _place(run[1])))
+    return "\n".join(
+        [*_head(classes, every), *_summary(known, classes, runs), *_settings(runs), *_failures(known, runs)]
+    )
+
+
+def _head(classes: Sequence[str], every: int) -> list[str]:
     part = "" if every == 1 else f", every {every}th of the census"
-    lines = [
+    return [
         "# A league of correctness",
         "",
-        "Written by `python -m benchmarks.league --output docs/results/league.md"
-        + ("" if every == 1 else f" --every {every}")
-        + "`; do not edit.",
+        f"Written by `python -m benchmarks.league --every {every} --output docs/results/league.md`; do not edit.",
         "",
         f"{len(classes)} head classes of transformers {transformers.__version__}{part}, unmodified, on ranks of",
-        f"torch {torch.__version__} on CPUs. Each system trains a tiny model of the class for two steps of plain SGD,",
-        "with the settings that its documentation gives for training. Losses and first gradients are compared with",
-        "plain transformers at the tolerance of the census (1e-3, fp32).",
+        f"torch {torch.__version__} on CPUs. Each system trains a tiny model of the class for two steps of plain SGD",
+        "on the same batches, whose samples have different lengths and numbers of labels. Losses and first gradients",
+        "are compared with plain transformers at the tolerance of [the census](coverage.md) (1e-3, fp32).",
         "",
-        f"`{UNCUT}`: the numbers are right, and every rank had the whole model. `refused`: the system says that it",
-        "does not take the class or the layout. Two controls: plain transformers must be exact wherever a class trains",
-        "plainly, ours with a fault nowhere.",
+        f"- `{WRONG}`: it trains without a message, and the numbers are others.",
+        f"- `{UNCUT}`: the numbers are right, and every rank had the whole model.",
+        f"- `{REFUSED}`: a message while the model is prepared says that the class or the layout is not supported.",
+        f"- `{CRASHED}`: any other error. `{HUNG}`: no answer in time, twice.",
+        "- *of*: the classes that were trained so far; where it is small, a row says little. The same command goes on",
+        "  from its log.",
+        "- *step*: the median time of a step over that of plain training in the same processes, where at least",
+        f"  {_LEAST_RATIOS} classes are exact. Tiny models on CPUs show the cost of a call, not that of communication",
+        "  in a large model.",
         "",
-        f"| System | Layout | {' | '.join(OUTCOMES)} | step / plain |",
-        f"|{'---|' * (len(OUTCOMES) + 3)}",
+        "Two controls: plain transformers must be exact wherever a class trains plainly, and this package with one",
+        "gradient that is 1 % too large must be wrong wherever it is exact otherwise.",
+        "",
     ]
-    runs = sorted({(layout, system) for system, layout, _ in known}, key=lambda run: (run[0], _order(known, run[1])))
+
+
+def _summary(known: Known, classes: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    lines = [f"| System | Layout | of | {' | '.join(OUTCOMES)} | step |", f"|{'---|' * (len(OUTCOMES) + 4)}"]
     for layout, system in runs:
-        found = {name: known[system, layout, name] for name in classes if (system, layout, name) in known}
-        counts = Counter(each.kind for each in found.values())
+        found = [known[system, layout, name] for name in classes if (system, layout, name) in known]
+        counts = Counter(each.kind for each in found)
         numbers = " | ".join(str(counts[kind]) for kind in OUTCOMES)
-        lines.append(f"| {system} | {layout} | {numbers} | {_cost(known, found, layout)} |")
-    lines += [
+        lines.append(f"| {system} | {layout} | {len(found)} | {numbers} | {_cost(found)} |")
+    return [*lines, ""]
+
+
+def _settings(runs: Sequence[Run]) -> list[str]:
+    lines = ["## What each system was given", ""]
+    lines += [f"- **{system}**: {SETTINGS[system]}" for system in sorted({each for _, each in runs}, key=_place)]
+    return [
+        *lines,
         "",
-        "## What is wrong, crashed or hung",
+        "torchtitan 0.3.0 can be installed, and is not here: its backend for transformers takes causal language models",
+        "alone, with its own attention kernel and its own loss, and asks for a nightly build of torch.",
         "",
-        "| System | Layout | Class | | Why |",
-        "|---|---|---|---|---|",
     ]
+
+
+def _failures(known: Known, runs: Sequence[Run]) -> list[str]:
+    """The table of what is wrong, crashed or hung, and the refusals by message."""
+    lines = ["## What is wrong, crashed or hung", "", "| System | Layout | Class | | What |", "|---|---|---|---|---|"]
+    refusals: dict[str, list[str]] = {}
     for layout, system in runs:
-        for name in classes:
-            each = known.get((system, layout, name))
-            if each is not None and each.kind in (WRONG, CRASHED, HUNG) and "fault" not in system:
-                why = each.why.replace("[", r"\[")
-                lines.append(f"| {system} | {layout} | `{name}` | {each.kind} | {why} |")
-    return "\n".join(lines) + "\n"
-
-
-def _order(known: Known, system: str) -> int:
-    return list(dict.fromkeys(name for name, _, _ in known)).index(system)
-
-
-def _cost(known: Known, found: Mapping[str, Outcome], layout: str) -> str:
-    """Return the median time of a step over that of plain training, for the classes that are exact."""
-    ratios = [
-        each.seconds / plain.seconds
-        for name, each in found.items()
-        if each.kind == EXACT
-        and (plain := known.get(("plain transformers", layout, name))) is not None
-        and plain.kind != NOT_PLAIN
-        and plain.seconds
+        for (other, where, name), each in known.items():
+            if (other, where) != (system, layout):
+                continue
+            why = each.why.replace("[", r"\[").replace("*", r"\*")
+            if each.kind in (WRONG, CRASHED, HUNG) and "fault" not in system:
+                note = note_on(system, layout, name)
+                lines.append(
+                    f"| {system} | {layout} | `{name}` | {each.kind} | {why}{f' **{note}**' if note else ''} |"
+                )
+            elif each.kind == REFUSED:
+                refusals.setdefault(f"| {system} | {layout} | {why} |", []).append(name)
+    lines += ["", "One of them again, by itself:", "", "```bash"]
+    lines += ["python -m benchmarks.league --prepare environments  # once"]
+    lines += [
+        "python -m benchmarks.league --systems SYSTEM --layouts LAYOUT --only '^CLASS$' --path environments",
+        "```",
     ]
-    return f"{statistics.median(ratios):.2f}" if ratios else ""
+    lines += ["", "## What is refused", "", "| System | Layout | Message | Classes |", "|---|---|---|---|"]
+    return [*lines, *(f"{row} {len(names)} |" for row, names in refusals.items()), ""]
+
+
+def _place(system: str) -> int:
+    return list(SETTINGS).index(system)
+
+
+def _layout(name: str) -> int:
+    return ("tp2", "pp2", "tp2pp2").index(name)
+
+
+def _cost(found: Sequence[Outcome]) -> str:
+    ratios = [each.seconds / each.plain_seconds for each in found if each.kind == EXACT and each.plain_seconds]
+    return f"{statistics.median(ratios):.2f}" if len(ratios) >= _LEAST_RATIOS else ""

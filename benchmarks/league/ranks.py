@@ -12,29 +12,45 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.league.outcome import CRASHED, HUNG, Outcome
+from benchmarks.league.outcome import CRASHED, HUNG, WRONG, Outcome
+
+_START_S = 900.0
 
 
 class Ranks:
-    """Processes of one system.
+    """Processes for systems that share an environment.
 
     Args:
-        system: name of the system.
         world_size: number of ranks.
-        path: folder that comes first on the path of imports: the environment of the system; None for the present one.
+        path: folder that comes first on the path of imports: the environment of the systems; None for the present one.
         timeout_s: after which ranks that do not answer have hung.
     """
 
-    def __init__(self, system: str, world_size: int, path: Path | None, timeout_s: float) -> None:
-        self.system, self.world_size, self.path, self.timeout_s = system, world_size, path, timeout_s
+    def __init__(self, world_size: int, path: Path | None, timeout_s: float) -> None:
+        self.world_size, self.path, self.timeout_s = world_size, path, timeout_s
         self._processes: list[subprocess.Popen[str]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def judge(self, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
-        """Judge a class on all ranks; the worst of their outcomes counts."""
+    def judge(self, system: str, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
+        """Judge a class on all ranks; the worst of their outcomes counts.
+
+        What is wrong, crashed or hung after another class, or hung once, is judged again on ranks that have just
+        started: it may be the fault of what ran before, or of a machine that does something else, too.
+        """
+        is_fresh = not self._processes
+        found = self._judge_once(system, family, name, tp_size, pp_size)
+        if found.kind == HUNG or (found.kind in (WRONG, CRASHED) and not is_fresh and "fault" not in system):
+            self.stop()
+            found = self._judge_once(system, family, name, tp_size, pp_size)
+        return found
+
+    def _judge_once(self, system: str, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
         if not self._processes:
             self._start()
-        task = json.dumps([family, name, tp_size, pp_size]) + "\n"
+            if len(self._answers(_START_S)) < self.world_size:
+                self.stop()
+                raise RuntimeError("the ranks do not start")
+        task = json.dumps([system, family, name, tp_size, pp_size]) + "\n"
         try:
             for process in self._processes:
                 process.stdin.write(task)
@@ -42,7 +58,7 @@ class Ranks:
         except BrokenPipeError:
             self.stop()
             return Outcome(CRASHED, "a rank ended")
-        answers = self._answers()
+        answers = self._answers(self.timeout_s)
         if len(answers) < self.world_size:
             ended = any(process.poll() is not None for process in self._processes)
             self.stop()
@@ -68,7 +84,7 @@ class Ranks:
         path = [str(each) for each in (Path.cwd(), self.path) if each is not None]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         for rank in range(self.world_size):
-            command = [sys.executable, "-m", "benchmarks.league.worker", self.system, str(rank), str(self.world_size)]
+            command = [sys.executable, "-m", "benchmarks.league.worker", str(rank), str(self.world_size)]
             with open(os.devnull, "w") as nothing:
                 self._processes.append(
                     subprocess.Popen(
@@ -81,10 +97,10 @@ class Ranks:
                     )
                 )
 
-    def _answers(self) -> list[str]:
+    def _answers(self, timeout_s: float) -> list[str]:
         """Wait for a line of each rank; fewer if they end or take too long."""
         found: list[str] = []
-        end = time.monotonic() + self.timeout_s
+        end = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.stdout, selectors.EVENT_READ)

@@ -1,6 +1,7 @@
-"""One rank of a league: `python -m benchmarks.league.worker SYSTEM RANK WORLD_SIZE STORE`.
+"""One rank of a league: `python -m benchmarks.league.worker RANK WORLD_SIZE STORE`.
 
-It reads tasks as lines of JSON, `[family, class, tp_size, pp_size]`, and answers each with `[kind, why, seconds]`.
+It says `ready`, reads tasks as lines of JSON, `[system, family, class, tp_size, pp_size]`, and answers each with the
+fields of an `Outcome`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import importlib
 import json
 import os
 import sys
+import traceback
+from dataclasses import astuple
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,15 @@ import torch.distributed as dist
 import transformers
 
 from benchmarks.league import outcome
+from benchmarks.league.controls import plain_seconds
 from benchmarks.league.outcome import Outcome, RefusedError, shortened
+from benchmarks.league.system import Trained
 from benchmarks.league.systems import SYSTEMS
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
+from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_reference
 
 _ROWS, _STEPS = 6, 2
 _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)  # of the census
@@ -30,31 +37,62 @@ _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)  # of the census
 
 def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
     """Train a class plainly and by a system, and compare; the same on all ranks."""
+    found = _reference(family, name)
+    if isinstance(found, Outcome):
+        return found
+    case, plain, seconds = found
+    try:
+        trained = SYSTEMS[system].train(case, tp_size, pp_size)
+    except (RefusedError, ConfigurationError, NotImplementedError) as error:
+        return Outcome(outcome.REFUSED, shortened(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {_told(error)}"))
+    if all(all_gather_json(_agrees(plain, trained))):
+        return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds, seconds)
+    place = _first_place(system, case, plain, trained, (tp_size, pp_size))
+    return Outcome(outcome.WRONG, shortened(place), trained.seconds)
+
+
+@lru_cache(maxsize=1)
+def _reference(family: str, name: str) -> tuple[VerifyCase, Trace, float] | Outcome:
+    """Return a class's tiny model, its plain training, and the seconds of a plain step; or why it does not train."""
     module = f"transformers.models.{family}.modeling_{family}"
     try:
         config_class = getattr(importlib.import_module(module), name).config_class
         config = small_config(config_class(), TwinSizes(kv_heads=4, is_faithful=False))
         case = VerifyCase(TinyModel(module, name, config, torch.float32, most_parameters=None), _ROWS, _STEPS, {})
-        plain = train_reference(case)
+        return case, train_reference(case), plain_seconds(case)
     except Exception as error:  # any of a thousand classes may fail in its own way
         return Outcome(outcome.NOT_PLAIN, shortened(error))
+
+
+def _agrees(plain: Trace, trained: Trained) -> bool:
+    losses, gradients, _ = compare(plain, trained.traces, _TOLERANCE).worst
+    return losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
+
+
+def _first_place(system: str, case: VerifyCase, plain: Trace, trained: Trained, sizes: tuple[int, int]) -> str:
+    """Train once more with the outputs of modules, and tell the first that differs; the parameter, where they agree."""
     try:
-        trained = SYSTEMS[system](case, tp_size, pp_size)
-    except (RefusedError, ConfigurationError, NotImplementedError) as error:
-        return Outcome(outcome.REFUSED, shortened(error))
-    except Exception as error:
-        return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {error}"))
-    verdict = compare(plain, trained.traces, _TOLERANCE)
-    losses, gradients, _ = verdict.worst
-    if not (losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor):
-        first = verdict.first
-        place = f"{first.what} of {first.name}" if first.name else first.what
-        why = f"the {place} differs by {first.value:.1e}, the first in the order of the forward pass"
-        return Outcome(outcome.WRONG, shortened(why), trained.seconds)
-    return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds)
+        again = SYSTEMS[system].train(case, *sizes, is_logged=True)
+    except Exception:  # hooks may disturb a library
+        again = trained
+    first = compare(plain, again.traces, _TOLERANCE).first or compare(plain, trained.traces, _TOLERANCE).first
+    if first is None:  # another rank sees it
+        return "it differs on another rank"
+    kept = first.text.partition("; outputs of modules")[0].partition(": the forward pass agrees")[0]
+    return kept.partition(": outputs of modules could not")[0]
 
 
-def main(system: str, rank: str, world_size: str, store: str) -> None:
+def _told(error: BaseException) -> str:
+    """The innermost message: torch's pipelines wrap it in what a stage got."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
+
+
+def main(rank: str, world_size: str, store: str) -> None:
     """Answer tasks until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
@@ -63,9 +101,11 @@ def main(system: str, rank: str, world_size: str, store: str) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=int(rank), world_size=int(world_size))
+    answers.write("ready\n")
+    answers.flush()
     for line in sys.stdin:
-        found: Any = judge(system, *json.loads(line))
-        answers.write(json.dumps([found.kind, found.why, found.seconds]) + "\n")
+        found: Any = judge(*json.loads(line))
+        answers.write(json.dumps(astuple(found)) + "\n")
         answers.flush()
 
 

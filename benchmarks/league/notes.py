@@ -1,0 +1,47 @@
+"""What each system was given, and why the wrong ones are wrong, in words that were checked by hand."""
+
+from __future__ import annotations
+
+import re
+
+# System -> its settings; in the order of the tables.
+SETTINGS = {
+    "plain transformers": "control; the model's own loss, `loss.backward()` and SGD.",
+    "ours with a fault": "control; as *ours*, and the largest gradient of a rank is 1 % too large.",
+    "ours": "`HybridParallelPlugin(tp_size, pp_size, num_microbatches=pp_size)`; one micro-batch for models with batch "
+    "norm.",
+    "transformers tp_plan": '`from_pretrained` with `DistributedConfig(tp_size=2, tp_plan="auto")`; a class without a '
+    "plan counts as refused. Weights that the class does not read back from its own folder are copied, so that they do "
+    "not count against it.",
+    "accelerate": "`Accelerator(parallelism_config=ParallelismConfig(tp_size=2)).prepare(model)` over the model that "
+    "transformers shards by its plan.",
+    "torch parallelize_module": "transformers' plan of the class, translated style by style; weights are tied again "
+    "afterwards, since each module gets a parameter of its own. Styles that torch lacks are refused.",
+    "torch pipelining (1 micro-batch)": "`torch.distributed.pipelining.pipeline()` traces the model with its loss and "
+    "splits it in the middle of its layers; GPipe.",
+    "torch pipelining": "as above with two micro-batches. Its loss is the mean over micro-batches, which is another "
+    "loss where these have different numbers of labels.",
+    "DeepSpeed AutoTP": "DeepSpeed 0.19.8, `tp_model_init` and `initialize` with `autotp_size`; parts of parameters "
+    "that it does not gather are concatenated.",
+    "NeMo Automodel": "NeMo Automodel 0.7.0 with the transformers that it asks for, 5.18.0, against that version's "
+    "plain training: its plan of the class, FSDP2 in fp32 over one rank, `AutoPipeline` with two micro-batches and a "
+    "loss divided by the labels of the batch. Its own models in the place of transformers' are not used. Plain tensors "
+    "count as replicated next to DTensors.",
+}
+# (system, layout, class), regular expressions -> why; the first that fits.
+_NOTES: list[tuple[str, str, str, str]] = [
+    (
+        "transformers tp_plan|torch parallelize_module|DeepSpeed AutoTP",
+        "tp2",
+        "DogeForCausalLM",
+        "The plan cuts the heads of attention, and its dynamic mask (`A`, `dt_proj`) keeps an entry for each of them.",
+    ),
+]
+
+
+def note_on(system: str, layout: str, name: str) -> str:
+    """Return why a class is wrong, crashed or hung; empty if nobody has looked at it."""
+    for patterns in _NOTES:
+        if all(re.fullmatch(pattern, value) for pattern, value in zip(patterns, (system, layout, name), strict=False)):
+            return patterns[3]
+    return ""
