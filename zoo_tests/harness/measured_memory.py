@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.memory_model import StaticMemory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
-from plugins.hybrid_parallel.setup.optimizer import build_optimizer, shard_frozen_parameters
+from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.utils.parameter_names import names_of_parameters
 
@@ -55,7 +55,7 @@ def static_memory(
         shared = shard_model(model, config, mesh)
         built = wrap_model(model, config, mesh, 0, origin, shared)
         wrapped = build_optimizer(optim, groups, names, built, config, mesh)
-        shard_frozen_parameters(built, config, mesh)
+        finish_model(built, config, mesh)
         for bucket in wrapped.buckets:
             for index, param in enumerate(bucket.params):
                 bucket.accumulate(index, torch.empty(param.shape, dtype=param.dtype, device="meta"))

@@ -30,12 +30,14 @@ def _reference(recipe: Recipe, trial: Trial) -> Bits:
 @pytest.mark.parametrize(
     ("family", "precision", "trial"),
     [
-        ("llama", "bf16", Trial("pp2", options=(("pp_style", "zbv"),))),
+        ("llama", "bf16", Trial("pp2")),
         ("llama", "bf16", Trial("dp2", 2, ordinary_loop=True)),
         ("llama", "bf16", Trial("dp2", 3, accumulation=2)),
         ("llama", "bf16", Trial("dp2", options=(("gradient_checkpointing", "full"),), resumed_from="pp2")),
         pytest.param("bert", "fp32", Trial("pp2dp2"), marks=pytest.mark.slow),
-        pytest.param("t5", "fp32", Trial("pp2", ordinary_loop=True), marks=pytest.mark.slow),
+        pytest.param(
+            "t5", "fp32", Trial("pp2", options=(("pp_style", "zbv"),), ordinary_loop=True), marks=pytest.mark.slow
+        ),
         pytest.param("mixtral", "fp32", Trial("dp4", 0), marks=pytest.mark.slow),
     ],
     ids=str,

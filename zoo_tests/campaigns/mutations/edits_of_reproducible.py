@@ -17,7 +17,7 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         "plugins.hybrid_parallel.reproducible.separate_uses",
         "return None if give_gradient(ctx.parameter, grad) else grad",
         "return grad",
-        (f"{_SAME}[llama-bf16-pp2, pp_style=zbv]",),
+        (f"{_SAME}[llama-bf16-pp2]",),
     ),
     "parts of an accumulation are added after they are rounded": Edit(
         "plugins.hybrid_parallel.reproducible.bucket",

@@ -232,8 +232,8 @@ def _patch_buckets(change: Callable[[Any, Any], None]) -> None:
 
     build_buckets = build.build_buckets
 
-    def changed(groups: Any, options: Any, tied: Any, masters: Any) -> list[Any]:
-        buckets = build_buckets(groups, options, tied, masters)
+    def changed(groups: Any, *, tied: Any, **others: Any) -> list[Any]:
+        buckets = build_buckets(groups, tied=tied, **others)
         for bucket in buckets:
             change(bucket, tied)
         return buckets
