@@ -38,13 +38,25 @@ class MetaModule(StagePlaceholder):
         # In a tuple, because a sub-module's parameters would belong to the model.
         self._copy = (copy.deepcopy(module, copies),)
         self._outputs: dict[Any, Any] = {}
+        self._parts: dict[str, MetaModule] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of the copy: models read the dtype of a patch embedding inside of it."""
+        """Return an attribute of the copy: models read the dtype of a patch embedding inside of it.
+
+        A sub-module is one of these placeholders, as a model may call it by itself (Kosmos-2: a norm of its tower).
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_copy"][0], name)
+            if "_parts" not in self.__dict__:  # before the end of __init__
+                raise
+        if name not in self._parts:
+            found = getattr(self._copy[0], name)
+            if not isinstance(found, nn.Module):
+                return found
+            self._parts[name] = MetaModule(found)
+            self._parts[name].stage_input = self.stage_input
+        return self._parts[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return values in the shapes of the module's outputs, floating-point ones in the dtype of the hidden state."""
@@ -63,15 +75,6 @@ class MetaModule(StagePlaceholder):
             return torch.full(output.shape, torch.nan if kept.is_floating_point else 0, dtype=kept, device=devices[0])
 
         return tree_map_only(Tensor, dummy, self._outputs[key])
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the placeholder of a sub-module that the model calls by itself (Kosmos-2: a norm of its tower)."""
-        part = self.__dict__["_copy"][0]._modules.get(name) if "_copy" in self.__dict__ else None
-        if part is None:
-            return super().__getattr__(name)
-        placeholder = MetaModule(part)
-        placeholder.stage_input = self.stage_input
-        return placeholder
 
     def _run(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         module = self._copy[0]

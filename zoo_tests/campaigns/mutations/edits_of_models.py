@@ -23,14 +23,14 @@ EDITS_OF_MODELS: dict[str, Edit] = {
         (f"{_ROW}[deepcopy-tp2]", f"{_ROW}[AveragedModel-pp2]"),
     ),
     "every micro-batch has the first one's gradients of outputs": Edit(
-        f"{_BOOSTED}.user_loop",
+        f"{_BOOSTED}.output_parts",
         "grad.tensor_split(self.num_microbatches)[self.index]",
         "grad.tensor_split(self.num_microbatches)[0]",
         (f"{_LOOP}::test_two_trained_models_in_one_loss[2-options0]",),
     ),
     "all outputs sent with the loss": Edit(
         f"{_BOOSTED}.user_loop",
-        "outputs[LOSS] = self.model.loss_over_replicas(self.fetch(LOSS))",
+        "outputs[LOSS] = self.model.loss_over_replicas(self._fetch_loss())",
         "outputs[LOSS] = self.model.loss_over_replicas([self.fetch(name) for name in self._header][0])",
         (_SENT,),
     ),

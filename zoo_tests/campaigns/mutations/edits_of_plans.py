@@ -23,7 +23,7 @@ EDITS_OF_PLANS: dict[str, Edit] = {
     ),
     "a part of a module of an earlier stage is not found": Edit(
         "shardformer.stages.earlier_modules",
-        "if part is None:",
+        "if not isinstance(found, nn.Module):",
         "if True:",
         (f"{_VERIFIED}[kosmos2-Kosmos2ForConditionalGeneration-options9]",),
     ),

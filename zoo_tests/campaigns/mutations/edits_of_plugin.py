@@ -44,7 +44,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PACKED}[pp2]",),
     ),
     "parts of a row get the gradients of other tokens": Edit(
-        "plugins.hybrid_parallel.boosted.user_loop",
+        "plugins.hybrid_parallel.boosted.output_parts",
         "grad.split(self.lengths, 1)[self.index]",
         "grad.roll(1, 1).split(self.lengths, 1)[self.index]",
         ("zoo_tests/parity/test_packing.py::test_a_loss_of_the_script_sees_the_whole_row",),

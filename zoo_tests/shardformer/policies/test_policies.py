@@ -232,21 +232,21 @@ def test_a_policy_has_to_say_that_the_sequence_may_be_cut(policy: type[Policy], 
     assert [refusal in problem for problem in asked.check()] == ([] if may else [True])
 
 
-class QuietMusicgenPolicy(BertPolicy):
+class QuietZambaPolicy(BertPolicy):
     """Declares no losses. Those of its base class are about other heads."""
 
 
-class MusicgenPolicy(BertPolicy):
-    """Musicgen computes its loss by itself, unlike other heads with its suffix."""
+class ZambaPolicy(BertPolicy):
+    """Zamba computes its loss by itself, unlike other heads with its suffix."""
 
-    head_losses = {**USUAL_HEAD_LOSSES, "ForCausalLM": masked_lm}
+    head_losses = {**USUAL_HEAD_LOSSES, "ForSequenceClassification": masked_lm}
 
 
-@pytest.mark.parametrize(("policy", "builder"), [(QuietMusicgenPolicy, None), (MusicgenPolicy, masked_lm)])
+@pytest.mark.parametrize(("policy", "builder"), [(QuietZambaPolicy, None), (ZambaPolicy, masked_lm)])
 def test_a_policy_has_to_declare_the_losses_of_its_heads(
     policy: type[Policy], builder: HeadLossBuilder | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = transformers.MusicgenForCausalLM  # has neither a policy nor a plan
+    head = transformers.ZambaForSequenceClassification  # has neither a policy nor a plan
     with monkeypatch.context() as patched:
         patched.setattr(losses, "family_policy_of", lambda _: policy)
         assert losses.head_loss_builder(head) is builder
