@@ -47,6 +47,7 @@ def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
             _check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
         _cut_lora(layer, config)
         _cut_magnitudes(layer, config)
+        _move_hooks(layer)
     elif is_exactly(layer, *IA3_LINEAR):
         _check_shape_of_cut(layer.base_layer, path, "IA³; leave it out of target_modules")
         _cut_factors(layer, config)
@@ -99,6 +100,15 @@ def _cut_lora(layer: nn.Module, config: ShardConfig) -> None:
             keep_whole([*first.parameters(), *second.parameters()], config, group)
             if group is not None:
                 _draw_apart(layer.lora_dropout, name, group)
+
+
+def _move_hooks(layer: nn.Module) -> None:
+    """Move the hooks on the output of the base layer that must see the sum of base layer and adapters."""
+    hooks = layer.base_layer._forward_hooks
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "sees_adapters", False):
+            del hooks[key]
+            layer.register_forward_hook(hook)
 
 
 def _cut_magnitudes(layer: nn.Module, config: ShardConfig) -> None:

@@ -150,6 +150,7 @@ def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGrou
         compressed, rotary_key = output.split([output.shape[-1] - size, size], dim=-1)
         return torch.cat([compressed, copy_to_region(rotary_key, group)], dim=-1)
 
+    split.sees_adapters = True  # an adapter's part of the output has such features too
     module.register_forward_hook(split)
 
 

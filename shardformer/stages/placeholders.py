@@ -298,4 +298,11 @@ def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlace
     for name in native._non_persistent_buffers_set:  # such as position ids
         if not hasattr(stand_in, name):
             stand_in.register_buffer(name, native._buffers[name], persistent=False)
+    for path, parts in native.named_modules():
+        if path and isinstance(parts, nn.ModuleDict):  # models look up the number of a part, such as a language
+            *owners, last = path.split(".")
+            node = stand_in.__dict__
+            for owner in owners:
+                node = node.setdefault(owner, SimpleNamespace()).__dict__
+            node[last] = dict.fromkeys(parts)
     return stand_in

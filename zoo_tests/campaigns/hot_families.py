@@ -6,6 +6,7 @@ python -m zoo_tests.campaigns.hot_families [--families REGEX] [--layouts tp2,cp2
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.loss.routers import router_loss_of
 from zoo_tests.campaigns.census.classes import HeadClass
-from zoo_tests.campaigns.census.trained import _twin, trained_or_refused
+from zoo_tests.campaigns.census.trained import trained_or_refused, twin_of
 from zoo_tests.harness.adapters import with_adapters
 from zoo_tests.harness.ranks import RankError, run_on_ranks
 
@@ -80,12 +81,12 @@ class Subject:
         return FAMILIES[self.family]
 
     @property
-    def _twin(self) -> TinyModel:
-        return _twin(HeadClass(self.family, FAMILIES[self.family]))
+    def twin_of(self) -> TinyModel:
+        return twin_of(HeadClass(self.family, FAMILIES[self.family]))
 
     def build(self) -> nn.Module:
         """Build the model in training mode, without dropout."""
-        model = self._twin.build()
+        model = self.twin_of.build()
         if self.feature == "router":
             model.config.output_router_logits = True
             for holder in (model, model.config):
@@ -96,16 +97,16 @@ class Subject:
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Tensor]:
         """Make the global batch of a step."""
-        batch = self._twin.batch(model.get_base_model() if self.feature == "lora" else model, step, rows)
+        batch = self.twin_of.batch(model.get_base_model() if self.feature == "lora" else model, step, rows)
         return _packed(batch["input_ids"], rows, step) if self.feature == "packed" else batch
 
     def is_meaningful(self) -> bool:
         """Whether the model has what the feature needs."""
-        return self.feature != "router" or router_loss_of(self._twin.build()) is not None
+        return self.feature != "router" or router_loss_of(self.twin_of.build()) is not None
 
     def has_experts(self) -> bool:
         """Whether the model has experts that ranks can share."""
-        return next(expert_modules(self._twin.build()), None) is not None
+        return next(expert_modules(self.twin_of.build()), None) is not None
 
 
 def judge(subject: Subject, layouts: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -171,4 +172,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Ranks import the classes of their task by the name of this module.
+    importlib.import_module("zoo_tests.campaigns.hot_families").main()

@@ -16,7 +16,7 @@ from zoo_tests.campaigns.hot_families import EXACT, FAMILIES, FEATURES, LAYOUTS,
 _SAMPLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("gpt_oss", "router"): ("sp2", "ep2"),
     ("deepseek_v3", "packed"): ("cp2", "ep2"),
-    ("qwen3_next", "lora"): ("tp2",),
+    ("glm_moe_dsa", "lora"): ("tp2",),
 }
 _REFUSED = re.compile(
     "needs a policy|cannot share the sequences|mixes tokens outside|makes its masks without|is sharded"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from plugins.hybrid_parallel.pipeline.p2p import to_header
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.stages.earlier_modules import MetaModule
+from shardformer.stages.placeholders import Skipped, with_attributes
 from shardformer.stages.stage import PipelineStageManager, Received, StageLayout, StagePartitioner, run_stage
 
 _STATES = ("a", "b")
@@ -140,6 +141,16 @@ def test_dummies_have_the_shapes_of_the_module_and_are_not_numbers() -> None:
     assert output.isnan().all()
     assert not list(placeholder.parameters())  # they would belong to the model
     assert placeholder.conv.weight.dtype == torch.float32  # models read it to cast images
+
+
+def test_models_look_up_the_parts_of_a_layer_that_is_elsewhere() -> None:
+    """X-MOD finds the number of its default language among the adapters of its first layer."""
+    layer = nn.Module()
+    layer.output = nn.Module()
+    layer.output.adapters = nn.ModuleDict({"en_XX": nn.Linear(2, 2), "de_DE": nn.Linear(2, 2)})
+    placeholder = with_attributes(Skipped(1), layer)
+    assert list(placeholder.output.adapters.keys()) == ["en_XX", "de_DE"]
+    assert not list(placeholder.parameters())
 
 
 def test_a_message_of_too_many_tensors_is_refused() -> None:
