@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.proposed.execution import execution_order
 from shardformer.policies.proposed.plan import ProposedPlan
+from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.shardformer.stages.test_earlier_modules import two_stages
 
 _WIDTH = 4
@@ -125,6 +126,10 @@ def _order() -> ExecutionOrder:
 
 
 def test_each_part_is_found() -> None:
+    run_on_ranks(1, _find_parts)  # on a rank, where mutants act
+
+
+def _find_parts() -> None:
     order = _order()
     assert order.order == [["embed"], ["backbone"], ["encoder.norm"], ["encoder.layers"], ["decoder"]]
     assert order.layers == {"backbone": -1, "encoder.layers": 0, "decoder": 0}
@@ -147,6 +152,10 @@ def test_two_stages_have_the_gradients_of_the_whole(first: int) -> None:
 
 
 def test_what_only_the_next_layer_reads_travels() -> None:
+    run_on_ranks(1, _train_passing)  # on a rank, where mutants act
+
+
+def _train_passing() -> None:
     torch.manual_seed(0)
     whole, x = Passing().double(), torch.randn(2, 5, 3, dtype=torch.float64)
     order = execution_order(whole, {"x": x})
