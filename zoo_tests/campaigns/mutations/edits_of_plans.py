@@ -1,4 +1,4 @@
-"""Mutants of plans: rules for heads, and plans and stages that are proposed for models without either."""
+"""Mutants of plans: rules for families and heads, and plans and stages that are proposed for models without either."""
 
 from __future__ import annotations
 
@@ -9,23 +9,11 @@ _PROPOSED = "zoo_tests/shardformer/policies/test_proposed.py"
 _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 
 EDITS_OF_PLANS: dict[str, Edit] = {
-    "an output projection that gets all heads is cut": Edit(
-        "shardformer.policies.plans.policy",
-        "and not any(others)",
-        "and False",
-        (f"{_VERIFIED}[glm5_next-Glm5NextForConditionalGeneration-options13]",),
-    ),
-    "the feature extractor of a head is taken for that of its model": Edit(
-        "shardformer.policies.plans.declared",
-        "if not of_head or path.startswith",
-        "if True or path.startswith",
-        (f"{_VERIFIED}[wav2vec2-Wav2Vec2ForXVector-options11]",),
-    ),
-    "a part of a module of an earlier stage is not found": Edit(
-        "shardformer.stages.earlier_modules",
-        "if not isinstance(found, nn.Module):",
-        "if True:",
-        (f"{_VERIFIED}[kosmos2-Kosmos2ForConditionalGeneration-options9]",),
+    "sparse attention takes the entry for another kernel": Edit(
+        "shardformer.attention.registry",
+        "(self._entry == other or self.kernel == other)",
+        "self._entry == other",
+        (f"{_VERIFIED}[deepseek_v32-DeepseekV32ForCausalLM-options6]",),
     ),
     "an adapter's part of a rotary key keeps one rank's gradient": Edit(
         "shardformer.peft.shard",

@@ -25,15 +25,6 @@ _KERNELS = "enable_flash_attention=True-enable_fused_normalization=True"
 _MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_read_travels"
 
 EDITS_OF_SHARDFORMER: dict[str, Edit] = {
-    # attention
-    "sparse attention takes the entry for another kernel": Edit(
-        "shardformer.attention.registry",
-        "(self._entry == other or self.kernel == other)",
-        "self._entry == other",
-        (
-            "zoo_tests/shardformer/attention/test_registry.py::test_a_registered_name_equals_its_kernels_name_and_is_found_by_its_own",
-        ),
-    ),
     # layers, matmul
     "gradient of a column input keeps one rank's part": Edit(
         "shardformer.layers.linear_autograd",
