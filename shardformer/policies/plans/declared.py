@@ -46,7 +46,8 @@ class DeclaredPlan:
         layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
         execution: class of the model, or "*" for all others -> the order in which its parts run. It precedes all other
             fields about stages.
-        pipelined: whether the family can be split into stages, or a function that computes it from the model.
+        pipelined: whether the family can be split into stages, or a function that computes it from the model. A family
+            that is False here has the `execution` of its derived plan, if there is one.
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
         splits_sequence: whether layers can process slices of a sequence between the regions of the plan
@@ -101,7 +102,10 @@ class DeclaredPlan:
     def stages_of(self, model: nn.Module) -> StageLayout | None:
         """Return the stage layout of the model; None if it cannot be split."""
         names = (*(each.__name__ for each in type(model).__mro__), "*")
-        execution = next((self.execution[name] for name in names if name in self.execution), None)
+        orders = self.execution
+        if not orders and self.pipelined is False and (derived := proposed_plan_of(type(model))) is not None:
+            orders = derived.execution
+        execution = next((orders[name] for name in names if name in orders), None)
         if execution is not None:
             return execution.layout(model)
         if not (self.pipelined(model) if callable(self.pipelined) else self.pipelined):
