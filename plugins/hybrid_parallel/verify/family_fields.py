@@ -85,7 +85,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "videomae": {"num_frames": 4},
     # It uses max pooling: with many tokens, some maxima are so close that rounding selects a different one.
     "hiera": {"image_size": [32, 32], "depths": [1, 1, 1, 1], "masked_unit_size": [8, 8]},
-    "big_bird": {"attention_type": "original_full"},
+    # What comes before the separator is no answer; the batch has no such token.
+    "big_bird": {"attention_type": "original_full", "sep_token_id": 2},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "esmc": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -114,8 +115,9 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
     "xlnet": {"max_position_embeddings": DEFAULT},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
-    **dict.fromkeys(("glm4v_text", "glm46v_text", "qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), _SECTIONS),
-    **dict.fromkeys(("glm4v_moe_text", "glm_ocr_text"), _TWO_SECTIONS),
+    **dict.fromkeys(("glm4v_text", "glm46v_text", "glm_ocr_text"), _SECTIONS),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), _SECTIONS),
+    "glm4v_moe_text": _TWO_SECTIONS,
     "glm_image_text": {**_SECTIONS, "vision_vocab_size": 101},
     "qwen2_5_omni_text": _SECTIONS,
     "bros": {"hidden_size": 64},
