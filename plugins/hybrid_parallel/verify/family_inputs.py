@@ -217,6 +217,8 @@ _INPUTS: Mapping[str, Maker] = {
     "TapasForQuestionAnswering/labels": _draw(2, -1, -1),
     "VisualBertFor/visual_embeds": _noise(-1, 4, 16),
     "VisualBertFor/visual_attention_mask": _ones(-1, 4),
+    "VisualBertForMultipleChoice/visual_embeds": _noise(-1, 3, 4, 16),
+    "VisualBertForMultipleChoice/visual_attention_mask": _ones(-1, 3, 4),
     "VisualBertForPreTraining/labels": lambda _, batch, __: torch.nn.functional.pad(
         batch["input_ids"], (0, 4), value=-100
     ),
