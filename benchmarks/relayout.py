@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 import time
@@ -28,7 +29,7 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def measure(way: str, layers: int, pair: tuple[dict[str, Any], dict[str, Any]], repeats: int) -> dict[str, Any]:
-    """Change between two layouts there and back; return seconds, and bytes of the fullest rank at the first change."""
+    """Change between two layouts there and back; return seconds, and bytes at the first change."""
     booster, objects = _job(layers, pair[0])
     _step(booster, objects)
     seconds, peaks = [], []
@@ -71,6 +72,8 @@ def _save_and_load(booster: Booster, objects: tuple, layers: int, options: dict[
     booster.save_checkpoint(f"{folder}/state", model=objects[0], optimizer=objects[1])
     booster, objects = _job(layers, options)
     booster.load_checkpoint(f"{folder}/state", model=objects[0], optimizer=objects[1])
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
     return booster, objects
 
 
@@ -78,10 +81,10 @@ _CHANGES: dict[str, Callable[..., tuple[Booster, tuple]]] = dict(zip(_WAYS, (_re
 
 
 def _fullest(found: list[int]) -> list[float]:
-    """Return bytes before, at the peak and after, of the rank with the highest peak, less what an empty rank has."""
+    """Return bytes before, at the peak and after, of the rank whose peak exceeds both most."""
     gathered = [torch.zeros(3, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, torch.tensor(found))
-    return max((each.tolist() for each in gathered), key=lambda each: each[1])
+    return max((each.tolist() for each in gathered), key=lambda each: each[1] - max(each[0], each[2]))
 
 
 def report(quick: bool) -> str:
@@ -98,5 +101,6 @@ def report(quick: bool) -> str:
         ["layouts", "seconds", "save and load / relayout", "MiB before", "MiB at the peak", "MiB after"],
         rows,
         f"A Llama of {layers} layers of 768 with AdamW, 4 ranks, there and back, medians. Resident memory of the "
-        "fullest rank in the first change, with Python and torch. Checkpoints are written to a temporary folder.",
+        "rank whose peak exceeds both layouts most, in the first change, with Python and torch. Checkpoints are "
+        "written to a temporary folder.",
     )

@@ -205,7 +205,7 @@ class HybridParallelPlugin(Plugin):
         """Move the state of boosted objects to new ones under the layout of another plugin; see `booster.relayout`."""
         from plugins.hybrid_parallel.relayout.relayout import relayout
 
-        model, made = objects.model, relayout(self.grid, plugin, objects)
+        model, made = objects.model, relayout(self.grid, plugin, objects, self.config.mixed_precision)
         self._models = [each for each in self._models if each() is not model]
         return made
 

@@ -16,6 +16,7 @@ from plugins.hybrid_parallel.checkpoint.state.dcp_storage import plan_reads
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.relayout.present_memory import PresentMemory
 
 _ROUND_BYTES = 64 * 2**20  # that all ranks together move at once
 
@@ -56,6 +57,7 @@ class Exchange:
         held: the rectangles that this rank has, by name. One that is `freed` is removed once all ranks have it.
         manifest: describes the rectangles of all ranks; the file of a chunk is the rank that has it.
         freed: names of tensors that are read once.
+        memory: gives back what has moved.
         device: device of messages.
         group: group of all ranks, for messages on that device.
     """
@@ -65,10 +67,11 @@ class Exchange:
         held: dict[str, GlobalTensor],
         manifest: Manifest,
         freed: frozenset[str],
+        memory: PresentMemory,
         device: torch.device,
         group: ProcessGroup,
     ) -> None:
-        self._held, self._manifest, self._freed = held, manifest, freed
+        self._held, self._manifest, self._freed, self._memory = held, manifest, freed, memory
         self._device, self._group = device, group
         self._rank = dist.get_rank()
         self._owner = {
@@ -96,7 +99,7 @@ class Exchange:
             left.subtract(move.name for move in moved if move.source == self._rank)
             for name in {move.name for move in moved if move.source == self._rank}:
                 if not left[name] and name in self._freed:
-                    del self._held[name]
+                    self._memory.release(name, self._held.pop(name))
 
     def _moves(self, asked: Sequence[Sequence[list]]) -> list[_Move]:
         """Return what all ranks asked for, in an order that all ranks agree on."""
@@ -106,7 +109,7 @@ class Exchange:
                 source = self._owner[name, tuple(chunk)]
                 dtype = self._manifest.tensors[name].torch_dtype
                 found.append(_Move(source, target, name, tuple(chunk), tuple(start), tuple(sizes), dtype, number))
-        return sorted(found, key=lambda each: (each.name, each.chunk, each.target, each.number))
+        return _in_step(sorted(found, key=lambda each: (each.name, each.chunk, each.target, each.number)))
 
     def _move(self, moves: Sequence[_Move], targets: Sequence[Tensor]) -> None:
         """Move the parts of a round: one message for each pair of ranks."""
@@ -145,6 +148,18 @@ class Exchange:
         for dim, (start, size) in enumerate(zip(move.start, move.sizes, strict=True)):
             part = part.narrow(dim, start, size)
         return part
+
+
+def _in_step(moves: Sequence[_Move]) -> list[_Move]:
+    """Order moves so that all ranks give their memory back equally fast, while they all get the new layout's."""
+    totals, sent = Counter[int](), Counter[int]()
+    for move in moves:
+        totals[move.source] += move.nbytes
+    begins: dict[tuple[str, Ints], float] = {}  # all parts of a chunk stay together
+    for move in moves:
+        begins.setdefault((move.name, move.chunk), sent[move.source] / max(1, totals[move.source]))
+        sent[move.source] += move.nbytes
+    return sorted(moves, key=lambda each: (begins[each.name, each.chunk], each.name, each.chunk))
 
 
 def _rounds(moves: Sequence[_Move]) -> Iterator[list[_Move]]:

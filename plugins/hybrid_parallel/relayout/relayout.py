@@ -21,15 +21,18 @@ from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER, buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX as MODEL
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import PREFIX as STATES
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, restore, take_snapshot
+from plugins.hybrid_parallel.config.precision import PrecisionOptions
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import release
 from plugins.hybrid_parallel.relayout.exchange import Exchange
 from plugins.hybrid_parallel.relayout.loaders import check_loader, loader_for
+from plugins.hybrid_parallel.relayout.present_memory import PresentMemory
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.distributed.process_groups import world_group
 from shardformer.lazy import empty_copy, set_weight_reader
@@ -37,12 +40,15 @@ from shardformer.shard_spec import ShardSpec
 from shardformer.utils.freed_memory import return_freed_memory
 
 
-def relayout(mesh: HybridMesh, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
+def relayout(
+    mesh: HybridMesh, plugin: Plugin, objects: TrainingObjects, precision: PrecisionOptions
+) -> TrainingObjects:
     """Return objects under the layout of `plugin` that continue the training of `objects`; these end.
 
     Args:
         mesh: the present grid of ranks.
         plugin: a plugin for the same ranks.
+        precision: of the present plugin.
         objects: what `boost` returned: the model with all of its optimizers; schedulers and loaders.
 
     Raises:
@@ -51,13 +57,20 @@ def relayout(mesh: HybridMesh, plugin: Plugin, objects: TrainingObjects) -> Trai
     """
     raise_on_all_ranks(lambda: _check(objects, plugin), control_group())
     model, optimizers = objects.model, list(objects.optimizers)
+    keeps_precision = plugin.config.mixed_precision == precision
     states = _states_of(model, optimizers, mesh)
     whole, loaders = _whole_model(model), [loader_for(each, plugin.dp_size) for each in objects.dataloaders]
     users = [optimizer.unwrap() for optimizer in optimizers]
     with LoadingStream().active(), _pointing_at(whole, optimizers):
         made = plugin.configure(TrainingObjects(whole, users, objects.lr_schedulers, loaders, objects.criterion))
-    for index, state in enumerate(states):
-        _move(*state, made.model if index == 0 else None, made.optimizers[index] if optimizers else None, plugin.grid)
+    for index, (snapshot, manifest) in enumerate(states):
+        present = [bucket for each in optimizers[index : index + 1] for bucket in each.buckets]
+        freed = _read_once(snapshot, manifest, keeps_precision)
+        memory = PresentMemory(snapshot.tensors, freed, present)
+        exchange = Exchange(snapshot.tensors, manifest, freed, memory, plugin.grid.device, world_group())
+        if keeps_precision and len(states) == 1:  # otherwise the weights of all optimizers are in the first state
+            memory.release_copies()
+        _move(exchange, manifest, made.model if index == 0 else None, (made.optimizers or [None])[index], plugin.grid)
     for new, old in zip(made.dataloaders, objects.dataloaders, strict=True):
         new.load_state_dict(old.state_dict())
     made.model.training = model.training
@@ -143,16 +156,30 @@ def _manifest_of(snapshot: StateSnapshot) -> Manifest:
     return Manifest(0, {}, merge_tensors([tensors for tensors, _ in parts]), state)
 
 
+def _read_once(snapshot: StateSnapshot, manifest: Manifest, keeps_precision: bool) -> frozenset[str]:
+    """Return the tensors that are read once: weights and states, each into its own place of the new layout.
+
+    Under another precision, masters may be made of weights, and weights of masters.
+    """
+    masters = {name for name in manifest.tensors if name.endswith(f"/{MASTER}")}
+    if not keeps_precision:
+        return frozenset(name for name in snapshot.tensors if name.startswith(STATES) and name not in masters)
+    weights = {
+        name
+        for name in snapshot.tensors
+        if name.startswith(MODEL) and (not masters or f"{STATES}{name.removeprefix(MODEL)}/{MASTER}" in masters)
+    }
+    return frozenset(weights | {name for name in snapshot.tensors if name.startswith(STATES)})
+
+
 def _move(
-    snapshot: StateSnapshot,
+    exchange: Exchange,
     manifest: Manifest,
     model: HybridParallelModel | None,
     optimizer: HybridParallelOptimizer | None,
     mesh: HybridMesh,
 ) -> None:
     """Move a state to new objects."""
-    freed = frozenset(name for name in snapshot.tensors if name.startswith(STATES) and not name.endswith(f"/{MASTER}"))
-    exchange = Exchange(snapshot.tensors, manifest, freed, mesh.device, world_group())
     objects = {"model": model, "optimizer": optimizer}
     with nullcontext() if model is None else model.gathers.changing():
         restore(mesh, objects, exchange.fill, manifest, control_group(), with_random=model is not None)

@@ -42,7 +42,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_worker_is_killed_under_tensor_parallelism(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     environment = environment_of_a_job(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1")

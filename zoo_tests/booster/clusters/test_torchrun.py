@@ -61,7 +61,7 @@ def run_with_a_kill(launcher: str, rendezvous: str, folder: Path) -> None:
     assert said.count("mesh: dp 2 on 2 machines; dp crosses machines\n") == 2, "once for each round"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rank_killed_under_torchruns_elastic_rendezvous(tmp_path: Path) -> None:
     """One agent may count a failure and the other a change of machines: both join the same round."""
     run_with_a_kill("torchrun", "elastic", tmp_path)

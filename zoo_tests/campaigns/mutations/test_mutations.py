@@ -1,6 +1,6 @@
 """The tests notice faults: a sample of the mutants (all of them: `python -m zoo_tests.campaigns.mutations`).
 
-The suite has three: a weight of the loss, a sum that is left out, shares of replicas in an integration.
+The suite has two: a weight of the loss, and a sum that is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _REPOSITORY = Path(__file__).parents[3]
 _SAMPLE = (
     "mean of means",
     "clipping counts one stage",
-    "shares of Lightning not weighed",
 )
 
 

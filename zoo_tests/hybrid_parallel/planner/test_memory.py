@@ -215,7 +215,7 @@ def test_plans_keep_within_their_budgets() -> None:
 
 @pytest.mark.slow
 def test_many_plans_keep_within_their_budgets() -> None:
-    _check_budgets(12, seed=6)
+    _check_budgets(4, seed=6)
 
 
 def _check_budgets(count: int, seed: int) -> None:

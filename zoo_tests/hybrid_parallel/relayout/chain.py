@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.relayout import exchange
 from zoo_tests.harness.case import Recipe
 
 GLOBAL_BATCH = 8
@@ -56,9 +58,10 @@ def boosted(recipe: Recipe, layout: str, options: dict[str, Any]) -> tuple[Boost
 
 
 def moved(booster: Booster, objects: Objects, recipe: Recipe, layout: str, options: dict[str, Any]) -> Any:
-    """Change the layout of the running job."""
+    """Change the layout of the running job, in many rounds."""
     plugin = HybridParallelPlugin(**LAYOUTS[layout], **options, precision=_precision(recipe), max_norm=1.0, seed=5)
-    return booster, booster.relayout(plugin, *objects)
+    with patch.object(exchange, "_ROUND_BYTES", 2**12):
+        return booster, booster.relayout(plugin, *objects)
 
 
 def loaded(
