@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from booster import failure
+from booster.elastic.place import VARIABLE as ELASTIC
+from booster.elastic.place import ElasticPlace
 from booster.elastic_round import agree_on_round
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
@@ -121,6 +123,12 @@ def launch(
 def debug_is_asked() -> bool:
     """Return whether `BOOSTER_DEBUG=1` is set, which turns on debug mode without a change of the script."""
     return os.environ.get(_DEBUG, "0") not in ("", "0")
+
+
+def elastic_place() -> ElasticPlace | None:
+    """Return the place of this rank in an elastic job; None if the job is not elastic."""
+    text = os.environ.get(ELASTIC)
+    return None if text is None else ElasticPlace.from_json(text)
 
 
 def take_profile_request() -> tuple[int, Path] | None:
