@@ -131,6 +131,11 @@ def elastic_place() -> ElasticPlace | None:
     return None if text is None else ElasticPlace.from_json(text)
 
 
+def job_store() -> dist.Store:
+    """Return the store of the default process group; its keys are those of this round of the job alone."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def take_profile_request() -> tuple[int, Path] | None:
     """Return how many steps `booster run --profile` wants to see, and the folder for them; once in a process."""
     steps = os.environ.pop(PROFILE_STEPS, None)
@@ -213,7 +218,7 @@ def _watch_existing_group(heartbeat_s: float) -> None:
     """Start the failure monitor for a process group that was made elsewhere, unless it runs already."""
     if failure.is_watching() or dist.get_world_size() == 1:
         return
-    store = dist.distributed_c10d._get_default_store()
+    store = job_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):  # MPI's groups have none

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from booster.elastic.leader import Leader, Limits
 from booster.elastic.local_ranks import LocalRanks
 from booster.elastic.machine_memory import MachineMemory
-from booster.elastic.place import LEFT as LEFT_CODE
 from booster.elastic.place import VARIABLE, ElasticPlace, note
 from booster.elastic.rendezvous import Rendezvous
 from booster.elastic.rounds import DONE, END, FAILED, IDLE, LEFT, RUN, RUNNING, Decision, Report
+from booster.failure.failure_report import LEFT as LEFT_CODE
 
 _POLL_S = 0.05
 _END_S = 1.5  # that ranks have to end by themselves, before they are killed

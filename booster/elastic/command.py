@@ -21,6 +21,7 @@ from booster.elastic.leader import Limits
 from booster.elastic.local_ranks import LocalRanks
 from booster.elastic.machine_memory import MachineMemory
 from booster.elastic.rendezvous import Endpoint, Rendezvous
+from booster.elastic.script_imports import imports_of
 from booster.errors import ConfigurationError
 
 _REJOIN_S = 30.0
@@ -96,6 +97,7 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
         signal.signal(number, _on_signal)
     memory, ranks = MachineMemory(options.snapshot_dir), LocalRanks(argv, options.module, statuses)
     try:
+        ranks.import_modules([] if options.module else imports_of(Path(options.training_script)))
         rendezvous = Rendezvous(
             endpoints or [Endpoint("127.0.0.1", _free_port())], job_id, _fingerprint(options, argv), limits.join_s
         )

@@ -4,7 +4,8 @@
 
 - `{"start": {place: environment, ...}, "argv": [...], "is_module": bool}` forks a rank for each place;
 - `{"signal": number}` sends a signal to all ranks;
-- `{"import": [names]}` imports modules, so that later ranks need not.
+- `{"import": [names]}` imports modules, so that later ranks need not; `module:name` also looks a name up in one, which
+  lazy modules import only then.
 
 It answers `{"started": {place: pid}}`, and `{"ended": [place, pid, wait status]}` once for each rank.
 """
@@ -149,9 +150,10 @@ class ForkServer:
 def import_all(names: list[str]) -> None:
     """Import modules, except those that cannot be imported, or that start threads, which a fork would lose."""
     for name in names:
-        if name not in sys.modules and threading.active_count() == 1:
+        module, _, attribute = name.partition(":")
+        if (attribute or module not in sys.modules) and threading.active_count() == 1:
             with contextlib.suppress(Exception):  # a rank that needs it will say what is wrong
-                importlib.import_module(name)
+                getattr(importlib.import_module(module), attribute or "__name__")
     gc.collect()
     gc.freeze()  # pages of objects that live on stay shared with the forked processes
 

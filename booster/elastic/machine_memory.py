@@ -34,7 +34,8 @@ class MachineMemory:
     def newest_snapshot(self) -> int:
         """Return the number of the newest snapshot of which this machine has a part; 0 if there is none."""
         names = os.listdir(self.folder / _PIECES)
-        return max((int(name.partition(".")[0]) for name in names if name.endswith(".json")), default=0)
+        numbers = [name.partition(".")[0] for name in names if name.endswith(".json")]
+        return max((int(number) for number in numbers if number), default=0)  # hidden files are being written
 
     def remove(self) -> None:
         """Remove the directory."""

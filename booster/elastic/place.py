@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -11,8 +12,6 @@ from typing import Any
 
 # Environment variable of a rank: an `ElasticPlace` as JSON.
 VARIABLE = "BOOSTER_ELASTIC"
-# Exit code of ranks that have left at a step boundary, so that others can join (EX_TEMPFAIL of sysexits.h).
-LEFT = 75
 _LEAVE, _LIMIT, _MODULES, _PIECES, _FOLDER = "leave", "limit", "modules.json", "pieces", "folder"
 
 
@@ -61,18 +60,21 @@ class ElasticPlace:
 
     def set_limit(self, num_ranks: int) -> None:
         """Ask for rounds of at most this many ranks while there are no more than now."""
-        (Path(self.memory) / f"{_LIMIT}-{self.round}").write_text(str(num_ranks))
+        path = Path(self.memory) / f"{_LIMIT}-{self.round}"
+        hidden = path.with_name(f".{path.name}-{os.getpid()}")
+        hidden.write_text(str(num_ranks))
+        hidden.rename(path)
 
     def limit(self) -> int | None:
         """Return the limit that a rank of this round has set."""
         path = Path(self.memory) / f"{_LIMIT}-{self.round}"
-        return int(path.read_text() or 0) or None if path.exists() else None
+        return int(path.read_text()) if path.exists() else None
 
     def tell_modules(self, names: Iterator[str]) -> None:
         """Tell the fork server which modules ranks import."""
         path = Path(self.memory) / _MODULES
         if not path.exists():
-            path.write_text(json.dumps(sorted(names)))
+            path.write_text(json.dumps(list(names)))
 
     def modules(self) -> list[str]:
         """Return the modules that ranks import; none before a rank has told."""
