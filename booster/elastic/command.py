@@ -103,9 +103,7 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
         )
         events = "" if options.elastic_log is None else str(options.elastic_log.resolve())
         rejoin_s = _REJOIN_S if options.rejoin_after is None else options.rejoin_after
-        agent = Agent(
-            rendezvous, ranks, memory, limits, num_places, rejoin_s=rejoin_s, job_id=job_id, events=events
-        )
+        agent = Agent(rendezvous, ranks, memory, limits, num_places, rejoin_s=rejoin_s, job_id=job_id, events=events)
         decision = agent.run()
         if decision.code:
             kept = agent.keep_state()

@@ -54,7 +54,7 @@ class LocalRanks:
         """Start a rank in each place."""
         self.poll()
         self.ended, self._is_starting, self.was_told = {}, True, False
-        if self._server.poll() is not None:  # somebody has killed it
+        if self._server.poll() is not None:  # it was killed
             self._connect()
         self._send({"start": environments, "argv": self._argv, "is_module": self._is_module})
 

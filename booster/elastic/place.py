@@ -60,10 +60,7 @@ class ElasticPlace:
 
     def set_limit(self, num_ranks: int) -> None:
         """Ask for rounds of at most this many ranks while there are no more than now."""
-        path = Path(self.memory) / f"{_LIMIT}-{self.round}"
-        hidden = path.with_name(f".{path.name}-{os.getpid()}")
-        hidden.write_text(str(num_ranks))
-        hidden.rename(path)
+        write_at_once(Path(self.memory) / f"{_LIMIT}-{self.round}", str(num_ranks))
 
     def limit(self) -> int | None:
         """Return the limit that a rank of this round has set."""
@@ -74,27 +71,35 @@ class ElasticPlace:
         """Tell the fork server which modules ranks import."""
         path = Path(self.memory) / _MODULES
         if not path.exists():
-            path.write_text(json.dumps(list(names)))
+            write_at_once(path, json.dumps(list(names)))
 
     def modules(self) -> list[str]:
         """Return the modules that ranks import; none before a rank has told."""
         path = Path(self.memory) / _MODULES
-        return json.loads(path.read_text() or "[]") if path.exists() else []
+        return json.loads(path.read_text()) if path.exists() else []
 
     def set_folder(self, folder: Path) -> None:
         """Say where on disk the state is to be kept if the job cannot go on."""
         path = Path(self.memory) / _FOLDER
         if not path.exists() or path.read_text() != str(folder):
-            path.write_text(str(folder))
+            write_at_once(path, str(folder))
 
     def folder(self) -> Path | None:
         """Return where on disk the state is to be kept; None before a rank has said it."""
         path = Path(self.memory) / _FOLDER
-        return Path(path.read_text()) if path.exists() and path.read_text() else None
+        return Path(path.read_text()) if path.exists() else None
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file that readers see complete or not at all."""
+    hidden = path.with_name(f".{path.name}-{os.getpid()}")
+    hidden.write_text(text, encoding="utf-8")
+    hidden.rename(path)
 
 
 def note(path: str, event: str, **values: Any) -> None:
     """Append the wall-clock time of an event to a file of JSON lines; nothing without a path."""
     if path:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "event": event, **values}) + "\n")
+        line = json.dumps({"time": time.time(), "event": event, **values}) + "\n"
+        with open(path, "ab", buffering=0) as file:
+            file.write(line.encode())  # in one call, so that lines of several processes do not mix

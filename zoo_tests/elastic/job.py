@@ -51,7 +51,7 @@ def main() -> None:
     torch.manual_seed(3)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
     loader = DataLoader(samples(), batch_size=GLOBAL_BATCH // plugin.dp_size, shuffle=True)
     model, optimizer, scheduler, loader = booster.boost(model, optimizer, scheduler, loader)
     state = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "dataloader": loader}

@@ -137,7 +137,7 @@ def _leave_with_fewer(choice: _Choice, world_size: int, place: ElasticPlace) -> 
     fewer = next((count for count in range(world_size - 1, 0, -1) if choice.best(count) is not None), None)
     if fewer is None:
         raise ConfigurationError(
-            f"no layout fits {world_size} ranks or fewer; start more agents, or give elastic_layouts one for fewer ranks"
+            f"no layout fits {world_size} ranks or fewer; start more agents, or give elastic_layouts one for fewer"
         )
     place.set_limit(fewer)
     if dist.get_rank() == 0:

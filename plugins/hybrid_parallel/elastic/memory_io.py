@@ -128,7 +128,9 @@ class _SnapshotRound:
         group: CPU group of all ranks.
     """
 
-    def __init__(self, place: ElasticPlace, objects: dict[str, Any], mesh: HybridMesh, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, place: ElasticPlace, objects: dict[str, Any], mesh: HybridMesh, group: dist.ProcessGroup
+    ) -> None:
         self._place, self._rank, self._world_size = place, dist.get_rank(), dist.get_world_size()
         model = objects.get("model")
         self.elsewhere = set() if model is None else buffers_of_earlier_stages(model, mesh, group)

@@ -115,7 +115,8 @@ def read_header(piece: Piece, directory: Path) -> dict[str, Any]:
         raise ConfigurationError(str(error)) from None
     if header.get("format") != FORMAT:
         raise ConfigurationError(
-            f"{piece.header_in(directory)} has the format {header.get('format')}; this package reads {FORMAT}: remove it"
+            f"{piece.header_in(directory)} has the format {header.get('format')}, and this package reads {FORMAT}; "
+            "remove it"
         )
     return header
 
