@@ -113,8 +113,8 @@ class Agent:
         return Report(
             beat=self._beat,
             host=socket.gethostname(),
-            places=sum(until <= now for until in self._empty_until.values()),
-            all_places=self._num_places,
+            places=sum(until <= now for until in self._empty_until.values()) if self._ranks.is_ready else 0,
+            all_places=self._num_places if self._ranks.is_ready else 0,
             state=self._round.state,
             round=self._round.number,
             busy=self._ranks.running,
@@ -228,6 +228,8 @@ class Agent:
             if names:
                 self._ranks.import_modules(names)
                 self._taught = True
+                with contextlib.suppress(dist.DistError):  # lost: that is noticed at the next report
+                    self._rendezvous.tell_modules(names)
 
     def _stop_ranks(self, wait: bool = False) -> None:
         """End the ranks of this machine, with SIGKILL if they take long."""

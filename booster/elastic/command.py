@@ -97,10 +97,11 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
         signal.signal(number, _on_signal)
     memory, ranks = MachineMemory(options.snapshot_dir), LocalRanks(argv, options.module, statuses)
     try:
-        ranks.import_modules([] if options.module else imports_of(Path(options.training_script)))
         rendezvous = Rendezvous(
             endpoints or [Endpoint("127.0.0.1", _free_port())], job_id, _fingerprint(options, argv), limits.join_s
         )
+        script = [] if options.module else imports_of(Path(options.training_script))
+        ranks.import_modules([*script, *rendezvous.modules()])
         events = "" if options.elastic_log is None else str(options.elastic_log.resolve())
         rejoin_s = _REJOIN_S if options.rejoin_after is None else options.rejoin_after
         agent = Agent(rendezvous, ranks, memory, limits, num_places, rejoin_s=rejoin_s, job_id=job_id, events=events)

@@ -7,7 +7,7 @@
 - `{"import": [names]}` imports modules, so that later ranks need not; `module:name` also looks a name up in one, which
   lazy modules import only then.
 
-It answers `{"started": {place: pid}}`, and `{"ended": [place, pid, wait status]}` once for each rank.
+It answers `{"imported": true}`, `{"started": {place: pid}}`, and `{"ended": [place, pid, wait status]}` once for each rank.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class ForkServer:
     def _handle(self, request: dict[str, Any]) -> RankRequest | None:
         if "import" in request:
             import_all(request["import"])
+            self._answer({"imported": True})
         elif "signal" in request:
             self._signal(request["signal"])
         else:

@@ -28,13 +28,14 @@ class LocalRanks:
         pids: place -> process that runs.
         ended: place -> wait status, of ranks that have ended in this round.
         was_told: whether this round's ranks were told to end.
+        is_ready: whether the fork server has imported what it was first asked to.
     """
 
     def __init__(self, argv: Sequence[str], is_module: bool, statuses: Path) -> None:
         self._argv, self._is_module, self._statuses = list(argv), is_module, statuses
         self.pids: dict[int, int] = {}
         self.ended: dict[int, int] = {}
-        self.was_told = False
+        self.was_told = self.is_ready = False
         self._received = b""
         self._stopped_since: dict[int, float] = {}
         self._is_starting = False
@@ -97,6 +98,8 @@ class LocalRanks:
         if "started" in message:
             self.pids = {int(place): pid for place, pid in message["started"].items()}
             self._is_starting = False
+        elif "imported" in message:
+            self.is_ready = True
         else:
             place, pid, status = message["ended"]
             if self.pids.get(int(place)) == pid:

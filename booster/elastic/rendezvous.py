@@ -17,7 +17,7 @@ from booster.errors import ConfigurationError
 
 _CONNECT_S = 2.0
 _POLL_S = 0.1
-_LEADER, _COUNT, _DECISION, _JOB = "leader", "count", "decision", "job"
+_LEADER, _COUNT, _DECISION, _JOB, _MODULES = "leader", "count", "decision", "job", "modules"
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,14 @@ class Rendezvous:
         there = [number for number in numbers if self._store.check([f"report/{number}"])]
         texts = self._store.multi_get([f"report/{number}" for number in there]) if there else []
         return dict(zip(there, map(Report.from_json, texts), strict=True))
+
+    def tell_modules(self, names: Sequence[str]) -> None:
+        """Tell machines that join later which modules ranks import."""
+        self._store.set(_MODULES, json.dumps(list(names)))
+
+    def modules(self) -> list[str]:
+        """Return the modules that ranks import; none before an agent has told."""
+        return json.loads(self._store.get(_MODULES)) if self._store.check([_MODULES]) else []
 
     def decide(self, decision: Decision) -> None:
         """Tell all agents what to do."""

@@ -44,8 +44,8 @@ class ParallelOptions(OptionGroup):
         enable_sequence_parallelism: split activations along the sequence, over the axis that the mode implies.
         sequence_parallelism_mode: "split_gather" or "all_to_all" over `tp_size`; "ring_attn" or "all_to_all" over
             `cp_size`.
-        elastic_layouts: layouts for fewer ranks than an elastic job's `--max-ranks`, as mappings of options: a sequence,
-            of which the first that fits is taken, or a function of the number of ranks; None for the planner's choice.
+        elastic_layouts: layouts for fewer ranks than an elastic job's `--max-ranks`, as mappings of options: a list, of
+            which the first that fits is taken, or a function of the number of ranks; None for the planner's choice.
         device_mapping: device of each shard, {"stage_0": {"shard_0": "cuda:3", ...}, ...}; None for ranks in order.
     """
 

@@ -1,4 +1,4 @@
-"""Restoring a snapshot under any layout: a rank reads pieces on its machine; others arrive from ranks that have them."""
+"""Restoring a snapshot under any layout: pieces on this machine are read, others arrive from other machines."""
 
 from __future__ import annotations
 
