@@ -90,6 +90,7 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
     """
     limits, num_places = limits_of(options), places_of(options)
     endpoints = [Endpoint.parse(each) for each in options.rdzv_endpoint.split(",") if each.strip()]
+    endpoints = endpoints or [Endpoint("127.0.0.1", _free_port())]
     job_id = options.rdzv_id if options.rdzv_id != _NO_JOB else "elastic"
     argv = [options.training_script, *options.training_script_args]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -97,26 +98,33 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
         signal.signal(number, _on_signal)
     memory, ranks = MachineMemory(options.snapshot_dir), LocalRanks(argv, options.module, statuses)
     try:
-        rendezvous = Rendezvous(
-            endpoints or [Endpoint("127.0.0.1", _free_port())], job_id, _fingerprint(options, argv), limits.join_s
-        )
+        rendezvous = Rendezvous(endpoints, job_id, fingerprint_of(options), limits.join_s)
         script = [] if options.module else imports_of(Path(options.training_script))
         ranks.import_modules([*script, *rendezvous.modules()])
         events = "" if options.elastic_log is None else str(options.elastic_log.resolve())
         rejoin_s = _REJOIN_S if options.rejoin_after is None else options.rejoin_after
         agent = Agent(rendezvous, ranks, memory, limits, num_places, rejoin_s=rejoin_s, job_id=job_id, events=events)
-        decision = agent.run()
-        if decision.code:
-            kept = agent.keep_state()
-            where = f"; the state of this machine is in {kept}, which --elastic reads again" if kept else ""
-            if decision.message or kept:
-                sys.stderr.write(f"error: {decision.message or 'the job has failed'}{where}\n")
-        return decision.code
+        return _run(agent)
     except Interrupted as interruption:
         return _end(ranks, interruption.number, options.shutdown_timeout)
     finally:
         ranks.close()
         memory.remove()
+
+
+def _run(agent: Agent) -> int:
+    """Run an agent; keep the state of a job that fails on disk. Return the exit code."""
+    try:
+        decision = agent.run()
+        code, message = decision.code, decision.message
+    except ConfigurationError as error:  # the rendezvous is lost for good
+        code, message = 1, str(error)
+    kept = agent.keep_state() if code else None
+    if kept is not None:
+        message = f"{message or 'the job has failed'}; the state of this machine is in {kept}, which a new start reads"
+    if message:
+        sys.stderr.write(f"error: {message}\n")
+    return code
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
@@ -176,12 +184,12 @@ def places_of(options: argparse.Namespace) -> int:
     return determine_local_world_size(options.nproc_per_node)
 
 
-def _fingerprint(options: argparse.Namespace, argv: list[str]) -> dict[str, str]:
+def fingerprint_of(options: argparse.Namespace) -> dict[str, str]:
     """Return what the machines of a job must have in common."""
-    script = Path(argv[0])
+    script = Path(options.training_script)
     text = script.read_bytes() if script.is_file() and not options.module else b""
     return {
-        "command": " ".join([script.name, *argv[1:]]),
+        "command": " ".join([script.name, *options.training_script_args]),
         "content of the script": hashlib.sha256(text).hexdigest()[:12],
         "range of ranks": f"{options.min_ranks}:{options.max_ranks}",
         "Python": platform.python_version(),

@@ -32,7 +32,7 @@ class ElasticJob:
         options: more options of `booster run`.
         step_s: seconds that a step takes at least.
         limit_s: of every wait.
-        environment: more variables.
+        script: what is run.
     """
 
     def __init__(
@@ -46,11 +46,10 @@ class ElasticJob:
         max_ranks: int = 4,
         step_s: float = 0.1,
         limit_s: float = 120.0,
-        environment: dict[str, str] | None = None,
+        script: Path = JOB,
     ) -> None:
         self.folder, self.steps, self.limit_s = folder, steps, limit_s
-        self._arguments = [str(JOB), str(folder), str(steps), str(step_s)]
-        self._environment = environment or {}
+        self._arguments = [str(script), str(folder), str(steps), str(step_s)]
         ports = [_free_port() for _ in machines]
         self._options = ["--elastic", "--min-ranks", str(min_ranks), "--max-ranks", str(max_ranks), *options]
         self._options += ["--elastic-log", str(folder / "events")]
@@ -67,16 +66,16 @@ class ElasticJob:
         """Start the agent of a machine."""
         command = [sys.executable, "-m", "booster", "run", *self._options]
         command += ["--nproc-per-node", str(self._places[number]), *self._arguments]
-        environment = environment_of_a_job(**self._environment, BOOSTER_TEST_MACHINE=str(number))
+        environment = environment_of_a_job()
         return subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log, start_new_session=True)
 
     def losses(self) -> list[list[Any]]:
         """[step, loss, number of ranks] of all steps, repeated ones too."""
-        return _lines(self.folder / "losses")
+        return lines_of(self.folder / "losses")
 
     def events(self) -> list[dict[str, Any]]:
         """Events of agents and ranks."""
-        return _lines(self.folder / "events")
+        return lines_of(self.folder / "events")
 
     def round(self) -> int:
         """Number of the newest round that has begun."""
@@ -84,7 +83,7 @@ class ElasticJob:
 
     def pid_of(self, rank: int) -> int:
         """Process of a rank of the newest round."""
-        found = [pid for number, each, pid in _lines(self.folder / "pids") if each == rank and number == self.round()]
+        found = [pid for number, each, pid in lines_of(self.folder / "pids") if each == rank and number == self.round()]
         return found[-1] if found else 0
 
     def num_ranks(self) -> int:
@@ -157,7 +156,7 @@ def wrong_steps(job: ElasticJob, expected: list[float], tolerance: float) -> lis
     return problems
 
 
-def _lines(path: Path) -> list[Any]:
+def lines_of(path: Path) -> list[Any]:
     """Complete JSON lines of a file."""
     if not path.exists():
         return []

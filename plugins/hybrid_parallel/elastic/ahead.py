@@ -77,10 +77,12 @@ class PlansAhead:
 
 
 def _request(place: ElasticPlace, config: HybridParallelConfig, model: Any, loader: Any) -> dict[str, Any] | None:
-    """Describe what is to be planned, as JSON; None if the model cannot be built from its configuration."""
+    """Describe what is to be planned, as JSON; None for nothing, or a model that no configuration describes."""
     name = type(model).__name__
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(getattr(transformers, name, None), type):
+        return None
+    if place.min_ranks == place.max_ranks:
         return None
     is_cpu = not torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

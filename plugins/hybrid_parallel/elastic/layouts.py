@@ -53,10 +53,11 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
     plans = PlansAhead(place, config, known)
     world_size = dist.get_world_size()
     if world_size == place.max_ranks:
+        place.note("planned", rank=dist.get_rank())
         return options, plans
     loader = None if found is None else found.state["dataloader"]
     global_batch = None if loader is None else loader["global_batch_size"]
-    choice = _Choice(options, config, known, global_batch)
+    choice = LayoutChoice(options, config, known, global_batch)
     chosen = choice.best(world_size)
     if chosen is None:
         _leave_with_fewer(choice, world_size, place)
@@ -64,7 +65,7 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
     return chosen, plans
 
 
-class _Choice:
+class LayoutChoice:
     """Choice of a layout by the number of ranks.
 
     Args:
@@ -132,7 +133,7 @@ def _divisors(size: int) -> list[int]:
     return [each for each in range(1, size + 1) if size % each == 0]
 
 
-def _leave_with_fewer(choice: _Choice, world_size: int, place: ElasticPlace) -> None:
+def _leave_with_fewer(choice: LayoutChoice, world_size: int, place: ElasticPlace) -> None:
     """Have the job go on with fewer ranks, if a layout fits those."""
     fewer = next((count for count in range(world_size - 1, 0, -1) if choice.best(count) is not None), None)
     if fewer is None:
