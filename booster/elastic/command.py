@@ -94,6 +94,7 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
     job_id = options.rdzv_id if options.rdzv_id != _NO_JOB else "elastic"
     argv = [options.training_script, *options.training_script_args]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each lost connection is a page of warnings
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _on_signal)
     memory, ranks = MachineMemory(options.snapshot_dir), LocalRanks(argv, options.module, statuses)

@@ -7,7 +7,7 @@
 - `{"import": [names]}` imports modules, so that later ranks need not; `module:name` also looks a name up in one, which
   lazy modules import only then.
 
-It answers `{"imported": true}`, `{"started": {place: pid}}`, and `{"ended": [place, pid, wait status]}` once for each rank.
+It answers `{"imported": true}`, `{"started": {place: pid}}`, and for each rank `{"ended": [place, pid, wait status]}`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from plugins.hybrid_parallel.elastic.ahead import PlansAhead
 from plugins.hybrid_parallel.elastic.boundary import StepBoundary
 from plugins.hybrid_parallel.elastic.loaders import keep_global_batch
 from plugins.hybrid_parallel.elastic.neighbours import Neighbours
-from plugins.hybrid_parallel.elastic.pieces import Piece, remove_before, write_piece
+from plugins.hybrid_parallel.elastic.pieces import Piece, pieces_in, remove_before, write_piece
 from plugins.hybrid_parallel.elastic.restore import restore_snapshot
 from plugins.hybrid_parallel.elastic.search import FoundSnapshot, newest_snapshot
 
@@ -59,19 +59,22 @@ class MemoryCheckpointIO(HybridParallelCheckpointIO):
             extra: additional values, as JSON.
 
         Raises:
-            ConfigurationError: the arguments are invalid, or the memory is full.
+            ConfigurationError: the arguments are invalid, gradients are accumulated, or the memory is full.
         """
         place = elastic_place()
         if place is None:
             return
+        _check_no_gradients(objects.get("optimizer"))
+        previous = self._number
         if self._round is None:
             _check_boosted(objects)
             self._round = _SnapshotRound(place, objects, self.mesh, self.group)
+            self._number = max(self._number, self._round.highest)
             place.set_folder(Path(folder).resolve())
         self._number += 1
         state = take_snapshot(self.mesh, objects, extra, self._round.elsewhere)
         header = {"numbers": state.numbers, "state": state.state, "plans": self._plans.known()}
-        self._round.write(self._number, state.tensors, header)
+        self._round.write(self._number, previous, state.tensors, header)
         if self._is_first:
             self._is_first = False
             place.note("first_step", rank=dist.get_rank(), number=self._number)
@@ -126,6 +129,11 @@ class _SnapshotRound:
         objects: objects that are saved, by kind.
         mesh: mesh of ranks.
         group: CPU group of all ranks.
+
+    Attributes:
+        elsewhere: buffers that another stage writes.
+        boundary: where all ranks leave together.
+        highest: number of the newest snapshot that is left anywhere of earlier rounds, complete or not.
     """
 
     def __init__(
@@ -134,17 +142,19 @@ class _SnapshotRound:
         self._place, self._rank, self._world_size = place, dist.get_rank(), dist.get_world_size()
         model = objects.get("model")
         self.elsewhere = set() if model is None else buffers_of_earlier_stages(model, mesh, group)
-        names = all_gather_json(machine_of_this_rank(), group)
+        found = max((piece.number for piece in pieces_in(place.pieces)), default=0)
+        names, numbers = zip(*all_gather_json([machine_of_this_rank(), found], group), strict=True)
         self._neighbours = Neighbours([names.index(name) for name in names], group)
+        self.highest = max(numbers)
         self.boundary = StepBoundary(place, job_store(), self._rank)
 
-    def write(self, number: int, tensors: dict[str, Any], header: dict[str, Any]) -> None:
+    def write(self, number: int, previous: int, tensors: dict[str, Any], header: dict[str, Any]) -> None:
         """Write a piece and its copy.
 
-        All ranks have written the snapshot before: none can finish a step without the others.
+        All ranks have written the snapshot `previous`, or gone on from it: none can finish a step without the others.
         """
         directory = self._place.pieces
-        remove_before(number - 1, directory)
+        remove_before(previous, directory)
         piece = Piece(number, self._place.round, self._world_size, self._rank)
         write_piece(piece, directory, tensors, header)
         self._neighbours.exchange(piece, directory)
@@ -154,6 +164,15 @@ def _check_boosted(objects: dict[str, Any]) -> None:
     for kind, check in (("model", check_boosted_model), ("optimizer", check_boosted_optimizer)):
         if objects.get(kind) is not None:
             check(objects[kind])
+
+
+def _check_no_gradients(optimizer: Any) -> None:
+    """Refuse a snapshot in mid-accumulation: gradients are no part of it."""
+    if optimizer is not None and any(bucket.is_pending or bucket.used for bucket in optimizer.buckets):
+        raise ConfigurationError(
+            "snapshot() would lose the gradients since the last optimizer.zero_grad(); call it after optimizer.step() "
+            "and optimizer.zero_grad()"
+        )
 
 
 def _installed_modules(modules: dict[str, ModuleType]) -> Iterator[str]:
