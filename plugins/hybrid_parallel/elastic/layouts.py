@@ -17,7 +17,6 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.elastic.ahead import PlansAhead
 from plugins.hybrid_parallel.elastic.boundary import leave
-from plugins.hybrid_parallel.elastic.search import newest_snapshot
 
 _SIZES = ("tp_size", "pp_size", "cp_size")
 # Options that belong to the sizes of the script's layout.
@@ -46,6 +45,9 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
             "HybridParallelPlugin() of an elastic job must know how many ranks are there; call launch_from_torch() "
             "before it"
         )
+    # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
+    from plugins.hybrid_parallel.elastic.search import newest_snapshot
+
     config = HybridParallelConfig.from_options(**options)
     config.parallel.data_parallel_size(place.max_ranks)
     found = newest_snapshot(None, control_group())
