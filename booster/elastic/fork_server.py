@@ -33,6 +33,7 @@ from booster.failure.wait_status import note_status
 
 _PR_SET_PDEATHSIG = 1
 _BASE = ("torch", "torch.distributed", "numpy")
+_LAST = ""  # ends the names of a request
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class ForkServer:
         self._connection, self._statuses = connection, statuses
         self._pids: dict[int, str] = {}
         self._received = b""
+        self._to_import: list[str] = []
         self._ended, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -79,7 +81,9 @@ class ForkServer:
     def serve(self) -> RankRequest | None:
         """Handle requests until the agent has gone; return what to run in each forked process, else None."""
         while True:
-            ready, _, _ = select.select([self._connection, self._ended], [], [])
+            ready, _, _ = select.select([self._connection, self._ended], [], [], 0 if self._to_import else None)
+            if not ready:
+                self._import_next()
             if self._ended in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._ended, 4096)
@@ -97,8 +101,7 @@ class ForkServer:
 
     def _handle(self, request: dict[str, Any]) -> RankRequest | None:
         if "import" in request:
-            import_all(request["import"])
-            self._answer({"imported": True})
+            self._to_import += [*request["import"], _LAST]
         elif "signal" in request:
             self._signal(request["signal"])
         else:
@@ -112,6 +115,16 @@ class ForkServer:
                 started[place] = pid
             self._answer({"started": started})
         return None
+
+    def _import_next(self) -> None:
+        """Import one module: requests to start ranks come first."""
+        name = self._to_import.pop(0)
+        if name != _LAST:
+            import_one(name)
+            return
+        gc.collect()
+        gc.freeze()  # pages of objects that live on stay shared with the forked processes
+        self._answer({"imported": True})
 
     def _become_rank(self, environment: dict[str, str]) -> None:
         """Turn a forked process into what a new one would be."""
@@ -148,15 +161,12 @@ class ForkServer:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def import_all(names: list[str]) -> None:
-    """Import modules, except those that cannot be imported, or that start threads, which a fork would lose."""
-    for name in names:
-        module, _, attribute = name.partition(":")
-        if (attribute or module not in sys.modules) and threading.active_count() == 1:
-            with contextlib.suppress(Exception):  # a rank that needs it will say what is wrong
-                getattr(importlib.import_module(module), attribute or "__name__")
-    gc.collect()
-    gc.freeze()  # pages of objects that live on stay shared with the forked processes
+def import_one(name: str) -> None:
+    """Import a module, unless it cannot be imported, or another has started threads, which a fork would lose."""
+    module, _, attribute = name.partition(":")
+    if (attribute or module not in sys.modules) and threading.active_count() == 1:
+        with contextlib.suppress(Exception):  # a rank that needs it will say what is wrong
+            getattr(importlib.import_module(module), attribute or "__name__")
 
 
 def main() -> None:
@@ -164,7 +174,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     server = ForkServer(connection, Path(sys.argv[2]))
-    import_all(list(_BASE))
+    for name in _BASE:
+        import_one(name)
     rank = server.serve()
     if rank is not None:
         rank.run()
