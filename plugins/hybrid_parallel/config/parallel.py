@@ -23,7 +23,7 @@ LAYOUTS = Rule(
         ),
         (
             lambda value: callable(value) or all(isinstance(each, Mapping) for each in value),
-            "has a layout that is no mapping; use [{'tp_size': 1, 'pp_size': 3}]",
+            "is no list of mappings; use [{'tp_size': 1, 'pp_size': 3}]",
         ),
     ),
     [{"tp_size": 1, "pp_size": 3}],
