@@ -7,7 +7,7 @@ from pathlib import Path
 from zoo_tests.elastic import small_job
 from zoo_tests.elastic.driver import ElasticJob, wrong_steps
 
-_STEPS = 60
+_STEPS = 40
 
 
 def test_a_killed_rank_is_left_out_and_replaced(tmp_path: Path) -> None:
