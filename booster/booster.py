@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from booster import failure
 from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
 from booster.errors import ConfigurationError
-from booster.launch import take_profile_request
+from booster.launch import elastic_place, take_profile_request
 from booster.meter import Meter
 from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
 
@@ -216,6 +216,32 @@ class Booster:
         """
         objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
         return self.plugin.checkpoint_io.load_checkpoint(str(directory), objects, resume)
+
+    def snapshot(
+        self,
+        folder: str,
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: DataLoader | None = None,
+        **extra: Any,
+    ) -> None:
+        """Leave the training state in the memory of the machines, from where the next round of an elastic job goes on.
+
+        Call it after each step, or each N steps, on all ranks. Without `booster run --elastic` it does nothing. Ranks
+        that are asked to let others join end in it.
+
+        Args:
+            folder: folder of the checkpoints, where `load_checkpoint(folder, resume="latest")` finds it.
+            extra: any values that JSON can represent.
+
+        Raises:
+            ConfigurationError: the objects cannot be saved, or the memory is full.
+        """
+        if elastic_place() is not None:
+            objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
+            self.plugin.checkpoint_io.snapshot(str(folder), objects, extra)
 
     def latest_checkpoint(self, folder: str) -> str | None:
         """Return the newest complete checkpoint in `folder`, the same on all ranks; None if there is none yet."""

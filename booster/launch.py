@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from booster import failure
+from booster.elastic.place import VARIABLE as ELASTIC
+from booster.elastic.place import ElasticPlace
 from booster.elastic_round import agree_on_round
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
@@ -123,6 +125,17 @@ def debug_is_asked() -> bool:
     return os.environ.get(_DEBUG, "0") not in ("", "0")
 
 
+def elastic_place() -> ElasticPlace | None:
+    """Return the place of this rank in an elastic job; None if the job is not elastic."""
+    text = os.environ.get(ELASTIC)
+    return None if text is None else ElasticPlace.from_json(text)
+
+
+def job_store() -> dist.Store:
+    """Return the store of the default process group; its keys are those of this round of the job alone."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def take_profile_request() -> tuple[int, Path] | None:
     """Return how many steps `booster run --profile` wants to see, and the folder for them; once in a process."""
     steps = os.environ.pop(PROFILE_STEPS, None)
@@ -205,7 +218,7 @@ def _watch_existing_group(heartbeat_s: float) -> None:
     """Start the failure monitor for a process group that was made elsewhere, unless it runs already."""
     if failure.is_watching() or dist.get_world_size() == 1:
         return
-    store = dist.distributed_c10d._get_default_store()
+    store = job_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):  # MPI's groups have none

@@ -154,6 +154,10 @@ class CheckpointIO(ABC):
     ) -> SavedCheckpoint:
         """Write the full training state; `objects` has any of model, optimizer, lr_scheduler, dataloader."""
 
+    def snapshot(self, folder: str, objects: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Leave the training state in the memory of an elastic job's machines; optional for a plugin."""
+        raise ConfigurationError(f"{type(self).__name__} cannot keep snapshots in memory; use save_checkpoint")
+
     @abstractmethod
     def load_checkpoint(self, directory: str, objects: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
         """Load a checkpoint written by `save_checkpoint`; return the extras."""

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from booster.cli.command_parser import HelpFormatter, epilog
+from booster.elastic.command import add_options, is_elastic, run_elastic
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import REPORT_VARIABLE
 from booster.failure.wait_status import STATUS_VARIABLE, note_children
@@ -35,6 +36,7 @@ EXAMPLES = (
     "booster run --nproc-per-node 2 -m booster doctor --tp 2",
     "booster run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 script.py",
     "booster run --nnodes 1:4 --nproc-per-node 8 --max-restarts 3 --rdzv-endpoint HOST:29400 script.py",
+    "booster run --elastic --min-ranks 2 --max-ranks 4 script.py",
 )
 _PROFILE_FOLDER = "profile"
 _QUIET_PROFILER = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it logs its start, and what it cannot see
@@ -45,6 +47,7 @@ _SHUTDOWN_S = 5
 _SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _OWN_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"
+_NPROC_VARIABLE = "PET_NPROC_PER_NODE"
 _NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 
 
@@ -57,17 +60,24 @@ def main(arguments: list[str]) -> int:
         ConfigurationError: an option is unknown, a value is invalid, or the script is missing.
     """
     options = parser().parse_args(arguments)
+    elastic = is_elastic(options)
+    if not elastic:
+        options.nproc_per_node = options.nproc_per_node or "1"
     _check(options)
     hidden = None if options.module or options.no_python else hidden_beside(Path(options.training_script).resolve())
     if hidden is not None:
         sys.stderr.write(f"note: {hidden}\n")
-    _prepare(options)
+    if not elastic:
+        _prepare(options)
     profile = _profile(options)
     with tempfile.TemporaryDirectory(prefix="booster-run-") as folder:
         report = Path(folder) / "report"
         os.environ |= {REPORT_VARIABLE: str(report), STATUS_VARIABLE: folder}
-        note_children(Path(folder))
-        code = _run(options, report.exists)
+        if elastic:
+            code = run_elastic(options, Path(folder))
+        else:
+            note_children(Path(folder))
+            code = _run(options, report.exists)
     if profile is not None:
         sys.stderr.write(f"note: {profile.finish()}\n")
     if code:
@@ -99,8 +109,11 @@ def parser() -> argparse.ArgumentParser:
     command.error = _refuse
     if not any(name in os.environ for name in _SHUTDOWN_VARIABLES):
         command.set_defaults(shutdown_timeout=_SHUTDOWN_S)
+    if _NPROC_VARIABLE not in os.environ:
+        command.set_defaults(nproc_per_node=None)  # 1, or as many as an elastic job may have
     command.add_argument("--profile", metavar="N", help="write a trace of N steps, with memory, of all ranks")
     command.add_argument("--profile-output", type=Path, metavar="DIR", help=f"where (./{_PROFILE_FOLDER})")
+    add_options(command)
     return command
 
 
@@ -112,7 +125,8 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _check(options: argparse.Namespace) -> None:
-    _check_nproc(options.nproc_per_node)
+    if options.nproc_per_node is not None:
+        _check_nproc(options.nproc_per_node)
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", options.nnodes):
         raise ConfigurationError(f"--nnodes={options.nnodes} is not a number of machines; use N or MIN:MAX, as in 1:4")
     script = options.training_script

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from booster.errors import ConfigurationError
 
 INTERRUPTED = 130
+# Exit code of ranks of an elastic job that leave together at a step boundary (EX_TEMPFAIL of sysexits.h).
+LEFT = 75
 # Environment variable: a file that receives the line too; it tells `booster run` that the failure was reported.
 REPORT_VARIABLE = "BOOSTER_REPORT"
 _MAX_MESSAGE = 600

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from booster.failure.failure_report import Failure, is_about_communication
+from booster.failure.failure_report import LEFT, Failure, is_about_communication
 from booster.failure.monitor import FailureMonitor, exit_now, say
 from booster.failure.operation_log import Operations
 
@@ -211,6 +211,8 @@ def _at_exit() -> None:
     monitor = _Process.monitor
     if monitor is not None:
         monitor.say_ended(_Process.exit_code)
+        if _Process.exit_code == LEFT:  # all ranks leave now, and the next round waits for the end of their processes
+            exit_now(LEFT)
     if dist.is_initialized() and _Process.own_group is not None and dist.group.WORLD is _Process.own_group():
         dist.destroy_process_group()
     if monitor is not None:

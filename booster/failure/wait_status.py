@@ -25,13 +25,18 @@ def note_children(folder: Path) -> None:
 
     def note(*_: Any) -> None:
         for pid in _children():
-            with contextlib.suppress(OSError):  # it was reaped meanwhile, or the folder is gone
-                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None:
-                    is_exit = ended.si_code == os.CLD_EXITED
-                    (folder / str(pid)).write_text(str(ended.si_status << 8 if is_exit else ended.si_status))
+            note_status(folder, pid)
 
     signal.signal(signal.SIGCHLD, note)
+
+
+def note_status(folder: Path, pid: int) -> None:
+    """Write the wait status of a child to `folder` if it has ended, and leave it to be reaped."""
+    with contextlib.suppress(OSError):  # it was reaped meanwhile, or the folder is gone
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            is_exit = ended.si_code == os.CLD_EXITED
+            (folder / str(pid)).write_text(str(ended.si_status << 8 if is_exit else ended.si_status))
 
 
 def noted(pid: int) -> int | None:

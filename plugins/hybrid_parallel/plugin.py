@@ -34,6 +34,7 @@ from plugins.hybrid_parallel.distributed.checked_collectives import checked_coll
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.machines import announce_grid
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_mesh
+from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
@@ -66,6 +67,7 @@ class HybridParallelPlugin(Plugin):
     """
 
     def __init__(self, /, **options: Any) -> None:
+        options, self._plans = for_present_ranks(options)
         config = HybridParallelConfig.from_options(**options)
         self.config = replace(config, debugging=replace(config.debugging, debug=True)) if debug_is_asked() else config
         if dist.is_initialized():
@@ -193,13 +195,7 @@ class HybridParallelPlugin(Plugin):
         dataloaders = [self._loading.shard(dataloader) for dataloader in objects.dataloaders]
         model, optimizers = self._configure_model(objects)
         return_freed_memory()  # of the whole model, if it had values
-        return TrainingObjects(
-            model=model,
-            optimizers=optimizers,
-            lr_schedulers=objects.lr_schedulers,
-            dataloaders=dataloaders,
-            criterion=objects.criterion,
-        )
+        return replace(objects, model=model, optimizers=optimizers, dataloaders=dataloaders)
 
     def relayout(self, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
         """Move the state of boosted objects to new ones under the layout of another plugin; see `booster.relayout`."""
@@ -356,9 +352,9 @@ class HybridParallelPlugin(Plugin):
     def checkpoint_io(self) -> CheckpointIO:
         """Saves and loads models, optimizers and checkpoints under any layout."""
         # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
-        from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
+        from plugins.hybrid_parallel.elastic.memory_io import MemoryCheckpointIO
 
-        return HybridParallelCheckpointIO(self.grid)
+        return MemoryCheckpointIO(self.grid, self._plans)
 
     # ----- steps of configure -----
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,19 @@ from plugins.hybrid_parallel.distributed.device_mapping import check_mapping
 DEVICE_MAPPING = Rule(
     ((lambda value: isinstance(value, Mapping), "is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}"),),
     {"stage_0": {"shard_0": "cuda:0"}},
+)
+LAYOUTS = Rule(
+    (
+        (
+            lambda value: callable(value) or (isinstance(value, Sequence) and not isinstance(value, str)),
+            "is no list of layouts; use [{'tp_size': 1, 'pp_size': 3}], or a function of the number of ranks",
+        ),
+        (
+            lambda value: callable(value) or all(isinstance(each, Mapping) for each in value),
+            "is no list of mappings; use [{'tp_size': 1, 'pp_size': 3}]",
+        ),
+    ),
+    [{"tp_size": 1, "pp_size": 3}],
 )
 
 
@@ -31,6 +44,8 @@ class ParallelOptions(OptionGroup):
         enable_sequence_parallelism: split activations along the sequence, over the axis that the mode implies.
         sequence_parallelism_mode: "split_gather" or "all_to_all" over `tp_size`; "ring_attn" or "all_to_all" over
             `cp_size`.
+        elastic_layouts: layouts for fewer ranks than an elastic job's `--max-ranks`, as mappings of options: a list, of
+            which the first that fits is taken, or a function of the number of ranks; None for the planner's choice.
         device_mapping: device of each shard, {"stage_0": {"shard_0": "cuda:3", ...}, ...}; None for ranks in order.
     """
 
@@ -42,6 +57,7 @@ class ParallelOptions(OptionGroup):
     dp_size: int | None = option(None, COUNT)
     enable_sequence_parallelism: bool = option(False, SWITCH)
     sequence_parallelism_mode: str = option("split_gather", one_of("split_gather", "all_to_all", "ring_attn"))
+    elastic_layouts: Sequence[Mapping[str, Any]] | Callable[[int], Mapping[str, Any]] | None = option(None, LAYOUTS)
     device_mapping: Mapping[str, Mapping[str, Any]] | None = option(None, DEVICE_MAPPING)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ that were already handed out are loaded and dropped, which repeats their random 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,10 @@ class ShardedDataLoader(DataLoaderShard):
         global_batch_size: samples of a batch over all data-parallel ranks; `dp_size` if the batch size is unknown.
         iterations: number of times that the loader was iterated.
         given: the user's loader.
+        longest: tokens of the longest sample that was handed out; 0 before there was one.
     """
 
-    iterations = 0
+    iterations = longest = 0
     given: DataLoader
     _position = 0  # number of batches of this epoch that were handed out
     _base_seed: int | None = None
@@ -133,6 +134,8 @@ class ShardedDataLoader(DataLoaderShard):
                 continue
             batch = send_to_device(batch, self.device, non_blocking=True)
             self._position += 1
+            if isinstance(batch, Mapping) and "input_ids" in batch:
+                self.longest = max(self.longest, batch["input_ids"].shape[-1])
             yield without_rows(batch) if number in empty else batch
         self.iteration += 1
         self._position, self._is_open = 0, False

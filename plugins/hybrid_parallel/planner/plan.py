@@ -43,6 +43,8 @@ class Job:
         packing: the documents of packed rows; None for one document in each sample.
         quantised: how the frozen base is stored; None if it is not quantised.
         offload: where layouts may offload to if no other layout fits: "cpu" or a directory; None for nowhere.
+        styles: pairs (pipeline schedule, stages per rank); None for all.
+        zero_stages: ZeRO stages; None for all.
     """
 
     world_size: int
@@ -55,6 +57,8 @@ class Job:
     packing: Packing | None = None
     quantised: QuantisedBase | None = None
     offload: str | None = None
+    styles: tuple[tuple[str, int], ...] | None = None
+    zero_stages: tuple[int, ...] | None = None
 
 
 def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) -> tuple[Plan, Device]:
@@ -119,6 +123,7 @@ def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
     node_size = device.node_size if device is not None else job.world_size
     if job.offload == CPU and device is not None and device.type == "cpu":
         raise ConfigurationError(f"offload to '{CPU}' changes nothing on CPU ranks; give a directory")
+    chosen = {"styles": job.styles, "zero_stages": job.zero_stages}
     return Space(
         job.world_size,
         job.global_batch,
@@ -128,6 +133,7 @@ def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
         _context_sizes(model, job),
         node_size=node_size,
         place=job.offload,
+        **{name: value for name, value in chosen.items() if value is not None},
     )
 
 

@@ -60,6 +60,7 @@ class Exchange:
         memory: gives back what has moved.
         device: device of messages.
         group: group of all ranks, for messages on that device.
+        sources: file of a chunk -> ranks that have it; None if the file is the rank.
     """
 
     def __init__(
@@ -70,12 +71,13 @@ class Exchange:
         memory: PresentMemory,
         device: torch.device,
         group: ProcessGroup,
+        sources: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._held, self._manifest, self._freed, self._memory = held, manifest, freed, memory
         self._device, self._group = device, group
         self._rank = dist.get_rank()
-        self._owner = {
-            (name, chunk.offsets): int(chunk.file)
+        self._sources = {
+            (name, chunk.offsets): [int(chunk.file)] if sources is None else sources[chunk.file]
             for name, tensor in manifest.tensors.items()
             for chunk in tensor.chunks
         }
@@ -106,7 +108,8 @@ class Exchange:
         found = []
         for target, parts in enumerate(asked):
             for number, (name, chunk, start, sizes) in enumerate(parts):
-                source = self._owner[name, tuple(chunk)]
+                ranks = self._sources[name, tuple(chunk)]
+                source = target if target in ranks else ranks[target % len(ranks)]
                 dtype = self._manifest.tensors[name].torch_dtype
                 found.append(_Move(source, target, name, tuple(chunk), tuple(start), tuple(sizes), dtype, number))
         return _in_step(sorted(found, key=lambda each: (each.name, each.chunk, each.target, each.number)))

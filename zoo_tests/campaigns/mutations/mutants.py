@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardformer.shard_spec import spec_of
 from zoo_tests.campaigns.mutations.edits import Edit
 from zoo_tests.campaigns.mutations.edits_of_activations import EDITS_OF_ACTIVATIONS
+from zoo_tests.campaigns.mutations.edits_of_elastic import EDITS_OF_ELASTIC
 from zoo_tests.campaigns.mutations.edits_of_experts import EDITS_OF_EXPERTS
 from zoo_tests.campaigns.mutations.edits_of_integrations import EDITS_OF_INTEGRATIONS
 from zoo_tests.campaigns.mutations.edits_of_models import EDITS_OF_MODELS
@@ -252,6 +253,7 @@ MUTANTS: dict[str, Mutant | Edit] = {
     **EDITS_OF_PLUGIN,
     **EDITS_OF_ZERO,
     **EDITS_OF_RELAYOUT,
+    **EDITS_OF_ELASTIC,
     **EDITS_OF_REPRODUCIBLE,
     **EDITS_OF_ACTIVATIONS,
     **EDITS_OF_TRAINERS,

@@ -123,6 +123,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "gradient_checkpointing": ("half", True, 0, -0.5, 1.5, float("nan"), [0.5]),
     "layers_per_stage": ("35", 4, True, (1, 0), (2, 1.5), (-1, 3), [True], {"stage_0": 1}),
     "device_mapping": ("cuda:0", 1, [0], True, float("nan")),
+    "elastic_layouts": ("tp2", 1, True, [2], ["tp2"], {"tp_size": 2}, float("nan")),
     "custom_policy": ("llama", 1, True, object, float("nan")),
     "tp_info": ("llama", 1, True, {}, float("nan")),
     "seed": ("42", True, 1.5, float("nan"), 2**63, [42]),
@@ -134,7 +135,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 48
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 49
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,0 +1,179 @@
+"""Where agents meet: a store that the leader holds, and what they write into it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from booster.elastic.rounds import Decision, Report
+from booster.errors import ConfigurationError
+
+_CONNECT_S = 2.0
+_POLL_S = 0.1
+_LEADER, _COUNT, _DECISION, _JOB, _MODULES = "leader", "count", "decision", "job", "modules"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Host name or address, and port, of a store."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read `HOST:PORT`.
+
+        Raises:
+            ConfigurationError: it has another form.
+        """
+        host, _, port = text.strip().rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigurationError(
+                f"--rdzv-endpoint={text} is not HOST:PORT, or several of them with commas; use one such as node1:29400"
+            )
+        return cls(host, int(port))
+
+    def is_here(self) -> bool:
+        """Return whether this machine has the address."""
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, address in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM):
+                with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+                    probe.bind(address)
+                    return True
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Rendezvous:
+    """An agent's connection to the store of its job.
+
+    Args:
+        endpoints: where the store may be, in order: the first that answers, else the first on this machine.
+        job_id: name of the job, which keeps jobs in one store apart.
+        fingerprint: what all agents of a job have in common.
+        timeout_s: how long to wait for another machine to hold the store.
+
+    Attributes:
+        number: number of this agent among all that the store has seen.
+        leads: whether this agent holds the store.
+        endpoint: where the store is.
+
+    Raises:
+        ConfigurationError: no store answers, or the job there is another one.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[Endpoint], job_id: str, fingerprint: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self._endpoints, self._job_id, self._fingerprint = endpoints, job_id, dict(fingerprint)
+        self._server: dist.Store | None = None
+        self.number, self.leads = 0, False
+        self.meet(timeout_s, waits=False)
+
+    def meet(self, timeout_s: float, waits: bool = True) -> None:
+        """Find the store, or hold it; also after the machine that held it is lost.
+
+        Args:
+            timeout_s: how long to look for it.
+            waits: leave the machines that come earlier in the list the time to hold it.
+        """
+        self._server, self.leads = None, False
+        until = time.monotonic() + timeout_s
+        own = next((index for index, each in enumerate(self._endpoints) if each.is_here()), None)
+        may_hold_at = time.monotonic() + (own if own is not None and waits else 0) * _CONNECT_S
+        while True:
+            if any(self._join(endpoint) for endpoint in self._endpoints):
+                return
+            # At the start of a job only the first holds it: others may be there earlier.
+            may_hold = own is not None and time.monotonic() >= may_hold_at and (own == 0 or waits)
+            if may_hold and self._hold(self._endpoints[own]):
+                return
+            if time.monotonic() > until:
+                raise ConfigurationError(
+                    f"no agent of the job answers at {', '.join(map(str, self._endpoints))}; start one on the first of "
+                    "these machines, or give --rdzv-endpoint the name by which it knows itself"
+                )
+            time.sleep(_POLL_S)
+
+    def _join(self, endpoint: Endpoint) -> bool:
+        try:
+            with socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S):
+                pass
+            timeout = timedelta(seconds=_CONNECT_S)
+            store = dist.TCPStore(endpoint.host, endpoint.port, None, False, timeout, wait_for_workers=False)
+            if not store.check([_JOB]):
+                return False
+            found = store.get(_JOB).decode()
+        except (OSError, dist.DistError):
+            return False
+        if found != self._job_id:
+            raise ConfigurationError(
+                f"another job (--rdzv-id {found}) is at {endpoint}; give each job an --rdzv-endpoint of its own"
+            )
+        self._enter(store, endpoint)
+        self._check_fingerprint(endpoint)
+        return True
+
+    def _check_fingerprint(self, endpoint: Endpoint) -> None:
+        theirs = json.loads(self._store.get(_LEADER))
+        for name, own in self._fingerprint.items():
+            if theirs.get(name) != own:
+                raise ConfigurationError(
+                    f"the job at {endpoint} has the {name} {theirs.get(name)}, and this machine {own}; start the same "
+                    "on all machines, and give another job another --rdzv-endpoint"
+                )
+
+    def _hold(self, endpoint: Endpoint) -> bool:
+        try:
+            self._server = dist.TCPStore(endpoint.host, endpoint.port, None, True, wait_for_workers=False)
+        except (OSError, dist.DistError):
+            return False
+        self.leads = True
+        self._server.set(_LEADER, json.dumps(self._fingerprint))
+        self._enter(self._server, endpoint)
+        self.decide(Decision())
+        self._server.set(_JOB, self._job_id)  # the last: now others find all of it
+        return True
+
+    def _enter(self, store: dist.Store, endpoint: Endpoint) -> None:
+        self._store, self.endpoint = store, endpoint
+        self.number = store.add(_COUNT, 1)
+
+    # ----- messages; all raise DistError or ConnectionError once the store is lost -----
+
+    def report(self, report: Report) -> None:
+        """Tell the leader the state of this agent."""
+        self._store.set(f"report/{self.number}", report.to_json())
+
+    def reports(self) -> dict[int, Report]:
+        """Return the newest reports of all agents."""
+        numbers = range(1, self._store.add(_COUNT, 0) + 1)
+        there = [number for number in numbers if self._store.check([f"report/{number}"])]
+        texts = self._store.multi_get([f"report/{number}" for number in there]) if there else []
+        return dict(zip(there, map(Report.from_json, texts), strict=True))
+
+    def tell_modules(self, names: Sequence[str]) -> None:
+        """Tell machines that join later which modules ranks import."""
+        self._store.set(_MODULES, json.dumps(list(names)))
+
+    def modules(self) -> list[str]:
+        """Return the modules that ranks import; none before an agent has told."""
+        return json.loads(self._store.get(_MODULES)) if self._store.check([_MODULES]) else []
+
+    def decide(self, decision: Decision) -> None:
+        """Tell all agents what to do."""
+        self._store.set(_DECISION, decision.to_json())
+
+    def decision(self) -> Decision:
+        """Return what the leader wants."""
+        return Decision.from_json(self._store.get(_DECISION))

@@ -1,0 +1,82 @@
+"""The layout for fewer ranks than the script's own is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.elastic.layouts import LayoutChoice
+from plugins.hybrid_parallel.elastic.planning import plans
+from zoo_tests.elastic.job import CONFIG
+
+_GIVEN = {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "layers_per_stage": [1, 3], "max_norm": 1.0}
+_PP3 = {"tp_size": 1, "pp_size": 3, "cp_size": 1, "microbatch_size": 2}
+
+
+def _choice(options: dict[str, Any], known: dict[str, Any], global_batch: int | None) -> LayoutChoice:
+    return LayoutChoice(options, HybridParallelConfig.from_options(**options), known, global_batch)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "global_batch", "known", "expected"),
+    [
+        (3, 12, {}, {"tp_size": 1, "pp_size": 1}),
+        (2, 12, {}, {"tp_size": 2, "pp_size": 1}),
+        (3, 8, {}, None),  # three replicas cannot share it
+        (3, 8, {"3": {"options": _PP3}}, {"pp_size": 3, "microbatch_size": 2}),
+        (3, 12, {"3": {"reason": "does not fit"}}, None),
+        (3, None, {}, {"tp_size": 1, "pp_size": 1}),
+    ],
+)
+def test_the_planned_layout_else_a_part_of_the_given_one(
+    world_size: int, global_batch: int | None, known: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    found = _choice(_GIVEN, known, global_batch).best(world_size)
+    if expected is None:
+        assert found is None
+        return
+    assert expected.items() <= found.items()
+    assert found["max_norm"] == 1.0 and "layers_per_stage" not in found and "num_microbatches" not in found
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [[{"tp_size": 2}, {"pp_size": 3}, {}], lambda count: {"pp_size": count}],
+    ids=["list", "function"],
+)
+def test_layouts_of_the_user(layouts: Any) -> None:
+    options = {**_GIVEN, "elastic_layouts": layouts}
+    found = _choice(options, {"3": {"options": {"tp_size": 3}}}, 8).best(3)
+    assert (found["tp_size"], found["pp_size"]) == (1, 3)
+
+
+def test_options_of_sequences_end_with_their_axis() -> None:
+    options = {"tp_size": 2, "enable_sequence_parallelism": True}
+    assert "enable_sequence_parallelism" not in _choice(options, {}, 12).best(1)
+
+
+def test_a_plan_for_three_of_four_ranks() -> None:
+    """Three replicas cannot share eight samples, and three ranks cannot share four heads."""
+    request = {
+        "model": "LlamaForCausalLM",
+        "config": CONFIG,
+        "counts": [3],
+        "global_batch": 8,
+        "length": 9,
+        "precision": "fp32",
+        "zero_stage": 1,
+        "pp_style": "1f1b",
+        "num_chunks": 1,
+        "sequence": False,
+        "recomputation": None,
+        "device": None,
+        "memory": 4e9,
+        "node_size": 4,
+        "largest_cp": 1,
+    }
+    options = plans(request)["3"]["options"]
+    assert (options["tp_size"], options["pp_size"], options["cp_size"]) == (1, 3, 1)
+    assert "gradient_checkpointing" not in options
+    assert "reason" in plans({**request, "memory": 1e4})["3"]

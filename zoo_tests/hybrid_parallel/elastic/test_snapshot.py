@@ -1,0 +1,26 @@
+"""Snapshots in memory, of which a machine's part is lost, against checkpoints on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zoo_tests.harness.case import Recipe
+from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.hybrid_parallel.elastic.lost_machine import train
+from zoo_tests.hybrid_parallel.relayout.chain import train as train_with_checkpoints
+
+_LAYOUTS = ["tp2dp2", "pp2dp2", "dp4 stage 3", "tp2pp2", "tp2pp2", "dp4"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine(precision: str, tmp_path: Path) -> None:
+    recipe = Recipe(family="llama", head="causal_lm", optimizer="adamw", precision=precision, rows=72)
+    runs = run_on_ranks(4, train, recipe, _LAYOUTS, str(tmp_path / "memory"), timeout_s=300.0)
+    expected = run_on_ranks(4, train_with_checkpoints, recipe, _LAYOUTS, {}, str(tmp_path / "disk"), timeout_s=300.0)
+    for (losses, weights), (on_disk, saved) in zip(runs, expected, strict=True):
+        assert losses == on_disk
+        assert weights.keys() == saved.keys()
+        assert all(torch.equal(weights[name], saved[name]) for name in saved)
