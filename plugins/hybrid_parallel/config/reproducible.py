@@ -7,8 +7,8 @@ from typing import Any
 
 # Option -> the value it needs, and why another one is refused.
 _NEEDED: dict[str, tuple[Any, str]] = {
-    "tp_size": (1, "adds up partial products of ranks"),
     "cp_size": (1, "adds up attention over parts of sequences"),
+    "enable_sequence_parallelism": (False, "adds up gradients over parts of sequences"),
     "ep_size": (1, "multiplies the tokens of several ranks at once"),
     "expert_capacity_factor": (None, "drops tokens by the whole batch of a rank"),
     "compile_layers": (False, "chooses kernels by measured time"),

@@ -13,10 +13,10 @@ from zoo_tests.harness.ranks import run_on_ranks
 
 # Family -> its head, and options of its configuration: dropout everywhere, tied weights where there are any.
 FAMILIES: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
-    "bert": ("masked_lm", (("hidden_dropout_prob", 0.1), ("attention_probs_dropout_prob", 0.1))),
-    "llama": ("causal_lm", (("attention_dropout", 0.1), ("tie_word_embeddings", True))),
-    "gpt2": ("lm_head", (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))),
-    "t5": ("generation", (("dropout_rate", 0.1),)),
+    "bert": ("masked_lm", (("hidden_dropout_prob", 0.1), ("attention_probs_dropout_prob", 0.1), ("intermediate_size", 92))),
+    "llama": ("causal_lm", (("attention_dropout", 0.1), ("tie_word_embeddings", True), ("intermediate_size", 84))),
+    "gpt2": ("lm_head", (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1), ("n_inner", 92))),
+    "t5": ("generation", (("dropout_rate", 0.1), ("d_ff", 84))),
     "mixtral": ("causal_lm", (("attention_dropout", 0.1),)),
 }
 ON = ("reproducible", True)

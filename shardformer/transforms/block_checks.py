@@ -1,0 +1,92 @@
+"""Whether a model's tensor-parallel layers can be computed in blocks (`distributed/blocks.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import nn
+
+from shardformer.layers import (
+    ColumnParallelLinear,
+    FusedLayerNorm,
+    FusedRMSNorm,
+    HeadParallelEmbedding,
+    ParallelDropout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLMHead,
+)
+from shardformer.layers.linear import in_features, out_features
+from shardformer.policies.module_edits import shard_own_parameter
+from shardformer.policies.plans.policy import PlanPolicy
+from shardformer.shard_config import ShardConfig
+from shardformer.sharder import ModelSharder
+
+_VOCABULARY = (VocabParallelEmbedding, VocabParallelLMHead)
+_LAYERS = (
+    *_VOCABULARY,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    HeadParallelEmbedding,
+    ParallelDropout,
+    FusedLayerNorm,
+    FusedRMSNorm,
+)
+_STYLES = frozenset(
+    ("colwise", "colwise_gather_output", "colwise_rep", "fused_colwise", "rowwise", "packed_colwise", "packed_rowwise")
+    + ("embedding_rowwise", "embedding_colwise", "dropout", "moe_tp_experts", "skips_idle_casts", "local_params")
+    + ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
+)
+
+
+class _InBlocks(ShardConfig):
+    """Options as if there were so many ranks."""
+
+    count = 1
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.count
+
+
+def block_problems(model: nn.Module, count: int) -> list[str]:
+    """Return the reasons why a whole model cannot be computed in `count` blocks; empty if it can."""
+    config = _InBlocks()
+    config.count = count
+    try:
+        sharder = ModelSharder(model, config)
+        sharder.check()
+    except ValueError as error:
+        return [str(error)]
+    policy = sharder.policy
+    if isinstance(policy, PlanPolicy):
+        unknown = sorted(set(policy.plan.values()) - _STYLES)
+    else:
+        unknown = [name for name, table in sharder.table.items() if table.param_replacement or table.method_replacement]
+    problems = [f"{type(model).__name__} has {unknown[0]}, which computes all heads of a rank at once"] if unknown else []
+    problems += [f"{path} is customized and stays whole" for path in sharder.kept.paths]
+    return problems + list(_of_layers(sharder, count))
+
+
+def _of_layers(sharder: ModelSharder, count: int) -> Iterator[str]:
+    for path, native, replacement in sharder.sub_modules():
+        target, options = replacement.target_module, replacement.kwargs or {}
+        if target is None or target in _VOCABULARY or options.get("divisible_by") or options.get("gather_output"):
+            continue
+        if target not in _LAYERS or options.get("splits_input"):
+            yield f"{path} becomes a {target.__name__}, which computes all heads of a rank at once"
+        elif target in (ColumnParallelLinear, RowParallelLinear):
+            is_row, heads = target is RowParallelLinear, options.get("num_heads")
+            features = in_features(native) if is_row else options.get("part_size") or out_features(native)
+            units = heads or features
+            if units % count and (is_row or count % units):
+                yield f"{path} has {units} {'heads' if heads else 'features'}, which {count} does not divide"
+    for path, module, description in sharder.described():
+        for change in description.param_replacement:
+            if isinstance(change, partial) and change.func is shard_own_parameter:
+                options = change.keywords
+                parameter = getattr(module, options["name"])
+                size = parameter.shape[max(parameter.dim() - options["from_end"], 0)] // options["num_parts"]
+                if size % count:
+                    yield f"{path}.{options['name']} has {size} features, which {count} does not divide"
