@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardformer.attention import log_once, route_own_attention, use_backend, use_sharded_attention
 from shardformer.attention.scores import return_whole_scores
 from shardformer.context_parallel.attention import use_context_attention
-from shardformer.distributed.blocks import rank_of_draws
+from shardformer.distributed.blocks import blocks_of, rank_of_draws
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
 from shardformer.layers.parallel_module import ParallelModule
@@ -81,6 +81,7 @@ class ModelSharder:
         positions = self.policy.position_counter() if self.config.context is not None else None
         if self._cut is not None:
             self._cut.apply()
+            self._tell_blocks()
         self.replace_module()
         if self._is_users_policy:
             keep_head_losses(self.model, self.policy)
@@ -91,6 +92,11 @@ class ModelSharder:
         self._annotate_the_rest()
         self.policy.postprocess()
         return self._shared_parameters(shared)
+
+    def _tell_blocks(self) -> None:
+        received = self.model.stage_views.stage_input
+        received.blocks = blocks_of(self.config.group) if self.config.tensor_parallel_size > 1 else None
+        received.head_inputs = {name for each in self.policy.stages.chain for name in each.head_inputs}
 
     def check(self) -> None:
         """Check the policy against the full model before anything is changed.

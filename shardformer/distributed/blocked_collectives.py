@@ -69,6 +69,11 @@ def joined_blocks(x: Tensor, dim: int) -> Tensor:
     return torch.cat(x.blocks, dim) if isinstance(x, BlockedTensor) else x
 
 
+def divided_by_heads(x: Tensor, blocks: Blocks) -> BlockedTensor:
+    """Return [batch, local heads, ...] as blocks, the reverse of `joined_blocks`."""
+    return BlockedTensor([part.contiguous() for part in x.chunk(len(blocks.local), 1)], blocks)
+
+
 def split_parameter(weight: Tensor, dim: int, slices: Sequence[Sequence[slice]], blocks: Blocks) -> BlockedTensor:
     """Return a parameter's shard as blocks along `dim`, which do not overlap; see `Blocks.slices`."""
     return BlockedTensor(_Split.apply(weight, dim, slices), blocks)

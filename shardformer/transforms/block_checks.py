@@ -64,6 +64,10 @@ def block_problems(model: nn.Module, count: int) -> list[str]:
         unknown = sorted(set(policy.plan.values()) - _STYLES)
     else:
         unknown = [name for name, table in sharder.table.items() if table.param_replacement or table.method_replacement]
+    layouts = policy.stages.chain if policy.stages is not None else []
+    sent = {name for each in layouts for name in (*each.carried_inputs, *each.shared_states)}
+    sent -= {name for each in layouts for name in each.head_inputs}
+    unknown += [f"layers that pass on {name}" for name in sorted(sent)]
     problems = [f"{type(model).__name__} has {unknown[0]}, which computes all heads of a rank at once"] if unknown else []
     problems += [f"{path} is customized and stays whole" for path in sharder.kept.paths]
     return problems + list(_of_layers(sharder, count))
