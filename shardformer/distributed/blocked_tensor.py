@@ -59,7 +59,10 @@ class BlockedTensor(Tensor):
                 f"{func.__name__} reads a value inside of a tensor-parallel region, which reproducible=True computes "
                 "in blocks with other values; use reproducible_blocks=1, or reproducible=False"
             )
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if func is torch.autograd.backward:
+            tensors, kwargs["grad_tensors"] = _each_block_a_root(args[0], kwargs.get("grad_tensors"))
+            return func(tensors, **kwargs)
         example = next(_blocked_in((args, kwargs)))
         results: list[Any] = []
         for index, _ in _streams(example.region) if func in _DRAW else enumerate(example.blocks):
@@ -103,6 +106,17 @@ def _of_block(value: Any, index: int, region: Blocks) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_of_block(each, index, region) for each in value)
     return value
+
+
+def _each_block_a_root(tensors: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None) -> tuple[list, list]:
+    """Return the roots of one backward pass through all blocks, and their gradients."""
+    roots: list[Tensor] = []
+    starts: list[Tensor | None] = []
+    for tensor, grad in zip(tensors, grads or [None] * len(tensors), strict=True):
+        is_blocked = isinstance(tensor, BlockedTensor)
+        roots += tensor.blocks if is_blocked else [tensor]
+        starts += grad.blocks if isinstance(grad, BlockedTensor) else [grad] * (len(tensor.blocks) if is_blocked else 1)
+    return roots, starts
 
 
 def _has_tensor(value: Any) -> bool:

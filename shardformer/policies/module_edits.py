@@ -93,13 +93,17 @@ def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
 
     _share_inputs(experts, group, first=0)
     reduce_output(experts, group)
-    _avoid_unaligned_kernel(experts, num_parts(group))
+    _avoid_unaligned_kernel(experts, num_parts(group), 2 if blocks_of(group) is not None else 8)
 
 
-def _avoid_unaligned_kernel(experts: nn.Module, parts: int) -> None:
-    """Run experts one by one if the local rows are not multiples of 16 bytes, as the grouped matmul requires."""
+def _avoid_unaligned_kernel(experts: nn.Module, parts: int, widest: int) -> None:
+    """Run experts one by one if the local rows are not multiples of 16 bytes, as the grouped matmul requires.
+
+    Args:
+        widest: bytes of a value, if those of a parameter may be rounded to fewer later.
+    """
     stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
-    sizes = [size // parts * parameter.element_size() for parameter in stacked for size in parameter.shape[1:]]
+    sizes = [size // parts * min(parameter.element_size(), widest) for parameter in stacked for size in parameter.shape[1:]]
     if all(size % 16 == 0 for size in sizes) or getattr(experts, "config", None) is None:
         return
     _log.warning(
