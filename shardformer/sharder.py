@@ -192,6 +192,7 @@ class ModelSharder:
 
     @cached_property
     def table(self) -> Mapping[str, ModulePolicyDescription]:
+        """The policy's table, by class names."""
         table = self.policy.module_policy()
         return {key if isinstance(key, str) else key.__name__: description for key, description in table.items()}
 

@@ -82,9 +82,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         valid = [part[:, : stop - start] for part, (start, stop) in zip(logits, ranges, strict=True)]  # without padding
         # A rank whose rows are all padding has no logits but must still join the all-reduce of the maximum.
-        peaks = [part.amax(dim=-1) for part in valid if part.shape[1]] or [
-            logits[0].new_full(labels.shape, -torch.inf)
-        ]
+        peaks = [part.amax(dim=-1) for part in valid if part.shape[1]] or [logits[0].new_full(labels.shape, -torch.inf)]
         peak = reduce(torch.maximum, peaks)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
 

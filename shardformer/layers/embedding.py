@@ -57,7 +57,8 @@ class VocabParallelEmbedding(ParallelModule):
             )
         rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
         part = Part(
-            module.num_embeddings, padded_size=pad_to_multiple(module.num_embeddings, divisible_by * num_parts(process_group))
+            module.num_embeddings,
+            padded_size=pad_to_multiple(module.num_embeddings, divisible_by * num_parts(process_group)),
         )
         spec = ShardSpec(tuple(module.weight.shape), 0, (part,), rank, world_size)
         local = VocabParallelEmbedding(module, shard_parameter(module.weight, spec), process_group)

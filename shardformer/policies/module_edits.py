@@ -103,7 +103,9 @@ def _avoid_unaligned_kernel(experts: nn.Module, parts: int, widest: int) -> None
         widest: bytes of a value, if those of a parameter may be rounded to fewer later.
     """
     stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
-    sizes = [size // parts * min(parameter.element_size(), widest) for parameter in stacked for size in parameter.shape[1:]]
+    sizes = [
+        size // parts * min(parameter.element_size(), widest) for parameter in stacked for size in parameter.shape[1:]
+    ]
     if all(size % 16 == 0 for size in sizes) or getattr(experts, "config", None) is None:
         return
     _log.warning(

@@ -68,7 +68,7 @@ def block_problems(model: nn.Module, count: int) -> list[str]:
     sent = {name for each in layouts for name in (*each.carried_inputs, *each.shared_states)}
     sent -= {name for each in layouts for name in each.head_inputs}
     unknown += [f"layers that pass on {name}" for name in sorted(sent)]
-    problems = [f"{type(model).__name__} has {unknown[0]}, which computes all heads of a rank at once"] if unknown else []
+    problems = [f"{type(model).__name__} has {name}, which a rank computes at once" for name in unknown[:1]]
     problems += [f"{path} is customized and stays whole" for path in sharder.kept.paths]
     return problems + list(_of_layers(sharder, count))
 
@@ -79,7 +79,7 @@ def _of_layers(sharder: ModelSharder, count: int) -> Iterator[str]:
         if target is None or target in _VOCABULARY or options.get("divisible_by") or options.get("gather_output"):
             continue
         if target not in _LAYERS or options.get("splits_input"):
-            yield f"{path} becomes a {target.__name__}, which computes all heads of a rank at once"
+            yield f"{path} becomes a {target.__name__}, which a rank computes at once"
         elif target in (ColumnParallelLinear, RowParallelLinear):
             is_row, heads = target is RowParallelLinear, options.get("num_heads")
             features = in_features(native) if is_row else options.get("part_size") or out_features(native)

@@ -34,6 +34,12 @@ def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
         for name, (needed, why) in _NEEDED.items()
         if options[name] != needed
     ]
+    blocks, tp_size = options["reproducible_blocks"], options["tp_size"]
+    if blocks is not None and blocks % tp_size:
+        problems.append(
+            f"tp_size={tp_size} does not divide reproducible_blocks={blocks}; use "
+            f"reproducible_blocks={1 << (tp_size - 1).bit_length()} in every layout, or another tp_size"
+        )
     precision = options["precision"]
     if precision in _PRECISIONS:
         problems.append(

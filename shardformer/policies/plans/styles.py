@@ -115,7 +115,9 @@ def _hooked(hook: Callable[..., None]) -> Style:
 
 def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
     """Let an attention with built-in dropout draw separate random numbers on each rank, for its own heads."""
-    return lambda module: setattr(module, name, draw_per_rank(getattr(module, name), rank_of_draws(policy.shard_config.group)))
+    return lambda module: setattr(
+        module, name, draw_per_rank(getattr(module, name), rank_of_draws(policy.shard_config.group))
+    )
 
 
 def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
