@@ -71,5 +71,5 @@ class DebugOptions(OptionGroup):
         return [
             f"{name}={getattr(self, name)} needs reproducible=True; use it, or {name}={default}"
             for name, default in defaults.items()
-            if getattr(self, name) != default
+            if (getattr(self, name) or 1) > 1
         ]

@@ -9,7 +9,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, block_group
 from plugins.hybrid_parallel.reproducible.separate_uses import one_use
-from shardformer.transforms.block_checks import block_problems
+from shardformer.block_checks import block_problems
 
 _COUNTS = (4, 2)  # without an option, the first that the model takes
 
