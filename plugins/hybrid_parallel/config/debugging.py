@@ -16,9 +16,13 @@ from plugins.hybrid_parallel.config.option_group import (
     positive,
 )
 
-_POWER = "is not a power of two; use 1, 2, 4 or 8"
 _POWER_OF_TWO = Rule(
-    ((is_integer, _POWER), (lambda value: value > 0 and value & (value - 1) == 0, _POWER)),
+    (
+        (
+            lambda value: is_integer(value) and value > 0 and value.bit_count() == 1,
+            "is not a power of two; use 2, 4 or 8",
+        ),
+    ),
     4,
 )
 

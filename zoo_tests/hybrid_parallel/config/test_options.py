@@ -135,7 +135,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 48
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 49
 
 
 @pytest.mark.parametrize("name", OPTIONS)
