@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plugins.hybrid_parallel.config.option_group import (
     COUNT,
@@ -16,15 +17,12 @@ from plugins.hybrid_parallel.config.option_group import (
     positive,
 )
 
-_POWER_OF_TWO = Rule(
-    (
-        (
-            lambda value: is_integer(value) and value > 0 and value.bit_count() == 1,
-            "is not a power of two; use 2, 4 or 8",
-        ),
-    ),
-    4,
-)
+
+def _is_power_of_two(value: Any) -> bool:
+    return is_integer(value) and value > 0 and value & (value - 1) == 0
+
+
+_POWER_OF_TWO = Rule(((_is_power_of_two, "is not a power of two; use 2, 4 or 8"),), 4)
 
 
 @dataclass(frozen=True, kw_only=True)
