@@ -50,15 +50,12 @@ def cross_entropy_of_tokens(
     logits = _at_least_fp32(logits)
     if vocab_range is None:
         return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
-    parts, (start, stop), width = _parts_of(logits), vocab_range, logits.shape[1]
-    if (blocks := blocks_of(group)) is not None:  # a rank whose rows are all padding has no place in the vocabulary
-        start = blocks.local[0] * width
-    ranges = [(min(first, stop), min(first + width, stop)) for first in range(start, start + len(parts) * width, width)]
-    return _VocabParallelCrossEntropy.apply(labels, ranges, group, ignore_index, *parts)
-
-
-def _parts_of(logits: Tensor) -> Sequence[Tensor]:
-    return logits.blocks if isinstance(logits, BlockedTensor) else (logits,)
+    if not isinstance(logits, BlockedTensor):
+        return _VocabParallelCrossEntropy.apply(labels, [vocab_range], group, ignore_index, logits)
+    # Not from the start of the range: a rank whose rows are all padding has no place in the vocabulary.
+    width, end = logits.blocks[0].shape[1], vocab_range[1]
+    ranges = [(min(block * width, end), min((block + 1) * width, end)) for block in logits.region.local]
+    return _VocabParallelCrossEntropy.apply(labels, ranges, group, ignore_index, *logits.blocks)
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:
