@@ -39,7 +39,8 @@ def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
         )
     if count % tp_size:
         why = next((f", because {reason}" for size, reason in reasons.items() if reason and size <= tp_size), "")
-        other = f"reproducible_blocks={tp_size} in every layout" if not why and asked is None else "reproducible=False"
+        takes = not why and asked is None and tp_size.bit_count() == 1
+        other = f"reproducible_blocks={tp_size} in every layout" if takes else "reproducible=False"
         raise ConfigurationError(
             f"tp_size={tp_size} does not divide the reproducible_blocks={count} of {name}{why}; use a tp_size that "
             f"divides {count}, or {other}"

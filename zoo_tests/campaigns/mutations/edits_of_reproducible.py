@@ -41,7 +41,7 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         "shardformer.distributed.blocks",
         "[first + second for first, second in zip(parts[::2], parts[1::2], strict=True)]",
         "[parts[0] + parts[1], *parts[2:]]",
-        (f"{_SAME}[llama-bf16-tp4]",),
+        (f"{_SAME}[bert-fp32-tp2, zero 3, ordinary loop]",),
     ),
     "blocks draw by their position on the rank": Edit(
         "shardformer.distributed.blocked_tensor",
