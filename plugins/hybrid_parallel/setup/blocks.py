@@ -9,7 +9,8 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, block_group
 from plugins.hybrid_parallel.reproducible.separate_uses import one_use
-from shardformer.block_checks import block_problems
+from shardformer.sharder import ModelSharder
+from shardformer.transforms.block_checks import InBlocks, block_problems
 
 _COUNTS = (4, 2)  # without an option, the first that the model takes
 
@@ -61,4 +62,12 @@ def _problem(model: nn.Module, config: HybridParallelConfig, count: int) -> str:
     opaque = next((option for option, is_set in options.items() if is_set), None)
     if opaque is not None:
         return f"{opaque} does not tell how to compute a layer in blocks"
-    return next(iter(block_problems(model, count)), "").replace("tp_size=", "reproducible_blocks=")
+    shard_config = InBlocks()
+    shard_config.count = count
+    try:
+        sharder = ModelSharder(model, shard_config)
+        sharder.check()
+        problems = block_problems(sharder, count)
+    except ValueError as error:  # no policy, or a layer that cannot be divided
+        problems = [str(error)]
+    return next(iter(problems), "").replace("tp_size=", "reproducible_blocks=")

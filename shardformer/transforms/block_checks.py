@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Protocol
 
 from torch import nn
 
@@ -18,10 +19,11 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.layers.linear import in_features, out_features
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.module_edits import shard_own_parameter
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.shard_config import ShardConfig
-from shardformer.sharder import ModelSharder
+from shardformer.transforms.replicated_layers import KeptLayers
 
 _VOCABULARY = (VocabParallelEmbedding, VocabParallelLMHead)
 _LAYERS = (
@@ -40,25 +42,34 @@ _STYLES = frozenset(
 )
 
 
-class _InBlocks(ShardConfig):
+class InBlocks(ShardConfig):
     """Options as if there were so many ranks."""
 
     count = 1
 
     @property
     def tensor_parallel_size(self) -> int:
+        """Number of parts that each layer is computed in."""
         return self.count
 
 
-def block_problems(model: nn.Module, count: int) -> list[str]:
+class Sharder(Protocol):
+    """The part of `ModelSharder` that is read."""
+
+    model: nn.Module
+    policy: Policy
+    table: Mapping[str, ModulePolicyDescription]
+    kept: KeptLayers
+
+    def described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
+        """Yield the modules that the table describes."""
+
+    def sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
+        """Yield the sub-modules that the table names."""
+
+
+def block_problems(sharder: Sharder, count: int) -> list[str]:
     """Return the reasons why a whole model cannot be computed in `count` blocks; empty if it can."""
-    config = _InBlocks()
-    config.count = count
-    try:
-        sharder = ModelSharder(model, config)
-        sharder.check()
-    except ValueError as error:
-        return [str(error)]
     policy = sharder.policy
     if isinstance(policy, PlanPolicy):
         unknown = sorted(set(policy.plan.values()) - _STYLES)
@@ -68,12 +79,12 @@ def block_problems(model: nn.Module, count: int) -> list[str]:
     sent = {name for each in layouts for name in (*each.carried_inputs, *each.shared_states)}
     sent -= {name for each in layouts for name in each.head_inputs}
     unknown += [f"layers that pass on {name}" for name in sorted(sent)]
-    problems = [f"{type(model).__name__} has {name}, which a rank computes at once" for name in unknown[:1]]
+    problems = [f"{type(sharder.model).__name__} has {name}, which a rank computes at once" for name in unknown[:1]]
     problems += [f"{path} is customized and stays whole" for path in sharder.kept.paths]
     return problems + list(_of_layers(sharder, count))
 
 
-def _of_layers(sharder: ModelSharder, count: int) -> Iterator[str]:
+def _of_layers(sharder: Sharder, count: int) -> Iterator[str]:
     for path, native, replacement in sharder.sub_modules():
         target, options = replacement.target_module, replacement.kwargs or {}
         if target is None or target in _VOCABULARY or options.get("divisible_by") or options.get("gather_output"):
