@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardformer.context_parallel.zigzag import ZigzagSharding
+from shardformer.distributed.blocks import num_parts
 from shardformer.sequence_parallel.split_gather import SequenceParallel
+from shardformer.shard_spec import ShardSpec
 from shardformer.stages.stage import PipelineStageManager
 
 SequenceMode = Literal["split_gather", "all_to_all", "ring_attn"]
@@ -94,10 +96,17 @@ class ShardConfig:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Number of ranks that each weight is sharded over."""
+        """Number of parts that each layer is computed in: ranks, or blocks (`distributed/blocks.py`)."""
         if not self.enable_tensor_parallelism or not dist.is_initialized():
             return 1
-        return dist.get_world_size(self.tensor_parallel_process_group)
+        return num_parts(self.group)
+
+    def replicated_spec(self, parameter: Tensor) -> ShardSpec:
+        """Return the spec of a parameter that is whole on every tensor-parallel rank."""
+        if self.tensor_parallel_size == 1:
+            return ShardSpec(tuple(parameter.shape))
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        return ShardSpec(tuple(parameter.shape), rank=rank, world_size=size)
 
     @property
     def expert_parallel_size(self) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.attention import log_once, route_own_attention, use_backend, use_sharded_attention
 from shardformer.attention.scores import return_whole_scores
 from shardformer.context_parallel.attention import use_context_attention
+from shardformer.distributed.blocks import blocks_of, rank_of_draws
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
 from shardformer.layers.parallel_module import ParallelModule
@@ -24,7 +24,7 @@ from shardformer.policies.user.uniform import UniformPolicy
 from shardformer.sequence_parallel.split_gather import gather_on_entry, slice_positions, wrap_layers
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 from shardformer.shard_config import ShardConfig
-from shardformer.shard_spec import ShardSpec, annotate
+from shardformer.shard_spec import annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder, has_module, replace_module
 from shardformer.transforms.context_parallel import context_problems, share_sequences
 from shardformer.transforms.layout_checks import exchange_problems, router_problems
@@ -81,6 +81,7 @@ class ModelSharder:
         positions = self.policy.position_counter() if self.config.context is not None else None
         if self._cut is not None:
             self._cut.apply()
+            self._tell_blocks()
         self.replace_module()
         if self._is_users_policy:
             keep_head_losses(self.model, self.policy)
@@ -91,6 +92,11 @@ class ModelSharder:
         self._annotate_the_rest()
         self.policy.postprocess()
         return self._shared_parameters(shared)
+
+    def _tell_blocks(self) -> None:
+        received = self.model.stage_views.stage_input
+        received.blocks = blocks_of(self.config.group) if self.config.tensor_parallel_size > 1 else None
+        received.head_inputs = {name for each in self.policy.stages.chain for name in each.head_inputs}
 
     def check(self) -> None:
         """Check the policy against the full model before anything is changed.
@@ -106,7 +112,7 @@ class ModelSharder:
         if self.config.tensor_parallel_size > 1:
             problems += self._check_table()
         if not problems:
-            problems += self._kept.problems(self.model)
+            problems += self.kept.problems(self.model)
         if self.config.uses_ulysses:
             problems += exchange_problems(self.model, self.policy, self.config)
         if self.config.context is not None:
@@ -134,8 +140,8 @@ class ModelSharder:
     def replace_module(self) -> None:
         """Replace sub-modules and attributes as the policy's table specifies."""
         fusions = 0
-        self._kept.tell(type(self.model).__name__)
-        for _, module, description in self._described():
+        self.kept.tell(type(self.model).__name__)
+        for _, module, description in self.described():
             self._apply(module, description)
             fusions += len(description.fusions)
         if self.config.enable_fused_normalization and not self.policy.names_norms:
@@ -172,7 +178,7 @@ class ModelSharder:
             use_context_attention(self.model, self.config.context_parallel_mode, self.config.context)
         if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
             exchange = UlyssesAllToAll(self.config.sequence) if self.config.uses_ulysses else None
-            use_sharded_attention(self.model, dist.get_rank(self.config.group), exchange)
+            use_sharded_attention(self.model, rank_of_draws(self.config.group), exchange)
             return_whole_scores(self.model, self.policy.head_counts().values(), self.config.group)
         elif self.config.enable_flash_attention:
             use_sharded_attention(self.model, 0)
@@ -185,18 +191,19 @@ class ModelSharder:
         return StagePartitioner(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
 
     @cached_property
-    def _table(self) -> Mapping[str, ModulePolicyDescription]:
+    def table(self) -> Mapping[str, ModulePolicyDescription]:
+        """The policy's table, by class names."""
         table = self.policy.module_policy()
         return {key if isinstance(key, str) else key.__name__: description for key, description in table.items()}
 
-    def _described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
+    def described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
         """Yield the modules that the table describes: path, module, description."""
         for path, module in list(self.model.named_modules()):
             if isinstance(module, StagePlaceholder):
                 continue
             # Keys are class names, or paths if the table was lowered from a tensor-parallel plan.
             names = (path, *(cls.__name__ for cls in type(module).__mro__))
-            description = next((self._table[name] for name in names if name in self._table), None)
+            description = next((self.table[name] for name in names if name in self.table), None)
             if description is not None:
                 yield path, module, description
 
@@ -231,7 +238,7 @@ class ModelSharder:
         native = module.get_submodule(replacement.suffix)
         target, new, options = self._target_of(replacement), None, replacement.kwargs or {}
         stays_whole = target is None and self.config.uses_ulysses and _cuts_layer(replacement)
-        if target is not None and native in self._kept:
+        if target is not None and native in self.kept:
             target.keep_whole(native, self.config.group, **options)
         elif target is not None:
             new = for_quantised(target, native).from_native_module(native, self.config.group, **options)
@@ -241,7 +248,7 @@ class ModelSharder:
             self._gather_on_entry(new or native)
         if replacement.partial_gradient or stays_whole:
             for parameter in (new or native).parameters():
-                annotate(parameter, self._replicated_spec(parameter), self.config.group)
+                annotate(parameter, self.config.replicated_spec(parameter), self.config.group)
         return new
 
     def _target_of(self, replacement: SubModuleReplacementDescription) -> type[ParallelModule] | None:
@@ -252,32 +259,27 @@ class ModelSharder:
         return target if self.config.tensor_parallel_size > 1 or not target.needs_axis else None
 
     @cached_property
-    def _kept(self) -> KeptLayers:
+    def kept(self) -> KeptLayers:
         """The layers that the user has customized. First accessed before the model is changed."""
         found = [
             Replacement(path, native, target, replacement.kwargs or {})
-            for path, native, replacement in self._sub_modules()
+            for path, native, replacement in self.sub_modules()
             if (target := self._target_of(replacement)) is not None
         ]
         return KeptLayers(found, self.config)
 
-    def _sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
+    def sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
         """Yield the sub-modules that the table names and the model has: path, module, description."""
-        for path, module, description in self._described():
+        for path, module, description in self.described():
             for replacement in description.sub_module_replacement:
                 if has_module(module, replacement.suffix):
                     native = module.get_submodule(replacement.suffix)
                     yield f"{path}.{replacement.suffix}".lstrip("."), native, replacement
 
-    def _replicated_spec(self, parameter: Tensor) -> ShardSpec:
-        size = self.config.tensor_parallel_size
-        rank = dist.get_rank(self.config.group) if size > 1 else 0
-        return ShardSpec(tuple(parameter.shape), rank=rank, world_size=size)
-
     def _annotate_the_rest(self) -> None:
         for parameter in self.model.parameters():
             if getattr(parameter, "shard_spec", None) is None:
-                annotate(parameter, self._replicated_spec(parameter))
+                annotate(parameter, self.config.replicated_spec(parameter))
 
     # ----- checks -----
 
@@ -297,7 +299,7 @@ class ModelSharder:
 
     def _check_table(self) -> list[str]:
         problems, claimed = [], set()
-        for path, module, description in self._described():
+        for path, module, description in self.described():
             if description.param_replacement:
                 claimed.add(path)
             for replacement in description.sub_module_replacement:
@@ -310,7 +312,7 @@ class ModelSharder:
                     )
         if self.policy.replicate_unlisted:
             return problems
-        kept = self._kept.paths
+        kept = self.kept.paths
         unclaimed = [
             path
             for path in self._layer_modules_with_parameters()

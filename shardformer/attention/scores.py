@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.blocked_collectives import joined_blocks
 from shardformer.distributed.collectives import gather_from_region
 
 _FIELDS = "attentions"  # attentions, cross_attentions, encoder_attentions, ...
@@ -69,6 +70,7 @@ class _ScoreGather:
         return type(value)(map(self.of, value)) if isinstance(value, tuple | list) else value
 
     def _whole(self, scores: Tensor) -> Tensor:
+        scores = joined_blocks(scores, 1) if scores.dim() == 4 else scores
         heads = scores.shape[1] if scores.dim() == 4 else 0
         parts = torch.zeros(dist.get_world_size(self.group), dtype=torch.int64, device=scores.device)
         parts[dist.get_rank(self.group)] = heads

@@ -24,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.blocked_collectives import copy_to_blocks, joined_blocks, reduce_from_blocks
+from shardformer.distributed.blocked_tensor import BlockedTensor
+from shardformer.distributed.blocks import blocks_of
 from shardformer.shard_spec import ShardSpec
 from shardformer.utils.untraced import untraced
 
@@ -187,7 +190,8 @@ class _GatherRows(torch.autograd.Function):
 @untraced
 def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Apply `f`: identity forward, all-reduce backward, because every rank reads the same input."""
-    return _Copy.apply(x, group)
+    blocks = blocks_of(group)
+    return _Copy.apply(x, group) if blocks is None else copy_to_blocks(x, blocks, group)
 
 
 @untraced
@@ -196,6 +200,8 @@ def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
     In place: autograd must not need the value of `x` (true for a matmul's output).
     """
+    if isinstance(x, BlockedTensor):
+        return reduce_from_blocks(x, group)
     # No autograd node: passing the gradient through one would cost as much as the collective.
     dist.all_reduce(x.detach(), group=group)
     return x
@@ -210,7 +216,7 @@ def split_to_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 @untraced
 def gather_from_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """All-gather along `dim` forward, to its size `length` without padding; take this rank's slice backward."""
-    return _Gather.apply(x, dim, group, length)
+    return _Gather.apply(joined_blocks(x, dim), dim, group, length)
 
 
 @untraced

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import in_parallel_region
 from shardformer.layers.parallel_module import ParallelModule
 
@@ -47,7 +47,7 @@ class ParallelDropout(ParallelModule):
     @staticmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup) -> ParallelDropout:
         """Create the layer from `nn.Dropout`."""
-        return ParallelDropout(module.p, dist.get_rank(process_group), module.inplace)
+        return ParallelDropout(module.p, rank_of_draws(process_group), module.inplace)
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of `x`, [batch, seq, hidden]."""

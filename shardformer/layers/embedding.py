@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.blocked_collectives import split_parameter
+from shardformer.distributed.blocks import blocks_of, num_parts
 from shardformer.distributed.collectives import reduce_from_region
 from shardformer.layers.index_range import check_indices
 from shardformer.layers.parallel_module import ParallelModule
@@ -54,7 +57,8 @@ class VocabParallelEmbedding(ParallelModule):
             )
         rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
         part = Part(
-            module.num_embeddings, padded_size=pad_to_multiple(module.num_embeddings, divisible_by * world_size)
+            module.num_embeddings,
+            padded_size=pad_to_multiple(module.num_embeddings, divisible_by * num_parts(process_group)),
         )
         spec = ShardSpec(tuple(module.weight.shape), 0, (part,), rank, world_size)
         local = VocabParallelEmbedding(module, shard_parameter(module.weight, spec), process_group)
@@ -66,7 +70,9 @@ class VocabParallelEmbedding(ParallelModule):
         elsewhere = (ids < self.first_row) | (ids >= self.end_row)
         local_ids = (ids - self.first_row).masked_fill(elsewhere, 0)
         out = embedding(local_ids, self.weight, self._local_padding_idx())
-        return reduce_from_region(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        out = reduce_from_region(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        # The sum is exact, but for -0 + 0 = 0.
+        return out if blocks_of(self.group) is None else out + 0.0
 
     def _local_padding_idx(self) -> int | None:
         """Return the local index of the padding row if it is on this rank; its gradient is zero, as natively."""
@@ -88,9 +94,10 @@ class HeadParallelEmbedding(ParallelModule):
     shards_layer = True
     can_stay_whole = True
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, group: ProcessGroup) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.blocks = weight, blocks_of(group)
+        self._slices = None if self.blocks is None else self.blocks.slices(weight.shard_spec)
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: ProcessGroup) -> HeadParallelEmbedding:
@@ -98,10 +105,12 @@ class HeadParallelEmbedding(ParallelModule):
         positions, heads = module.weight.shape
         rank, world_size = (dist.get_rank(process_group), dist.get_world_size(process_group))
         spec = ShardSpec((positions, heads), 1, (Part(heads),), rank, world_size)
-        return HeadParallelEmbedding(shard_parameter(module.weight, spec))
+        return HeadParallelEmbedding(shard_parameter(module.weight, spec), process_group)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids [batch, seq]: [batch, seq, hidden]."""
+        if self.blocks is not None:
+            return F.embedding(ids, split_parameter(self.weight, 1, self._slices, self.blocks))
         return embedding(ids, self.weight)
 
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.blocked_tensor import BlockedTensor
+from shardformer.distributed.blocks import blocks_of, num_parts
 from shardformer.distributed.collectives import (
     copy_to_region,
     gather_features,
@@ -25,6 +27,7 @@ from shardformer.distributed.collectives import (
     split_features,
 )
 from shardformer.distributed.process_groups import ProcessGroups, new_group
+from shardformer.layers.blocked_linear import BlockedShard, blocked_linear
 from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.autocast import autocast
@@ -71,6 +74,7 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
         self.adds_bias = True  # False if a following activation adds it
         self.full_out_features = weight.shard_spec.full_shape[1 if transposed else 0]
         self._shared_input: SharedInput | None = None
+        self._blocks = blocked_shard(weight, group, 0, transposed)
 
     @staticmethod
     def from_native_module(
@@ -136,6 +140,8 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
 
     def local(self, x: Tensor) -> Tensor:
         """Compute [..., in] -> [..., local out] without communication."""
+        if isinstance(x, BlockedTensor):
+            return blocked_linear(x, self.weight, self.added_bias, self._blocks)
         return self.linear(x, self.matrix, self.added_bias)
 
     @property
@@ -180,6 +186,7 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         self.weight, self.bias = weight, bias
         self.group, self.transposed, self.sequence = group, transposed, sequence
         self.splits_input, self.adds_bias = splits_input, True
+        self._blocks = blocked_shard(weight, group, 1, transposed)
 
     @staticmethod
     def from_native_module(
@@ -231,7 +238,10 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         """Compute [batch, seq, in] -> [batch, seq, out]; which of the two are shards depends on the layer."""
         if self.splits_input:
             x = split_features(x, self.weight.shard_spec, self.group)
-        out = self.linear(x, self.weight.t() if self.transposed else self.weight)
+        if isinstance(x, BlockedTensor):
+            out = blocked_linear(x, self.weight, None, self._blocks)
+        else:
+            out = self.linear(x, self.weight.t() if self.transposed else self.weight)
         out = reduce_from_region(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
 
@@ -300,7 +310,7 @@ def column_spec(
         if num_heads is not None or part_size != features:
             raise ValueError("gather_output=True cannot put fused parts or heads together; use gather_output=False")
         divisible_by = divisible_by or 1  # an all-gather needs equal shards
-    padded = pad_to_multiple(part_size, divisible_by * world_size) if divisible_by else None
+    padded = pad_to_multiple(part_size, divisible_by * num_parts(group)) if divisible_by else None
     unit, copies = 1, 1
     if num_heads is not None:
         unit, copies = part_size // num_heads, max(1, world_size // num_heads)
@@ -347,6 +357,12 @@ def is_transposed(module: nn.Module) -> bool:
     raise TypeError(f"{type(module).__name__} is not a linear layer; name an nn.Linear or a Conv1D in the policy")
 
 
+def blocked_shard(weight: Tensor, group: ProcessGroup, dim: int, transposed: bool) -> BlockedShard | None:
+    """Return the blocks of a sharded weight [out, in], cut along `dim`; None if the axis does not compute in blocks."""
+    blocks = blocks_of(group)
+    return None if blocks is None else BlockedShard.of(blocks, weight.shard_spec, dim, transposed)
+
+
 def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     """Return the `copies` adjacent ranks of `group` that hold the same key/value heads; None if `copies` is 1."""
     if copies == 1:
@@ -364,7 +380,7 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
 @untraced
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
     """Compute [..., in] -> [..., local out] for each layer; all of them read `x`."""
-    if any(layer.multiplies_alone for layer in layers):
+    if blocks_of(layers[0].group) is not None or any(layer.multiplies_alone for layer in layers):
         x = x if layers[0].input_is_gathered else copy_to_region(x, layers[0].group)
         return [layer.local(x) for layer in layers]
     weights = [layer.matrix for layer in layers]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
+from shardformer.distributed.blocks import blocks_of
 from shardformer.layers.linear import ColumnParallelLinear
 from shardformer.layers.replicated_linear import Linear
 from shardformer.utils.derived_modules import derive, replace_modules
@@ -93,7 +94,7 @@ def _deferring_heads(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     for module in model.modules():
         if isinstance(module, VocabParallelLMHead):
             shares = module._shared_input is not None or module.input_is_gathered or not module.adds_bias
-            shares = shares or module.multiplies_alone
+            shares = shares or module.multiplies_alone or blocks_of(module.group) is not None
             if type(module).forward is ColumnParallelLinear.forward and "forward" not in vars(module) and not shares:
                 heads[module] = _DeferringParallelHead
         elif callable(getattr(module, "get_output_embeddings", None)):

@@ -59,11 +59,9 @@ def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
 
 def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_group: ProcessGroup | None = None) -> None:
     """Annotate parameters that have no `ShardSpec` yet as whole on every tensor-parallel rank."""
-    size = config.tensor_parallel_size
-    rank = dist.get_rank(config.group) if size > 1 else 0
     for parameter in parameters:
         if getattr(parameter, "shard_spec", None) is None:
-            annotate(parameter, ShardSpec(tuple(parameter.shape), rank=rank, world_size=size), grad_group)
+            annotate(parameter, config.replicated_spec(parameter), grad_group)
 
 
 def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:

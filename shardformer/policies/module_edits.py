@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.blocked_collectives import split_parameter
+from shardformer.distributed.blocks import Blocks, blocks_of, num_parts
 from shardformer.distributed.collectives import copy_to_region, reduce_from_region
 from shardformer.layers import ParallelDropout
 from shardformer.layers.linear import column_spec, copies_group
@@ -39,6 +41,24 @@ def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts
         parts = (Part(size),)
     spec = ShardSpec(tuple(parameter.shape), dim, parts, dist.get_rank(group), dist.get_world_size(group))
     setattr(owner, name, shard_parameter(parameter, spec))
+    if (blocks := blocks_of(group)) is not None:
+        _read_in_blocks(owner, name, dim, blocks)
+
+
+def _read_in_blocks(owner: nn.Module, name: str, dim: int, blocks: Blocks) -> None:
+    """Let the forward of `owner` see its blocks of a parameter that is sharded along `dim`."""
+    slices = blocks.slices(getattr(owner, name).shard_spec)
+    whole: list[nn.Parameter] = []
+
+    def divide(module: nn.Module, _: tuple) -> None:
+        whole.append(module._parameters[name])
+        module._parameters[name] = split_parameter(whole[-1], dim, slices, blocks)
+
+    def put_back(module: nn.Module, *_: Any) -> None:
+        module._parameters[name] = whole.pop()
+
+    owner.register_forward_pre_hook(divide)
+    owner.register_forward_hook(put_back, always_call=True)
 
 
 def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) -> None:
@@ -73,20 +93,26 @@ def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
 
     _share_inputs(experts, group, first=0)
     reduce_output(experts, group)
-    _avoid_unaligned_kernel(experts, dist.get_world_size(group))
+    _avoid_unaligned_kernel(experts, num_parts(group), 2 if blocks_of(group) is not None else 8)
 
 
-def _avoid_unaligned_kernel(experts: nn.Module, world_size: int) -> None:
-    """Run experts one by one if the local rows are not multiples of 16 bytes, as the grouped matmul requires."""
+def _avoid_unaligned_kernel(experts: nn.Module, parts: int, widest: int) -> None:
+    """Run experts one by one if the local rows are not multiples of 16 bytes, as the grouped matmul requires.
+
+    Args:
+        widest: bytes of a value, if those of a parameter may be rounded to fewer later.
+    """
     stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
-    sizes = [size // world_size * parameter.element_size() for parameter in stacked for size in parameter.shape[1:]]
+    sizes = [
+        size // parts * min(parameter.element_size(), widest) for parameter in stacked for size in parameter.shape[1:]
+    ]
     if all(size % 16 == 0 for size in sizes) or getattr(experts, "config", None) is None:
         return
     _log.warning(
         "the local part of %s is not aligned to 16 bytes: its experts run one by one; an intermediate size that "
-        "%d ranks divide into multiples of 16 bytes is faster",
+        "%d parts divide into multiples of 16 bytes is faster",
         type(experts).__name__,
-        world_size,
+        parts,
     )
     experts.config = copy.copy(experts.config)
     experts.config._experts_implementation = "eager"

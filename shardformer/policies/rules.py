@@ -113,16 +113,14 @@ class ShardingRules:
             names: names of the parameters; they may be missing or be plain numbers.
             partial_gradient: whether a rank applies the parameters to its own heads only.
         """
-        size = self.config.tensor_parallel_size
-        rank = dist.get_rank(self.config.group) if size > 1 else 0
-        is_partial = size > 1 and (partial_gradient or self.config.sequence is not None)
+        is_partial = self.config.tensor_parallel_size > 1 and (partial_gradient or self.config.sequence is not None)
         group = self.config.group if is_partial else None
 
         def declare(module: nn.Module) -> None:
             for name in names:
                 parameter = getattr(module, name, None)
                 if isinstance(parameter, nn.Parameter):
-                    annotate(parameter, ShardSpec(tuple(parameter.shape), rank=rank, world_size=size), group)
+                    annotate(parameter, self.config.replicated_spec(parameter), group)
 
         return [declare]
 

@@ -23,6 +23,7 @@ class StageLayout:
             length of the tuple.
         carried_inputs: names of layer inputs that an earlier layer computes and layers pass on (T5's position bias);
             they are sent between stages.
+        head_inputs: those of `carried_inputs` that a tensor-parallel rank has for its own heads, [batch, heads, ...].
         finished_towers: towers that are finished after these layers: path -> output fields that the next list reads.
         first_inputs: inputs of the model that only the first stage reads (images, which become embeddings there).
         sublayer_lists: lists of further parts of the same layers (XLM's norms and feed-forwards), in the order in
@@ -47,6 +48,7 @@ class StageLayout:
     last: Sequence[str] = ()
     tuple_output: bool | int = False
     carried_inputs: Sequence[str] = ()
+    head_inputs: Sequence[str] = ()
     finished_towers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     first_inputs: Sequence[str] = ()
     sublayer_lists: Sequence[str] = ()

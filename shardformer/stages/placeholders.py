@@ -7,7 +7,7 @@ the stage. Everything the model computes before that layer (masks, scaled embedd
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardformer.distributed.blocked_collectives import divided_by_heads, joined_blocks
+from shardformer.distributed.blocks import Blocks
 from shardformer.stages.shared_states import States, add_received, written
 from shardformer.utils.outer_call import call_through
 
@@ -28,7 +30,12 @@ class StageInput:
         hidden: the received hidden state, [batch, seq, hidden]; None on the first stage.
         carried: further inputs of the layers, by name.
         kept: outputs of modules that have finished, (path, field) -> value.
+        blocks, head_inputs: the blocks of the tensor-parallel axis, and the carried inputs that are divided into them
+            by heads; None and nothing if a rank computes its heads at once.
     """
+
+    blocks: Blocks | None = None
+    head_inputs: Collection[str] = ()
 
     def __init__(self) -> None:
         self.hidden: Tensor | None = None
@@ -44,6 +51,9 @@ class StageInput:
             return
         self.hidden, *rest = message
         self.carried = dict(zip(carried_inputs, rest[: len(carried_inputs)], strict=True))
+        for name in self.head_inputs if self.blocks is not None else ():
+            if self.carried.get(name) is not None:
+                self.carried[name] = divided_by_heads(self.carried[name], self.blocks)
         self.kept = dict(zip(keeps, rest[len(carried_inputs) :], strict=True))
 
     def dummy(self) -> Tensor:
@@ -229,7 +239,7 @@ class Boundary(StagePlaceholder):
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `StageBoundary` with the hidden state, the carried inputs and the kept tower outputs."""
         hidden = self.inputs.get(self.inputs.names[0], args, kwargs)
-        carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]
+        carried = [joined_blocks(self.inputs.get(name, args, kwargs), 1) for name in self.carried_inputs]
         states = {name: self.inputs.get(name, args, kwargs) for name in self.shared_states}
         self.stage_input.kept.update(written(self.shared_states, states))
         raise StageBoundary((hidden, *carried, *[self.stage_input.kept.get(key) for key in self.keeps]))

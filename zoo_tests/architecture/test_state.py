@@ -23,6 +23,7 @@ ALLOWED = {
     "plugins/hybrid_parallel/compat/deepspeed_3d/logits.py:_reading": "a ContextVar: set by a context manager",
     "shardformer/compat/atorch/parallel_groups.py:PROCESS_STATE": "ATorch's own functions take no object",
     "shardformer/cross_entropy/chunking.py:_State": "set by context managers",
+    "shardformer/distributed/blocks.py:_BLOCKS_OF": "released with the process group that it describes",
     "shardformer/distributed/process_groups.py:_OF_WORLD": "released with torch's default process group",
     "shardformer/lazy/recording.py:_is_recording": "a ContextVar: set by a context manager",
     "shardformer/utils/untraced.py:_UNTRACED": "filled by a decorator, when modules are imported",

@@ -34,6 +34,11 @@ def _reference(recipe: Recipe, trial: Trial) -> Bits:
         ("llama", "bf16", Trial("dp2", 2, ordinary_loop=True)),
         ("llama", "bf16", Trial("dp2", 3, accumulation=2)),
         ("llama", "bf16", Trial("dp2", options=(("gradient_checkpointing", "full"),), resumed_from="pp2")),
+        ("llama", "bf16", Trial("tp4")),
+        ("bert", "fp32", Trial("tp2", 3, ordinary_loop=True)),
+        pytest.param("gpt2", "fp32", Trial("tp2pp2"), marks=pytest.mark.slow),
+        pytest.param("t5", "bf16", Trial("tp2pp2"), marks=pytest.mark.slow),
+        pytest.param("mixtral", "fp32", Trial("tp2dp2", 2), marks=pytest.mark.slow),
         pytest.param("bert", "fp32", Trial("pp2dp2"), marks=pytest.mark.slow),
         pytest.param(
             "t5", "fp32", Trial("pp2", options=(("pp_style", "zbv"),), ordinary_loop=True), marks=pytest.mark.slow
@@ -60,12 +65,17 @@ def test_without_the_option_bits_differ() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tp_size": 2}, "tp_size=2 adds up partial products of ranks"),
+        (
+            {"enable_sequence_parallelism": True, "tp_size": 2},
+            "enable_sequence_parallelism=True adds up",
+        ),
         ({"cp_size": 2}, "cp_size=2 adds up attention over parts of sequences"),
         ({"precision": "fp16"}, "precision='fp16' has a loss scale that overflows at other steps"),
         ({"compile_layers": True}, "compile_layers=True chooses kernels by measured time"),
         ({"offload_optimizer": "cpu"}, "offload_optimizer='cpu' adds up gradients outside of the device's memory"),
         ({"reproducible": False, "reproducible_unit": 2}, "reproducible_unit=2 needs reproducible=True"),
+        ({"reproducible": False, "reproducible_blocks": 2}, "reproducible_blocks=2 needs reproducible=True"),
+        ({"reproducible_blocks": 2, "tp_size": 4}, "tp_size=4 does not divide reproducible_blocks=2; use"),
     ],
 )
 def test_options_that_do_not_hold_are_refused(options: dict, said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plugins.hybrid_parallel.config.option_group import (
     COUNT,
@@ -15,6 +16,13 @@ from plugins.hybrid_parallel.config.option_group import (
     option,
     positive,
 )
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return is_integer(value) and value > 0 and value & (value - 1) == 0
+
+
+_POWER_OF_TWO = Rule(((_is_power_of_two, "is not a power of two; use 2, 4 or 8"),), 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,8 @@ class DebugOptions(OptionGroup):
         synchrony_interval: in debug mode, number of steps between two comparisons of parameters over ranks.
         reproducible: train to the same bits under every layout.
         reproducible_unit: number of samples of each pass under `reproducible=True`, the same for all layouts.
+        reproducible_blocks: number of blocks that tensor-parallel layers are computed in under `reproducible=True`, the
+            same for all layouts; `tp_size` divides it. None for 4, or fewer if the model cannot be divided so.
     """
 
     nonfinite: str = option("raise", one_of("raise", "skip", "ignore"))
@@ -53,9 +63,15 @@ class DebugOptions(OptionGroup):
     synchrony_interval: int = option(1, positive(10))
     reproducible: bool = option(False, SWITCH)
     reproducible_unit: int = option(1, COUNT)
+    reproducible_blocks: int | None = option(None, _POWER_OF_TWO)
 
     def conflicts(self) -> list[str]:
         """Return one sentence for each broken rule between these options."""
-        if self.reproducible or self.reproducible_unit <= 1:
+        if self.reproducible:
             return []
-        return [f"reproducible_unit={self.reproducible_unit} needs reproducible=True; use it, or reproducible_unit=1"]
+        defaults = {"reproducible_unit": 1, "reproducible_blocks": None}
+        return [
+            f"{name}={getattr(self, name)} needs reproducible=True; use it, or {name}={default}"
+            for name, default in defaults.items()
+            if (getattr(self, name) or 1) > 1
+        ]

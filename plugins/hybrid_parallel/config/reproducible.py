@@ -7,8 +7,8 @@ from typing import Any
 
 # Option -> the value it needs, and why another one is refused.
 _NEEDED: dict[str, tuple[Any, str]] = {
-    "tp_size": (1, "adds up partial products of ranks"),
     "cp_size": (1, "adds up attention over parts of sequences"),
+    "enable_sequence_parallelism": (False, "adds up gradients over parts of sequences"),
     "ep_size": (1, "multiplies the tokens of several ranks at once"),
     "expert_capacity_factor": (None, "drops tokens by the whole batch of a rank"),
     "compile_layers": (False, "chooses kernels by measured time"),
@@ -34,6 +34,12 @@ def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
         for name, (needed, why) in _NEEDED.items()
         if options[name] != needed
     ]
+    blocks, tp_size = options["reproducible_blocks"], options["tp_size"]
+    if blocks is not None and blocks % tp_size:
+        problems.append(
+            f"tp_size={tp_size} does not divide reproducible_blocks={blocks}; use "
+            f"reproducible_blocks={1 << (tp_size - 1).bit_length()} in every layout, or another tp_size"
+        )
     precision = options["precision"]
     if precision in _PRECISIONS:
         problems.append(

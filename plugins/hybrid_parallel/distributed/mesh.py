@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives
 from plugins.hybrid_parallel.distributed.device import claim_device
+from shardformer.distributed.blocks import compute_in_blocks
 from shardformer.distributed.collectives import world_timeout
 from shardformer.distributed.process_groups import ProcessGroups, new_group
 from shardformer.shard_spec import EXPERTS, TENSOR
@@ -208,6 +210,23 @@ def stage_group(mesh: HybridMesh) -> ProcessGroup:
         return mesh.group(DP_CP)
     stages = mesh.device_mesh.mesh.flatten(1).tolist()
     return mesh.later_groups.get_or_create(("stage",), lambda: _own_group(stages))
+
+
+def block_group(mesh: HybridMesh, count: int, use: Callable[[Tensor], Tensor]) -> ProcessGroup:
+    """Return a group of this rank's tensor-parallel axis that computes in `count` blocks.
+
+    All ranks of the world must call this.
+
+    Args:
+        use: see `Blocks`.
+    """
+
+    def build() -> ProcessGroup:
+        group = _own_group(mesh.device_mesh.mesh.flatten(0, 2).tolist())
+        compute_in_blocks(group, count, use)
+        return group
+
+    return mesh.later_groups.get_or_create(("blocks", count), build)
 
 
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:

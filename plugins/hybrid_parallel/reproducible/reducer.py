@@ -22,7 +22,7 @@ class ExactReducer(GradientReducer):
         """Reduce the remaining buckets; see `GradientReducer.finish`.
 
         Raises:
-            ConfigurationError: if gradients are too large for exact sums; raised on all replicas.
+            ConfigurationError: if gradients are too large for exact sums; raised on all ranks.
         """
         self.launch_rest()
         bounds = torch.stack([bucket.bound for bucket in self.buckets]) if self.buckets else torch.zeros(0)
@@ -30,9 +30,13 @@ class ExactReducer(GradientReducer):
             dist.all_reduce(bounds, group=self.dp_group)
         for bucket, bound in zip(self.buckets, bounds.unbind(), strict=True):
             bucket.bound.copy_(bound)
-            if bucket.tied_group is not None:
-                dist.all_reduce(bucket.bound, group=bucket.tied_group)
+            for group in bucket.sum_groups:
+                dist.all_reduce(bucket.bound, group=group)
         most = max((float(bucket.bound) for bucket in self.buckets if bucket.bound.isfinite()), default=0.0)
+        if dist.get_world_size() > 1:  # other shards may have smaller gradients
+            everywhere = torch.tensor(most, dtype=torch.float64)
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=world_group())
+            most = float(everywhere)
         if most >= LIMIT:
             raise ConfigurationError(
                 f"reproducible=True adds up gradients below {LIMIT:g}, and the largest ones of this step add up to "

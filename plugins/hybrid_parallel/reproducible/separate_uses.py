@@ -32,6 +32,11 @@ class _Use(torch.autograd.Function):
         return None if give_gradient(ctx.parameter, grad) else grad
 
 
+def one_use(parameter: Tensor) -> Tensor:
+    """Return an alias of a parameter, whose gradient is a summand of its own."""
+    return _Use.apply(parameter)
+
+
 def separate_uses(modules: Collection[tuple[str, nn.Module]]) -> None:
     """Give modules that share a parameter aliases of it, in each of their calls that trains.
 

@@ -28,6 +28,7 @@ from plugins.hybrid_parallel.offload.activations import activation_store, check_
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.reproducible.limits import check_reproducible
+from plugins.hybrid_parallel.setup.blocks import tensor_group
 from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
 from plugins.hybrid_parallel.setup.held_values import hold_values
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
@@ -47,6 +48,7 @@ from plugins.hybrid_parallel.zero.grouping import (
 from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention.kernel_limits import AMPERE, capability_of
+from shardformer.distributed.blocks import num_parts
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
 from shardformer.expert_parallel.router_bias import keep_biases_from_optimizer
@@ -315,7 +317,8 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         kernels.enable_all_optimization,
     )
     deals_out = parallel.ep_size > 1 or sharding.expert_capacity_factor is not None
-    is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and not deals_out
+    group = tensor_group(model, config, mesh)
+    is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == num_parts(group) == 1 and not deals_out
     dtype = DTYPES.get(config.mixed_precision.precision)
     needs_policy = sharding.custom_policy is not None or (dtype is not None and needs_policy_in_16_bit(model))
     if is_whole and not needs_policy and not any(changes_layers):
@@ -326,7 +329,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     split = None if split is None else tuple(split)
     with _mistakes():
         shard_config = ShardConfig(
-            tensor_parallel_process_group=mesh.group("tp"),
+            tensor_parallel_process_group=group,
             pipeline_stage_manager=PipelineStageManager(stage, num_stages, split, tuple(further)),
             enable_fused_normalization=kernels.enable_fused_normalization,
             enable_flash_attention=kernels.enable_flash_attention,

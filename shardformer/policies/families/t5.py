@@ -38,7 +38,10 @@ class T5Policy(Policy):
     def stages(self) -> StageLayout:
         """The stage layout of the towers that the model has."""
         has_decoder = hasattr(self.model.get_submodule(self.base_path), "decoder")
-        layer: dict[str, Any] = {"tuple_output": 3, "carried_inputs": ("position_bias",)} if self.shares_biases else {}
+        layer: dict[str, Any] = {}
+        if self.shares_biases:
+            biases = ("position_bias",)
+            layer = {"tuple_output": 3, "carried_inputs": biases, "head_inputs": biases}
         decoder = StageLayout(
             layers="decoder.block",
             first={"decoder.embed_tokens": Received},

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
+from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
 from shardformer.layers.linear import in_features, out_features
@@ -114,7 +115,9 @@ def _hooked(hook: Callable[..., None]) -> Style:
 
 def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
     """Let an attention with built-in dropout draw separate random numbers on each rank, for its own heads."""
-    return lambda module: setattr(module, name, draw_per_rank(getattr(module, name), policy.shard_config.group.rank()))
+    return lambda module: setattr(
+        module, name, draw_per_rank(getattr(module, name), rank_of_draws(policy.shard_config.group))
+    )
 
 
 def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
@@ -125,7 +128,7 @@ def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Chan
     def change(module: nn.Module) -> None:
         layer = getattr(module, name)
         if hasattr(layer, "activation_fn"):  # a layer of this stage, not a placeholder
-            drop_behind_activation(layer, policy.shard_config.group.rank())
+            drop_behind_activation(layer, rank_of_draws(policy.shard_config.group))
 
     return change
 
@@ -136,7 +139,7 @@ def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
 
     def change(module: nn.Module) -> None:
         use_local_biases(getattr(module, name), heads, group)
-        setattr(module, name, draw_per_rank(getattr(module, name), group.rank()))
+        setattr(module, name, draw_per_rank(getattr(module, name), rank_of_draws(group)))
 
     return change
 

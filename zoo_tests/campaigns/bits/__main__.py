@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from math import prod
 
 from zoo_tests.campaigns.bits.cost import seconds_of_steps
 from zoo_tests.campaigns.bits.training import Bits
@@ -18,7 +19,7 @@ from zoo_tests.campaigns.bits.trials import FAMILIES, TRIALS, Trial, recipe_of, 
 from zoo_tests.harness.ranks import RankError, run_on_ranks
 
 _CONTROLS = (Trial("dp2"), Trial("dp4"))
-_TIMED = ((1, 1), (2, 1), (1, 2), (2, 2))  # pipeline stages, replicas
+_TIMED = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2))  # tensor-parallel ranks, stages, replicas
 
 
 def main() -> int:
@@ -66,12 +67,12 @@ def _compare(family: str, precision: str, steps: int, only: str) -> int:
 
 
 def _print_cost() -> None:
-    for pp_size, dp_size in _TIMED:
+    for sizes in _TIMED:
         for unit in (1, 4):
-            found = run_on_ranks(pp_size * dp_size, seconds_of_steps, pp_size, dp_size, unit, timeout_s=600.0)
+            found = run_on_ranks(prod(sizes), seconds_of_steps, *sizes, unit, timeout_s=600.0)
             plain, exact = (max(each) for each in zip(*found, strict=True))
             times = f"{plain:.3f} s without, {exact:.3f} s with the option: {exact / plain:.2f} times"
-            print(f"pp_size={pp_size} dp_size={dp_size} unit={unit} | {times}", flush=True)
+            print("tp_size={} pp_size={} dp_size={}".format(*sizes) + f" unit={unit} | {times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ _CONFIG = {
 }
 
 
-def seconds_of_steps(pp_size: int, dp_size: int, unit: int) -> tuple[float, float]:
+def seconds_of_steps(tp_size: int, pp_size: int, dp_size: int, unit: int) -> tuple[float, float]:
     """Return the seconds of the fastest step on this rank, without and with the option.
 
     Args:
         unit: samples of a pass in both.
     """
-    layout = {"pp_size": pp_size, "max_norm": 1.0, "seed": 3}
+    layout = {"tp_size": tp_size, "pp_size": pp_size, "max_norm": 1.0, "seed": 3}
     plain = _Job(dp_size, microbatch_size=unit, **layout)
     exact = _Job(dp_size, reproducible=True, reproducible_unit=unit, microbatch_size=unit, **layout)
     seconds = [(plain.step(), exact.step()) for _ in range(STEPS)]

@@ -37,4 +37,22 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         "elif bucket.used:",
         (f"{_SAME}[llama-bf16-dp2, gradient_checkpointing=full, first half as pp2]",),
     ),
+    "a rank adds up its blocks one after the other": Edit(
+        "shardformer.distributed.blocks",
+        "[first + second for first, second in zip(parts[::2], parts[1::2], strict=True)]",
+        "[parts[0] + parts[1], *parts[2:]]",
+        (f"{_SAME}[bert-fp32-tp2, zero 3, ordinary loop]",),
+    ),
+    "blocks draw by their position on the rank": Edit(
+        "shardformer.distributed.blocked_tensor",
+        "(block + 1) % 2**62",
+        "(index + 1) % 2**62",
+        (f"{_SAME}[llama-bf16-tp4]",),
+    ),
+    "blocks that copy a key/value head add up their gradients in floating point": Edit(
+        "shardformer.layers.blocked_linear",
+        "parameters = [region.use(weight) for _ in range(num_uses)]",
+        "parameters = [weight for _ in range(num_uses)]",
+        (f"{_SAME}[llama-bf16-tp4]",),
+    ),
 }

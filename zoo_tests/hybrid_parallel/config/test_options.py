@@ -113,6 +113,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
     "moe_router_bias_update_rate": (-1.0, "0.1", True, float("nan"), float("inf"), None),
+    "reproducible_blocks": (*COUNT, 3, 6),
     "initial_scale": (*NUMBER, float("inf"), None),
     "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
     **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
@@ -135,7 +136,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 49
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 50
 
 
 @pytest.mark.parametrize("name", OPTIONS)
