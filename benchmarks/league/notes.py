@@ -18,9 +18,10 @@ SETTINGS = {
     "torch parallelize_module": "transformers' plan of the class, translated style by style; weights are tied again "
     "afterwards, since each module gets a parameter of its own. Styles that torch lacks are refused.",
     "torch pipelining (1 micro-batch)": "`torch.distributed.pipelining.pipeline()` traces the model with its loss and "
-    "splits it in the middle of its layers; GPipe.",
-    "torch pipelining": "as above with two micro-batches. Its loss is the mean over micro-batches, which is another "
-    "loss where these have different numbers of labels.",
+    "splits it in the middle of its layers; GPipe. It is traced without gradients, since `pipeline()` cannot unflatten "
+    "the regions without gradients of rotary embeddings otherwise.",
+    "torch pipelining": "as above with two micro-batches, whose losses its loss function weighs by their numbers of "
+    "labels.",
     "DeepSpeed AutoTP": "DeepSpeed 0.19.8, `tp_model_init` and `initialize` with `autotp_size`; parts of parameters "
     "that it does not gather are concatenated.",
     "NeMo Automodel": "NeMo Automodel 0.7.0 with the transformers that it asks for, 5.18.0, against that version's "

@@ -13,6 +13,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from zoo_tests.campaigns.census.page import outcome_rows, write_section
 from zoo_tests.campaigns.census.verdict import Verdict, read_log
 from zoo_tests.docs.pages import REPOSITORY
@@ -90,17 +92,34 @@ def _installed(release: str) -> Path | None:
     if own == release or own.startswith(f"{release}."):
         return Path()
     folder = _CACHE / release
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     if not (folder / "transformers").exists():
         pattern = release if release.count(".") > 1 else f"{release}.*"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
-        if subprocess.run([*command, "--no-deps", f"transformers=={pattern}"]).returncode:
+        if subprocess.run([*pip, f"transformers=={pattern}"]).returncode:
             return None
-    if _version(folder) is None:  # it asks for other releases of what it needs
-        pinned = [f"{name}=={importlib.metadata.version(name)}" for name in ("numpy", "safetensors")]
-        version = next(folder.glob("transformers-*.dist-info")).name.split("-")[1].removesuffix(".dist")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder)]
-        subprocess.run([*command, f"transformers=={version}", *pinned])
+    if unmet := _unmet(folder):  # each without what it needs itself, which this environment has: pip would seek long
+        subprocess.run([*pip, "--upgrade", *unmet])
     return folder
+
+
+def _unmet(folder: Path) -> list[str]:
+    """What the release in a folder needs in another version than this environment or the folder has."""
+    own = {each.name: each.version for each in importlib.metadata.distributions(path=[str(folder)])}
+    [release] = (each for each in importlib.metadata.distributions(path=[str(folder)]) if each.name == "transformers")
+    found = []
+    for needed in map(Requirement, release.requires or ()):
+        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+            version = own.get(needed.name) or _own_version(needed.name)
+            if version is None or not needed.specifier.contains(version, prereleases=True):
+                found.append(f"{needed.name}{needed.specifier}")
+    return found
+
+
+def _own_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _version(folder: Path) -> str | None:
