@@ -29,7 +29,7 @@ def compare_releases(asked: list[str], layouts: list[str], arguments: argparse.N
     Args:
         asked: releases, as "5.21" (its last patch) or "5.21.0".
         layouts: as of `--layouts`.
-        arguments: of the command; `only`, `jobs`, `limit` and `output` count.
+        arguments: of the command; `only`, `every`, `jobs`, `limit` and `output` count.
 
     Returns:
         Exit status: 1 if a release cannot be had.
@@ -43,13 +43,13 @@ def compare_releases(asked: list[str], layouts: list[str], arguments: argparse.N
             continue
         log = _CACHE / f"census-{version}{_of_state()}.jsonl"
         options = ["--resume", str(log), "--layouts", ",".join(layouts), "--only", arguments.only]
-        options += ["--jobs", str(arguments.jobs), "--limit", str(arguments.limit)]
+        options += ["--jobs", str(arguments.jobs), "--limit", str(arguments.limit), "--every", str(arguments.every)]
         sys.stdout.write(f"----- transformers {version}: {log}\n")
         sys.stdout.flush()
         command = [sys.executable, "-m", "zoo_tests.campaigns.census", *options]
         subprocess.run(command, env=_environment(folder), cwd=REPOSITORY, check=True)
         found[version] = read_log(log)
-    lines = difference(found, layouts)
+    lines = difference(found, layouts, arguments.every)
     if arguments.output is None:
         sys.stdout.write("\n".join(lines) + "\n")
     else:
@@ -57,14 +57,16 @@ def compare_releases(asked: list[str], layouts: list[str], arguments: argparse.N
     return int(len(found) < len(asked))
 
 
-def difference(found: dict[str, dict[str, Verdict]], layouts: list[str]) -> list[str]:
+def difference(found: dict[str, dict[str, Verdict]], layouts: list[str], every: int = 1) -> list[str]:
     """The section: outcomes under the first layout of each release, and what changed from one to the next.
 
     Args:
         found: version -> family/class -> verdict.
         layouts: those that were trained.
+        every: one class in how many was.
     """
-    lines = ["Written by `python -m zoo_tests.campaigns.census --against 5.17,5.21,5.23`."]
+    asked = ",".join(version.rpartition(".")[0] for version in found) + (f" --every {every}" if every > 1 else "")
+    lines = [f"Written by `python -m zoo_tests.campaigns.census --against {asked}`."]
     for version, verdicts in found.items():
         lines += ["", f"transformers {version}, {len(verdicts)} classes:", "", *outcome_rows(verdicts, layouts)]
     for (old, before), (new, after) in pairwise(found.items()):
