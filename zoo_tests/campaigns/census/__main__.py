@@ -1,7 +1,8 @@
 """`python -m zoo_tests.campaigns.census`: train every head class sharded and plainly, and write how many agree.
 
     python -m zoo_tests.campaigns.census --jobs 2 --resume census.jsonl --output docs/results/coverage.md
-        [--only PATTERN] [--every N] [--layouts tp2pp2,tp2,pp2,sp2,cp2] [--known FILE] [--again PATTERN] [--limit SECONDS]
+        [--only PATTERN] [--every N] [--layouts tp2pp2,tp2,pp2,sp2,cp2] [--known FILE] [--again PATTERN]
+        [--limit SECONDS]
     python -m zoo_tests.campaigns.census --against 5.17,5.21,5.23 --jobs 2 --output docs/results/coverage.md
 
 A run that was killed goes on with the same command: `--resume` names the log that it writes after each class and reads

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from zoo_tests.campaigns.census.classes import head_classes
+from zoo_tests.campaigns.census.page import CLASS
 from zoo_tests.campaigns.census.verdict import AXES, EXACT, Share, Verdict, read_log
 from zoo_tests.docs.pages import rows_of
 
@@ -24,6 +25,9 @@ def _read_page(page: Path, layouts: list[str]) -> dict[str, Verdict]:
     failures: dict[str, dict[str, str]] = {}
     for name, where, reason in rows_of(page, "Class"):
         failures.setdefault(name.strip("`"), {})[where] = reason.replace(r"\[", "[")
+    for where, reason, _, names in rows_of(page, "Refused under"):
+        for name in (each.strip("`") for each in names.split(", ")):
+            failures.setdefault(name, {})[where] = reason.replace(CLASS, name).replace(r"\[", "[")
     shares = {name.strip("`"): Share(*map(_fraction, cells)) for name, *cells in rows_of(page, "Divided")}
     trained = {layout for layout, *_ in rows_of(page, "Layout")}
     found = {}

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from zoo_tests.campaigns.census.page import outcome_rows, write_section
 from zoo_tests.campaigns.census.verdict import Verdict, read_log
@@ -106,12 +107,12 @@ def _installed(release: str) -> Path | None:
 
 def _unmet(folder: Path) -> list[str]:
     """What the release in a folder needs in another version than this environment or the folder has."""
-    own = {each.name: each.version for each in importlib.metadata.distributions(path=[str(folder)])}
-    [release] = (each for each in importlib.metadata.distributions(path=[str(folder)]) if each.name == "transformers")
+    own = {canonicalize_name(each.name): each for each in importlib.metadata.distributions(path=[str(folder)])}
     found = []
-    for needed in map(Requirement, release.requires or ()):
+    for needed in map(Requirement, own["transformers"].requires or ()):
         if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-            version = own.get(needed.name) or _own_version(needed.name)
+            held = own.get(canonicalize_name(needed.name))
+            version = held.version if held is not None else _own_version(needed.name)
             if version is None or not needed.specifier.contains(version, prereleases=True):
                 found.append(f"{needed.name}{needed.specifier}")
     return found
