@@ -107,6 +107,9 @@ def _traced(model: nn.Module, batch: Batch, rows: int, split: dict[str, SplitPoi
         if "cannot capture your model" not in str(error):
             raise
         raise RefusedError(f"{str(error).partition('.')[0]}: {error.__cause__}") from error
+    finally:
+        for name in split:  # a second annotation of the same layer would call itself
+            vars(model.get_submodule(name)).pop("forward", None)
 
 
 def _share_parameters(source: nn.Module, target: nn.Module) -> None:
