@@ -37,6 +37,28 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "DogeForCausalLM",
         "The plan cuts the heads of attention, and its dynamic mask (`A`, `dt_proj`) keeps an entry for each of them.",
     ),
+    (
+        "NeMo Automodel",
+        "tp2",
+        "Qwen3MoeForCausalLM",
+        "It has no plan for the class, warns, and applies its default one, which lacks `q_norm` and `k_norm`: they see "
+        "half of the heads on each rank, and their gradients are averaged instead of summed. A script of its calls "
+        "alone also has half of the gradient of both, and the right one for `Qwen3ForCausalLM`.",
+    ),
+    (
+        "NeMo Automodel",
+        "tp2",
+        "(Doge|Kosmos2Text|MiMoV2Flash|OlmoHybrid)ForCausalLM",
+        "It has no plan for the class, warns, and applies its default one, which cuts `q_proj`, `k_proj`, `v_proj` and "
+        "`o_proj`; the class's attention has another form.",
+    ),
+    (
+        "NeMo Automodel",
+        "pp2",
+        "AfmoeForCausalLM|DogeForCausalLM",
+        "Its stages run a forward of its own, of Llama's form, which takes the full causal mask where the class takes "
+        "that of a window. In one process without a pipeline, that forward has other logits, too.",
+    ),
 ]
 
 

@@ -41,7 +41,7 @@ class TorchPipelining(System):
         if pp_size == 1:
             raise RefusedError("it has stages alone")
         if tp_size > 1:
-            raise RefusedError("a traced graph has no modules for a tensor-parallel plan")
+            raise RefusedError("a traced graph keeps the numbers of heads that a tensor-parallel plan divides")
         whole = case.tiny_model.build()
         batches = [case.tiny_model.batch(whole, step, case.rows) for step in range(case.steps)]
         shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
