@@ -38,12 +38,24 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "The plan cuts the heads of attention, and its dynamic mask (`A`, `dt_proj`) keeps an entry for each of them.",
     ),
     (
+        "DeepSpeed AutoTP",
+        "tp2",
+        "WavLMForAudioFrameClassification",
+        "The heads are cut, and the position bias, which the class computes for all of them, is not.",
+    ),
+    (
+        "DeepSpeed AutoTP",
+        "tp2",
+        "CanaryForConditionalGeneration|MobileBertForSequenceClassification",
+        "A layer gets parts where it expects whole inputs, or the reverse: AutoTP tells rows from columns by names.",
+    ),
+    (
         "NeMo Automodel",
         "tp2",
         "Qwen3MoeForCausalLM",
         "It has no plan for the class, warns, and applies its default one, which lacks `q_norm` and `k_norm`: they see "
-        "half of the heads on each rank, and their gradients are averaged instead of summed. A script of its calls "
-        "alone also has half of the gradient of both, and the right one for `Qwen3ForCausalLM`.",
+        "half of the heads on each rank, and their gradients are averaged instead of summed. Qwen3 has a plan, and is "
+        "exact.",
     ),
     (
         "NeMo Automodel",
@@ -54,10 +66,22 @@ _NOTES: list[tuple[str, str, str, str]] = [
     ),
     (
         "NeMo Automodel",
-        "pp2",
+        "tp2",
+        "(PLBart|T5)For.*",
+        "Its groups of FSDP2 part the modules that share an embedding.",
+    ),
+    (
+        "NeMo Automodel",
+        "(tp2)?pp2",
         "AfmoeForCausalLM|DogeForCausalLM",
         "Its stages run a forward of its own, of Llama's form, which takes the full causal mask where the class takes "
         "that of a window. In one process without a pipeline, that forward has other logits, too.",
+    ),
+    (
+        "NeMo Automodel",
+        "(tp2)?pp2",
+        "(GPTNeo|MiMoV2Flash|OlmoHybrid)ForCausalLM",
+        "Its stages run a forward of its own, of Llama's form, which does not fit the class; in one process, too.",
     ),
 ]
 

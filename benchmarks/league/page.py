@@ -103,6 +103,11 @@ def _failures(known: Known, runs: Sequence[Run]) -> list[str]:
         "python -m benchmarks.league --systems SYSTEM --layouts LAYOUT --only '^CLASS$' --path environments",
         "```",
     ]
+    lines += [
+        "",
+        "Whether a script of a library's own calls, without the league, does the same: `benchmarks/league/by_hand.py`.",
+        "Those of DeepSpeed AutoTP and NeMo Automodel that have a note under tp2 were seen there, too.",
+    ]
     lines += ["", "## What is refused", "", "| System | Layout | Message | Classes |", "|---|---|---|---|"]
     return [*lines, *(f"{row} {len(names)} |" for row, names in refusals.items()), ""]
 
