@@ -3,12 +3,12 @@
     python -m zoo_tests.campaigns.census --jobs 2 --resume census.jsonl --output docs/results/coverage.md
         [--only PATTERN] [--every N] [--layouts tp2pp2,tp2,pp2,sp2,cp2] [--known FILE] [--again PATTERN]
         [--limit SECONDS]
-    python -m zoo_tests.campaigns.census --against 5.17,5.21,5.23 --jobs 2 --output docs/results/coverage.md
+    python -m zoo_tests.campaigns.census --against 5.17,5.21,5.23 --jobs 2 --output docs/results/releases.md
 
 A run that was killed goes on with the same command: `--resume` names the log that it writes after each class and reads
 at the start. `--known` reads the log, the output or the page of another run: with `--again '^family/'`, only the
 classes of that family are trained again. `--against` trains the classes of other releases of transformers, and writes
-what differs between them as the last section of the page.
+a page of what differs between them.
 A class is exact under a layout when two losses and all first gradients agree with plain training in fp32.
 """
 

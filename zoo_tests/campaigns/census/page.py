@@ -10,7 +10,6 @@ from statistics import median
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.verdict import AXES, EXACT, OUTCOMES, Share, Verdict, kind_of
 
-VERSIONS = "## Between releases of transformers"  # heading of the last section, which `--against` writes
 CLASS = "CLASS"  # stands for the name of a class in a sentence that several share
 _SHARES = {
     "parameters": "parameters, by two tensor-parallel ranks",
@@ -20,19 +19,10 @@ _SHARES = {
 
 
 def write_page(page: Path, verdicts: dict[HeadClass, Verdict], version: str, layouts: list[str]) -> None:
-    """Write the page; the section on releases stays."""
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    _, heading, section = text.partition(f"{VERSIONS}\n")
+    """Write the page."""
     lines = [*_head(verdicts, version), *_outcomes(verdicts, layouts), *_shares(verdicts), *_kinds(verdicts)]
     lines += [*_failures(verdicts), *_refusals(verdicts), *_divided(verdicts)]
-    page.write_text("\n".join(lines) + "\n" + (f"\n{heading}{section}" if heading else ""), encoding="utf-8")
-
-
-def write_section(page: Path, lines: list[str]) -> None:
-    """Replace the section on releases of transformers, the last one of the page."""
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    before = text.partition(f"{VERSIONS}\n")[0].rstrip("\n")
-    page.write_text(f"{before}\n\n" * bool(before) + "\n".join([VERSIONS, "", *lines]) + "\n", encoding="utf-8")
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def outcome_rows(verdicts: dict[str, Verdict] | dict[HeadClass, Verdict], layouts: list[str]) -> Iterator[str]:

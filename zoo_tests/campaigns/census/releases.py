@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from zoo_tests.campaigns.census.page import outcome_rows, write_section
+from zoo_tests.campaigns.census.page import outcome_rows
 from zoo_tests.campaigns.census.verdict import Verdict, read_log
 from zoo_tests.docs.pages import REPOSITORY
 
@@ -25,7 +25,7 @@ _IMPORTS = "import transformers.modeling_utils; print(transformers.__version__)"
 
 
 def compare_releases(asked: list[str], layouts: list[str], arguments: argparse.Namespace) -> int:
-    """Train the classes of each release, and write what differs as a section of the page.
+    """Train the classes of each release, and write a page of what differs.
 
     Args:
         asked: releases, as "5.21" (its last patch) or "5.21.0".
@@ -51,15 +51,16 @@ def compare_releases(asked: list[str], layouts: list[str], arguments: argparse.N
         subprocess.run(command, env=_environment(folder), cwd=REPOSITORY, check=True)
         found[version] = read_log(log)
     lines = difference(found, layouts, arguments.every)
+    text = "\n".join(lines) + "\n"
     if arguments.output is None:
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write(text)
     else:
-        write_section(arguments.output, lines)
+        arguments.output.write_text(text, encoding="utf-8")
     return int(len(found) < len(asked))
 
 
 def difference(found: dict[str, dict[str, Verdict]], layouts: list[str], every: int = 1) -> list[str]:
-    """The section: outcomes under the first layout of each release, and what changed from one to the next.
+    """The page: outcomes under the first layout of each release, and what changed from one to the next.
 
     Args:
         found: version -> family/class -> verdict.
@@ -67,7 +68,13 @@ def difference(found: dict[str, dict[str, Verdict]], layouts: list[str], every: 
         every: one class in how many was.
     """
     asked = ",".join(version.rpartition(".")[0] for version in found) + (f" --every {every}" if every > 1 else "")
-    lines = [f"Written by `python -m zoo_tests.campaigns.census --against {asked}`."]
+    sample = f" One class in {every} was trained, the same ones of each release." if every > 1 else ""
+    lines = [
+        "# Between releases of transformers",
+        "",
+        f"Written by `python -m zoo_tests.campaigns.census --against {asked} --output docs/results/releases.md`; do",
+        f"not edit. The same census as of [the release in use](coverage.md), with other releases installed.{sample}",
+    ]
     for version, verdicts in found.items():
         lines += ["", f"transformers {version}, {len(verdicts)} classes:", "", *outcome_rows(verdicts, layouts)]
     for (old, before), (new, after) in pairwise(found.items()):
@@ -76,7 +83,7 @@ def difference(found: dict[str, dict[str, Verdict]], layouts: list[str], every: 
         for name in sorted(before.keys() & after.keys()):
             then, now = _told(before[name], layouts), _told(after[name], layouts)
             rows += [f"| `{name}` | {then} | {now} |"] if then != now else []
-        lines += ["", f"### From {old} to {new}", ""]
+        lines += ["", f"## From {old} to {new}", ""]
         lines += [f"| Family/class | {old} | {new} |", "|---|---|---|", *rows] if rows else ["Nothing changed."]
     return lines
 
