@@ -51,7 +51,7 @@ def _head(classes: Sequence[str], every: int) -> list[str]:
         "  from its log.",
         "- *step*: the median time of a step over that of plain training in the same processes, where at least",
         f"  {_LEAST_RATIOS} classes are exact. Tiny models on CPUs show the cost of a call, not that of communication",
-        "  in a large model.",
+        "  in a large model, and a machine that does something else, too, blurs it: compare within a layout.",
         "",
         "Two controls: plain transformers must be exact wherever a class trains plainly, and this package with one",
         "gradient that is 1 % too large must be wrong wherever it is exact otherwise.",
