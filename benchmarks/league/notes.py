@@ -50,6 +50,12 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "A layer gets parts where it expects whole inputs, or the reverse: AutoTP tells rows from columns by names.",
     ),
     (
+        "torch pipelining.*",
+        "pp2",
+        "CanaryForConditionalGeneration",
+        "A traced stage returns a tensor that is not contiguous, and the schedule sends it as it is.",
+    ),
+    (
         "NeMo Automodel",
         "tp2",
         "Qwen3MoeForCausalLM",
