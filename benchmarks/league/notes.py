@@ -52,7 +52,7 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "torch pipelining.*",
         "pp2",
-        "CanaryForConditionalGeneration",
+        "(Canary|MT5)ForConditionalGeneration",
         "A traced stage returns a tensor that is not contiguous, and the schedule sends it as it is.",
     ),
     (
