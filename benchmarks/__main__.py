@@ -11,6 +11,7 @@ import transformers
 
 from benchmarks import (
     activation_memory,
+    add_a_family,
     bare_loop,
     checkpoint_bandwidth,
     checkpoint_state,
@@ -61,6 +62,7 @@ BENCHMARKS = {
     "host_time": host_time,
     "step_profile": step_profile,
     "start_up": start_up,
+    "add_a_family": add_a_family,
     "bare_loop": bare_loop,
     "optimizer_memory": optimizer_memory,
     "single_device": single_device,

@@ -26,6 +26,7 @@ from benchmarks.league.outcome import Outcome
 from benchmarks.league.page import page
 from benchmarks.league.ranks import Ranks
 
+Known = dict[tuple[str, str, str], Outcome]  # (system, layout, class) -> outcome
 NAMES = tuple(SETTINGS)
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
 
@@ -54,20 +55,31 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    """Train what the log does not have; the page is written of what there is, also if the run is interrupted."""
     classes = [each for each in _classes()[:: options.every] if re.search(options.only, each[1])]
     known = _read(options.log)
-    for layout in options.layouts.split(","):
-        tp_size, pp_size = LAYOUTS[layout]
-        systems = sorted(options.systems.split(","), key=lambda system: str(path_of(system, options.path)))
-        for path, group in groupby(systems, key=lambda system: path_of(system, options.path)):
-            ranks, together = Ranks(tp_size * pp_size, path, options.timeout), list(group)
+    try:
+        for layout in options.layouts.split(","):
+            _train(options, layout, classes, known)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command goes on from the log\n")
+    if options.output is not None:
+        options.output.write_text(page(known, [name for _, name in classes], options.every), encoding="utf-8")
+
+
+def _train(options: argparse.Namespace, layout: str, classes: list[tuple[str, str]], known: Known) -> None:
+    """Train the classes under a layout, and add the outcomes to those that are known."""
+    tp_size, pp_size = LAYOUTS[layout]
+    systems = sorted(options.systems.split(","), key=lambda system: str(path_of(system, options.path)))
+    for path, group in groupby(systems, key=lambda system: path_of(system, options.path)):
+        ranks, together = Ranks(tp_size * pp_size, path, options.timeout), list(group)
+        try:
             for (family, name), system in product(classes, together):
                 if (key := (system, layout, name)) not in known:
                     known[key] = ranks.judge(system, family, name, tp_size, pp_size)
                     _write(options.log, key, known[key])
+        finally:
             ranks.stop()
-    if options.output is not None:
-        options.output.write_text(page(known, [name for _, name in classes], options.every), encoding="utf-8")
 
 
 def _classes() -> list[tuple[str, str]]:
@@ -78,7 +90,7 @@ def _classes() -> list[tuple[str, str]]:
     return [tuple(each) for each in json.loads(found.stdout)]
 
 
-def _read(log: Path) -> dict[tuple[str, str, str], Outcome]:
+def _read(log: Path) -> Known:
     lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     return {tuple(key): Outcome(*found) for key, found in map(json.loads, lines)}
 

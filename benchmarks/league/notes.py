@@ -18,9 +18,10 @@ SETTINGS = {
     "torch parallelize_module": "transformers' plan of the class, translated style by style; weights are tied again "
     "afterwards, since each module gets a parameter of its own. Styles that torch lacks are refused.",
     "torch pipelining (1 micro-batch)": "`torch.distributed.pipelining.pipeline()` traces the model with its loss and "
-    "splits it in the middle of its layers; GPipe.",
-    "torch pipelining": "as above with two micro-batches. Its loss is the mean over micro-batches, which is another "
-    "loss where these have different numbers of labels.",
+    "splits it in the middle of its layers; GPipe. It is traced without gradients, since `pipeline()` cannot unflatten "
+    "the regions without gradients of rotary embeddings otherwise.",
+    "torch pipelining": "as above with two micro-batches, whose losses its loss function weighs by their numbers of "
+    "labels.",
     "DeepSpeed AutoTP": "DeepSpeed 0.19.8, `tp_model_init` and `initialize` with `autotp_size`; parts of parameters "
     "that it does not gather are concatenated.",
     "NeMo Automodel": "NeMo Automodel 0.7.0 with the transformers that it asks for, 5.18.0, against that version's "
@@ -35,6 +36,58 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "tp2",
         "DogeForCausalLM",
         "The plan cuts the heads of attention, and its dynamic mask (`A`, `dt_proj`) keeps an entry for each of them.",
+    ),
+    (
+        "DeepSpeed AutoTP",
+        "tp2",
+        "WavLMForAudioFrameClassification",
+        "The heads are cut, and the position bias, which the class computes for all of them, is not.",
+    ),
+    (
+        "DeepSpeed AutoTP",
+        "tp2",
+        "CanaryForConditionalGeneration|MobileBertForSequenceClassification",
+        "A layer gets parts where it expects whole inputs, or the reverse: AutoTP tells rows from columns by names.",
+    ),
+    (
+        "torch pipelining.*",
+        "pp2",
+        "(Canary|MT5)ForConditionalGeneration",
+        "A traced stage returns a tensor that is not contiguous, and the schedule sends it as it is.",
+    ),
+    (
+        "NeMo Automodel",
+        "tp2",
+        "Qwen3MoeForCausalLM",
+        "It has no plan for the class, warns, and applies its default one, which lacks `q_norm` and `k_norm`: they see "
+        "half of the heads on each rank, and their gradients are averaged instead of summed. Qwen3 has a plan, and is "
+        "exact.",
+    ),
+    (
+        "NeMo Automodel",
+        "tp2",
+        "(Doge|Kosmos2Text|MiMoV2Flash|OlmoHybrid)ForCausalLM",
+        "It has no plan for the class, warns, and applies its default one, which cuts `q_proj`, `k_proj`, `v_proj` and "
+        "`o_proj`; the class's attention has another form.",
+    ),
+    (
+        "NeMo Automodel",
+        "tp2",
+        "(PLBart|T5)For.*",
+        "Its groups of FSDP2 part the modules that share an embedding.",
+    ),
+    (
+        "NeMo Automodel",
+        "(tp2)?pp2",
+        "AfmoeForCausalLM|DogeForCausalLM",
+        "Its stages run a forward of its own, of Llama's form, which takes the full causal mask where the class takes "
+        "that of a window. In one process without a pipeline, that forward has other logits, too.",
+    ),
+    (
+        "NeMo Automodel",
+        "(tp2)?pp2",
+        "(GPTNeo|MiMoV2Flash|OlmoHybrid)ForCausalLM",
+        "Its stages run a forward of its own, of Llama's form, which does not fit the class; in one process, too.",
     ),
 ]
 

@@ -51,7 +51,7 @@ def _head(classes: Sequence[str], every: int) -> list[str]:
         "  from its log.",
         "- *step*: the median time of a step over that of plain training in the same processes, where at least",
         f"  {_LEAST_RATIOS} classes are exact. Tiny models on CPUs show the cost of a call, not that of communication",
-        "  in a large model.",
+        "  in a large model, and a machine that does something else, too, blurs it: compare within a layout.",
         "",
         "Two controls: plain transformers must be exact wherever a class trains plainly, and this package with one",
         "gradient that is 1 % too large must be wrong wherever it is exact otherwise.",
@@ -102,6 +102,11 @@ def _failures(known: Known, runs: Sequence[Run]) -> list[str]:
     lines += [
         "python -m benchmarks.league --systems SYSTEM --layouts LAYOUT --only '^CLASS$' --path environments",
         "```",
+    ]
+    lines += [
+        "",
+        "Whether a script of a library's own calls, without the league, does the same: `benchmarks/league/by_hand.py`.",
+        "Those of DeepSpeed AutoTP and NeMo Automodel that have a note under tp2 were seen there, too.",
     ]
     lines += ["", "## What is refused", "", "| System | Layout | Message | Classes |", "|---|---|---|---|"]
     return [*lines, *(f"{row} {len(names)} |" for row, names in refusals.items()), ""]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.pipelining import Pipe, ScheduleGPipe, SplitPoint, pipeline
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.league.outcome import RefusedError, refusals
@@ -24,8 +26,11 @@ Batch = Mapping[str, Any]
 class TorchPipelining(System):
     """torch's `pipeline()`: it traces the model, and splits the graph in front of a layer.
 
+    The trace is made without gradients: a region without them, as transformers' rotary embeddings have, becomes a
+    graph of its own otherwise, which `pipeline()` cannot unflatten.
+
     Args:
-        num_microbatches: of a step. The loss of a step is the mean over micro-batches, as in its documentation.
+        num_microbatches: of a step.
     """
 
     def __init__(self, num_microbatches: int) -> None:
@@ -36,35 +41,82 @@ class TorchPipelining(System):
         if pp_size == 1:
             raise RefusedError("it has stages alone")
         if tp_size > 1:
-            raise RefusedError("a traced graph has no modules for a tensor-parallel plan")
+            raise RefusedError("a traced graph keeps the numbers of heads that a tensor-parallel plan divides")
         whole = case.tiny_model.build()
         batches = [case.tiny_model.batch(whole, step, case.rows) for step in range(case.steps)]
         shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
         with refusals():
-            split = {middle_layer(whole): SplitPoint.BEGINNING}
-            example = {
-                name: first_rows(value, case.rows // self.num_microbatches) for name, value in batches[0].items()
-            }
-            pipe = pipeline(_OnlyLoss(whole), (), example, split_spec={f"model.{k}": v for k, v in split.items()})
-        stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
-        schedule = ScheduleGPipe(stage, self.num_microbatches, loss_fn=lambda output, _: output)
-        return run_stages(stage.submod, _Schedule(schedule, self.num_microbatches), batches, shapes)
+            split = {f"model.{middle_layer(whole)}": SplitPoint.BEGINNING}
+            pipes = [_traced(_OnlyLoss(whole), batch, case.rows // self.num_microbatches, split) for batch in batches]
+        stages = [pipe.build_stage(dist.get_rank(), torch.device("cpu")) for pipe in pipes]
+        for other in stages[1:]:
+            _share_parameters(stages[0].submod, other.submod)
+        weighted = partial(ScheduleGPipe, n_microbatches=self.num_microbatches, loss_fn=lambda x, w: (x * w).sum())
+        schedules = iter([weighted(stage) for stage in stages])
+        return run_stages(stages[0].submod, _Schedules(schedules, whole, self.num_microbatches), batches, shapes)
 
 
-class _Schedule:
-    """A schedule of torch; the targets of its loss function are in the batch that the first stage gets."""
+@dataclass(frozen=True)
+class _Schedules:
+    """Schedules of torch, one a step, since a trace has the shapes of its example.
 
-    def __init__(self, schedule: ScheduleGPipe, num_microbatches: int) -> None:
-        self.schedule, self.num_microbatches = schedule, num_microbatches
+    Labels are in the batch that the first stage gets; the targets of the loss function are weights of micro-batches.
+    """
+
+    schedules: Iterator[ScheduleGPipe]
+    whole: nn.Module
+    num_microbatches: int
 
     def step(self, batch: Batch) -> Tensor:
-        """Run a step; the mean loss of micro-batches on the rank of the last stage."""
+        """Run a step; the loss of the batch on the rank of the last stage."""
+        schedule, losses = next(self.schedules), []
         if dist.get_rank() == 0:
-            self.schedule.step(**batch)
+            schedule.step(**batch)
             return torch.zeros(())
-        losses: list[Tensor] = []
-        self.schedule.step(target=torch.zeros(self.num_microbatches), losses=losses)
+        schedule.step(target=label_weights(self.whole, batch, self.num_microbatches), losses=losses)
         return torch.stack(losses).mean()
+
+
+def label_weights(model: nn.Module, batch: Batch, num_microbatches: int) -> Tensor:
+    """Weights of micro-batches, [num_microbatches], with which the mean of their losses is the mean over all labels.
+
+    It holds for a loss that is a mean over the labels that are not -100.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return torch.ones(num_microbatches)
+    if labels.dim() == 2 and _predicts_next(model):
+        labels = labels[:, 1:]
+    counts = torch.stack([(each != -100).sum() for each in labels.chunk(num_microbatches)])
+    return counts * num_microbatches / counts.sum()
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Whether the loss compares logits with the labels of the next position."""
+    loss = getattr(model, "loss_function", None)
+    return getattr(loss, "__name__", "") == "ForCausalLMLoss" and not model.config.is_encoder_decoder
+
+
+def _traced(model: nn.Module, batch: Batch, rows: int, split: dict[str, SplitPoint]) -> Pipe:
+    """Trace and split a model for batches like this; what cannot be traced is refused in the words of torch."""
+    example = {name: first_rows(value, rows) for name, value in batch.items()}
+    try:
+        with torch.no_grad():
+            return pipeline(model, (), example, split_spec=dict(split))
+    except RuntimeError as error:
+        if "cannot capture your model" not in str(error):
+            raise
+        raise RefusedError(f"{str(error).partition('.')[0]}: {error.__cause__}") from error
+    finally:
+        for name in split:  # a second annotation of the same layer would call itself
+            vars(model.get_submodule(name)).pop("forward", None)
+
+
+def _share_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Give a stage the parameters of another one of the same names."""
+    for name, param in source.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        setattr(target.get_submodule(owner), leaf, param)
 
 
 class _OnlyLoss(nn.Module):
@@ -75,8 +127,11 @@ class _OnlyLoss(nn.Module):
         self.model = model
 
     def forward(self, **batch: Any) -> Tensor:
-        """Return the loss. Later stages get no inputs of the model, so entries become values of the first one."""
-        return self.model(**{name: tree_map_only(Tensor, torch.clone, each) for name, each in batch.items()}).loss
+        """Return the loss, [1], since outputs of micro-batches are concatenated.
+
+        Later stages get no inputs of the model, so entries become values of the first one.
+        """
+        return self.model(**{name: tree_map_only(Tensor, torch.clone, each) for name, each in batch.items()}).loss[None]
 
 
 def run_stages(stage: nn.Module, schedule: Any, batches: list[Batch], shapes: Mapping[str, tuple[int, ...]]) -> Trained:

@@ -12,9 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.league.outcome import CRASHED, HUNG, WRONG, Outcome
+from benchmarks.league.outcome import CRASHED, HUNG, REFUSED, WRONG, Outcome
 
 _START_S = 900.0
+_GRACE_S = 20.0  # for the others, once a rank has failed: a launcher would end them
+_ENDING = (REFUSED, CRASHED)
 
 
 class Ranks:
@@ -59,6 +61,10 @@ class Ranks:
             self.stop()
             return Outcome(CRASHED, "a rank ended")
         answers = self._answers(self.timeout_s)
+        failed = [each for each in (Outcome(*json.loads(answer)) for answer in answers) if each.kind in _ENDING]
+        if len(answers) < self.world_size and failed:
+            self.stop()  # the others wait for it
+            return failed[0]
         if len(answers) < self.world_size:
             ended = any(process.poll() is not None for process in self._processes)
             self.stop()
@@ -111,4 +117,6 @@ class Ranks:
                         return found
                     selector.unregister(key.fileobj)
                     found.append(line)
+                    if json.loads(line)[0] in _ENDING:
+                        end = min(end, time.monotonic() + _GRACE_S)
         return found

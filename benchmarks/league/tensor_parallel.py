@@ -58,6 +58,10 @@ class Accelerate(TransformersPlan):
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=tp_size))
         return accelerator.prepare(super().prepared(whole, tp_size))
 
+    def why_no_stages(self) -> str:
+        """Its stages are for inference."""
+        return "ParallelismConfig has no stages, and prepare_pippy is for inference"
+
 
 class TorchPlan(Library):
     """torch's `parallelize_module` with the plan that transformers has for the class."""

@@ -1,7 +1,7 @@
 """One rank of a league: `python -m benchmarks.league.worker RANK WORLD_SIZE STORE`.
 
-It says `ready`, reads tasks as lines of JSON, `[system, family, class, tp_size, pp_size]`, and answers each with the
-fields of an `Outcome`.
+It says `["ready"]`, reads tasks as lines of JSON, `[system, family, class, tp_size, pp_size]`, and answers each with
+the fields of an `Outcome`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main(rank: str, world_size: str, store: str) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=int(rank), world_size=int(world_size))
-    answers.write("ready\n")
+    answers.write('["ready"]\n')
     answers.flush()
     for line in sys.stdin:
         found: Any = judge(*json.loads(line))

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import numpy
 import pytest
+import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.league.outcome import EXACT, REFUSED, WRONG, Outcome, RefusedError, refusals
+from benchmarks.league import ranks
+from benchmarks.league.outcome import CRASHED, EXACT, REFUSED, WRONG, Outcome, RefusedError, refusals
 from benchmarks.league.page import page
-from benchmarks.league.pipelines import middle_layer
+from benchmarks.league.pipelines import label_weights, middle_layer
 from benchmarks.league.system import assembled
 from benchmarks.league.worker import judge
 from zoo_tests.harness.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize(
-    ("system", "kind"),
-    [("ours", EXACT), ("ours with a fault", WRONG), ("torch parallelize_module", EXACT), ("torch pipelining", REFUSED)],
+    ("system", "pp_size", "kind"),
+    [
+        ("ours", 1, EXACT),
+        ("ours with a fault", 1, WRONG),
+        ("torch parallelize_module", 1, EXACT),
+        ("torch pipelining", 1, REFUSED),
+        pytest.param("torch pipelining", 2, EXACT, marks=pytest.mark.slow),
+    ],
 )
-def test_a_class_is_judged(system: str, kind: str) -> None:
-    for found in run_on_ranks(2, judge, system, "llama", "LlamaForCausalLM", 2, 1, timeout_s=120):
+def test_a_class_is_judged(system: str, pp_size: int, kind: str) -> None:
+    for found in run_on_ranks(2, judge, system, "llama", "LlamaForCausalLM", 2 // pp_size, pp_size, timeout_s=300):
         assert found.kind == kind, found
         assert bool(found.plain_seconds) == (kind == EXACT)
         assert kind != WRONG or "gradient of" in found.why
@@ -34,9 +47,41 @@ def test_a_message_is_a_refusal_and_an_accident_a_crash() -> None:
         raise KeyError("layers")
 
 
+def test_a_rank_that_waits_for_one_that_failed_has_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outcome is that of the rank that failed, whose message would be lost otherwise."""
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.2)
+    for failing in (0, 1):
+        found = _RanksOfScripts(failing).judge("a system", "llama", "LlamaForCausalLM", 1, 2)
+        assert (found.kind, found.why) == (CRASHED, "KeyError: layers")
+
+
+class _RanksOfScripts(ranks.Ranks):
+    """Two ranks that train nothing: one answers that it has crashed, the other never answers."""
+
+    def __init__(self, failing: int) -> None:
+        super().__init__(2, None, timeout_s=60.0)
+        self._failing = failing
+
+    def _start(self) -> None:
+        answer = json.dumps([CRASHED, "KeyError: layers", 0.0, 0.0])
+        for rank in range(2):
+            then = f"print({answer!r}, flush=True)" if rank == self._failing else "time.sleep(60)"
+            script = f"import time; print('[\"ready\"]', flush=True); input(); {then}; time.sleep(60)"
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._processes.append(subprocess.Popen([sys.executable, "-c", script], **pipes))
+
+
+def test_micro_batches_are_weighted_by_their_labels() -> None:
+    labels = torch.tensor([[5, 6, 7], [5, 6, -100], [5, -100, -100], [5, 6, -100]])
+    decoder = LlamaForCausalLM(LlamaConfig(hidden_size=4, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
+    assert label_weights(decoder, {"labels": labels}, 2).tolist() == [1.5, 0.5]  # labels of the next position
+    assert label_weights(nn.Module(), {"labels": labels[:, 0]}, 2).tolist() == [1.0, 1.0]
+    assert label_weights(nn.Module(), {"labels": torch.zeros(4, 3)}, 2).tolist() == [1.0, 1.0]  # no classes
+
+
 def test_parts_of_a_parameter_are_concatenated() -> None:
-    for rank in run_on_ranks(2, _assembled_parts):
-        assert rank.tolist() == [[0, 0], [1, 1]]
+    for found in run_on_ranks(2, _assembled_parts):
+        assert found.tolist() == [[0, 0], [1, 1]]
 
 
 def _assembled_parts() -> numpy.ndarray:

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from zoo_tests.campaigns.census.classes import head_classes
-from zoo_tests.campaigns.census.verdict import EXACT, Share, Verdict, read_log
+from zoo_tests.campaigns.census.page import CLASS
+from zoo_tests.campaigns.census.verdict import AXES, EXACT, Share, Verdict, read_log
 from zoo_tests.docs.pages import rows_of
 
 
@@ -24,14 +25,19 @@ def _read_page(page: Path, layouts: list[str]) -> dict[str, Verdict]:
     failures: dict[str, dict[str, str]] = {}
     for name, where, reason in rows_of(page, "Class"):
         failures.setdefault(name.strip("`"), {})[where] = reason.replace(r"\[", "[")
+    for where, reason, _, names in rows_of(page, "Refused under"):
+        for name in (each.strip("`") for each in names.split(", ")):
+            failures.setdefault(name, {})[where] = reason.replace(CLASS, name).replace(r"\[", "[")
     shares = {name.strip("`"): Share(*map(_fraction, cells)) for name, *cells in rows_of(page, "Divided")}
+    trained = {layout for layout, *_ in rows_of(page, "Layout")}
     found = {}
     for head in head_classes():
         listed = dict(failures.get(head.name, {}))
-        plain = listed.pop("plain", EXACT)
-        judged = {name: listed.get(name, EXACT) for name in layouts} if listed else {layouts[0]: EXACT}
-        share = shares.get(head.name, Share())
-        found[f"{head.family}/{head.name}"] = Verdict(plain, judged if plain == EXACT else {}, share)
+        verdict = Verdict(listed.pop("plain", EXACT), share=shares.get(head.name, Share()))
+        for layout in verdict.missing(layouts):
+            if layout in trained and not verdict.exact_under(layout):
+                verdict.layouts[layout] = listed.get(layout, EXACT)
+        found[f"{head.family}/{head.name}"] = verdict
     return found
 
 
@@ -47,6 +53,8 @@ def _read_output(output: Path, layouts: list[str]) -> dict[str, Verdict]:
             re.findall(rf"(?:^|; )(plain|{'|'.join(layouts)}): (.*?)(?=; (?:{'|'.join(layouts)}): |$)", text)
         )
         plain = reasons.pop("plain", EXACT)
-        judged = {layouts[0]: EXACT} if text == EXACT else {name: reasons.get(name, EXACT) for name in layouts}
+        # It does not tell which layouts were trained beyond the first: those of both axes, if that one failed.
+        told = [name for name in layouts if name in reasons or name in AXES]
+        judged = {layouts[0]: EXACT} if text == EXACT else {name: reasons.get(name, EXACT) for name in told}
         found[name] = Verdict(plain, judged if plain == EXACT else {})
     return found

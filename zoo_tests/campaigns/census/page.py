@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 
 from zoo_tests.campaigns.census.classes import HeadClass
-from zoo_tests.campaigns.census.verdict import EXACT, OUTCOMES, Share, Verdict
+from zoo_tests.campaigns.census.verdict import AXES, EXACT, OUTCOMES, Share, Verdict, kind_of
 
-VERSIONS = "## Between releases of transformers"  # heading of the last section, which `--against` writes
+CLASS = "CLASS"  # stands for the name of a class in a sentence that several share
 _SHARES = {
     "parameters": "parameters, by two tensor-parallel ranks",
     "flops": "FLOPs of matrix products and attention, by two tensor-parallel ranks",
@@ -19,19 +19,10 @@ _SHARES = {
 
 
 def write_page(page: Path, verdicts: dict[HeadClass, Verdict], version: str, layouts: list[str]) -> None:
-    """Write the page; the section on releases stays."""
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    _, heading, section = text.partition(f"{VERSIONS}\n")
+    """Write the page."""
     lines = [*_head(verdicts, version), *_outcomes(verdicts, layouts), *_shares(verdicts), *_kinds(verdicts)]
-    lines += [*_failures(verdicts), *_divided(verdicts)]
-    page.write_text("\n".join(lines) + "\n" + (f"\n{heading}{section}" if heading else ""), encoding="utf-8")
-
-
-def write_section(page: Path, lines: list[str]) -> None:
-    """Replace the section on releases of transformers, the last one of the page."""
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    before = text.partition(f"{VERSIONS}\n")[0].rstrip("\n")
-    page.write_text(f"{before}\n\n" * bool(before) + "\n".join([VERSIONS, "", *lines]) + "\n", encoding="utf-8")
+    lines += [*_failures(verdicts), *_refusals(verdicts), *_divided(verdicts)]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def outcome_rows(verdicts: dict[str, Verdict] | dict[HeadClass, Verdict], layouts: list[str]) -> Iterator[str]:
@@ -63,7 +54,7 @@ def _head(verdicts: dict[HeadClass, Verdict], version: str) -> list[str]:
 def _outcomes(verdicts: dict[HeadClass, Verdict], layouts: list[str]) -> list[str]:
     return [
         "A refusal is one sentence before any training. A class that is exact under tp2·pp2 is counted as exact under",
-        "tp2 and pp2. sp2 is tp2 with sequence parallelism.",
+        "tp2 and pp2. sp2 is tp2 with sequence parallelism, cp2 two ranks that share each sequence.",
         "",
         *outcome_rows(verdicts, layouts),
         "",
@@ -97,9 +88,28 @@ def _failures(verdicts: dict[HeadClass, Verdict]) -> list[str]:
     lines = ["## Those that do not, and why", "", "| Class | Where | Reason |", "|---|---|---|"]
     for head, verdict in verdicts.items():
         for where, reason in verdict.failures():
-            shown = reason.replace("[", r"\[")  # Markdown takes [a][b] for a link
-            lines.append(f"| `{head.name}` | {where} | {shown} |")
+            if not _is_grouped(where, reason):
+                shown = reason.replace("[", r"\[")  # Markdown takes [a][b] for a link
+                lines.append(f"| `{head.name}` | {where} | {shown} |")
     return lines
+
+
+def _refusals(verdicts: dict[HeadClass, Verdict]) -> list[str]:
+    """What layouts beyond `AXES` refuse, by sentence: many families have no sequence to divide."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for head, verdict in verdicts.items():
+        for where, reason in verdict.failures():
+            if _is_grouped(where, reason):
+                sentence = reason.replace(head.name, CLASS).replace("[", r"\[")
+                names.setdefault((where, sentence), []).append(f"`{head.name}`")
+    ordered = sorted(names.items(), key=lambda item: (item[0][0], -len(item[1])))
+    rows = [f"| {where} | {reason} | {len(each)} | {', '.join(each)} |" for (where, reason), each in ordered]
+    titles = "| Refused under | Reason | Number | Classes |"
+    return ["", "## What sp2 and cp2 refuse", "", titles, "|---|---|---|---|", *rows] if rows else []
+
+
+def _is_grouped(where: str, reason: str) -> bool:
+    return where not in ("plain", *AXES) and kind_of(reason) == "refused"
 
 
 def _divided(verdicts: dict[HeadClass, Verdict]) -> list[str]:

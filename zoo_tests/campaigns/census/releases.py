@@ -13,7 +13,10 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from zoo_tests.campaigns.census.page import outcome_rows, write_section
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from zoo_tests.campaigns.census.page import outcome_rows
 from zoo_tests.campaigns.census.verdict import Verdict, read_log
 from zoo_tests.docs.pages import REPOSITORY
 
@@ -22,12 +25,12 @@ _IMPORTS = "import transformers.modeling_utils; print(transformers.__version__)"
 
 
 def compare_releases(asked: list[str], layouts: list[str], arguments: argparse.Namespace) -> int:
-    """Train the classes of each release, and write what differs as a section of the page.
+    """Train the classes of each release, and write a page of what differs.
 
     Args:
         asked: releases, as "5.21" (its last patch) or "5.21.0".
         layouts: as of `--layouts`.
-        arguments: of the command; `only`, `jobs`, `limit` and `output` count.
+        arguments: of the command; `only`, `every`, `jobs`, `limit` and `output` count.
 
     Returns:
         Exit status: 1 if a release cannot be had.
@@ -41,28 +44,37 @@ def compare_releases(asked: list[str], layouts: list[str], arguments: argparse.N
             continue
         log = _CACHE / f"census-{version}{_of_state()}.jsonl"
         options = ["--resume", str(log), "--layouts", ",".join(layouts), "--only", arguments.only]
-        options += ["--jobs", str(arguments.jobs), "--limit", str(arguments.limit)]
+        options += ["--jobs", str(arguments.jobs), "--limit", str(arguments.limit), "--every", str(arguments.every)]
         sys.stdout.write(f"----- transformers {version}: {log}\n")
         sys.stdout.flush()
         command = [sys.executable, "-m", "zoo_tests.campaigns.census", *options]
         subprocess.run(command, env=_environment(folder), cwd=REPOSITORY, check=True)
         found[version] = read_log(log)
-    lines = difference(found, layouts)
+    lines = difference(found, layouts, arguments.every)
+    text = "\n".join(lines) + "\n"
     if arguments.output is None:
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write(text)
     else:
-        write_section(arguments.output, lines)
+        arguments.output.write_text(text, encoding="utf-8")
     return int(len(found) < len(asked))
 
 
-def difference(found: dict[str, dict[str, Verdict]], layouts: list[str]) -> list[str]:
-    """The section: outcomes under the first layout of each release, and what changed from one to the next.
+def difference(found: dict[str, dict[str, Verdict]], layouts: list[str], every: int = 1) -> list[str]:
+    """The page: outcomes under the first layout of each release, and what changed from one to the next.
 
     Args:
         found: version -> family/class -> verdict.
         layouts: those that were trained.
+        every: one class in how many was.
     """
-    lines = ["Written by `python -m zoo_tests.campaigns.census --against 5.17,5.21,5.23`."]
+    asked = ",".join(version.rpartition(".")[0] for version in found) + (f" --every {every}" if every > 1 else "")
+    sample = f" One class in {every} was trained, the same ones of each release." if every > 1 else ""
+    lines = [
+        "# Between releases of transformers",
+        "",
+        f"Written by `python -m zoo_tests.campaigns.census --against {asked} --output docs/results/releases.md`; do",
+        f"not edit. The same census as of [the release in use](coverage.md), with other releases installed.{sample}",
+    ]
     for version, verdicts in found.items():
         lines += ["", f"transformers {version}, {len(verdicts)} classes:", "", *outcome_rows(verdicts, layouts)]
     for (old, before), (new, after) in pairwise(found.items()):
@@ -71,7 +83,7 @@ def difference(found: dict[str, dict[str, Verdict]], layouts: list[str]) -> list
         for name in sorted(before.keys() & after.keys()):
             then, now = _told(before[name], layouts), _told(after[name], layouts)
             rows += [f"| `{name}` | {then} | {now} |"] if then != now else []
-        lines += ["", f"### From {old} to {new}", ""]
+        lines += ["", f"## From {old} to {new}", ""]
         lines += [f"| Family/class | {old} | {new} |", "|---|---|---|", *rows] if rows else ["Nothing changed."]
     return lines
 
@@ -90,17 +102,34 @@ def _installed(release: str) -> Path | None:
     if own == release or own.startswith(f"{release}."):
         return Path()
     folder = _CACHE / release
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     if not (folder / "transformers").exists():
         pattern = release if release.count(".") > 1 else f"{release}.*"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
-        if subprocess.run([*command, "--no-deps", f"transformers=={pattern}"]).returncode:
+        if subprocess.run([*pip, f"transformers=={pattern}"]).returncode:
             return None
-    if _version(folder) is None:  # it asks for other releases of what it needs
-        pinned = [f"{name}=={importlib.metadata.version(name)}" for name in ("numpy", "safetensors")]
-        version = next(folder.glob("transformers-*.dist-info")).name.split("-")[1].removesuffix(".dist")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder)]
-        subprocess.run([*command, f"transformers=={version}", *pinned])
+    if unmet := _unmet(folder):  # each without what it needs itself, which this environment has: pip would seek long
+        subprocess.run([*pip, "--upgrade", *unmet])
     return folder
+
+
+def _unmet(folder: Path) -> list[str]:
+    """What the release in a folder needs in another version than this environment or the folder has."""
+    own = {canonicalize_name(each.name): each for each in importlib.metadata.distributions(path=[str(folder)])}
+    found = []
+    for needed in map(Requirement, own["transformers"].requires or ()):
+        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+            held = own.get(canonicalize_name(needed.name))
+            version = held.version if held is not None else _own_version(needed.name)
+            if version is None or not needed.specifier.contains(version, prereleases=True):
+                found.append(f"{needed.name}{needed.specifier}")
+    return found
+
+
+def _own_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _version(folder: Path) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.jobs import judged
 from zoo_tests.campaigns.census.known import known_from
-from zoo_tests.campaigns.census.page import write_page, write_section
+from zoo_tests.campaigns.census.page import write_page
 from zoo_tests.campaigns.census.releases import difference
 from zoo_tests.campaigns.census.verdict import NO_ANSWER, NO_PLAN, Share, Verdict, append, kind_of, read_log
 
@@ -57,14 +57,18 @@ def test_a_log_that_was_cut_short_is_read_and_continued(tmp_path: Path) -> None:
     assert read_log(log) == {"a/A": _FAILING, "c/C": _FAILING}
 
 
-def test_the_page_reads_back_and_keeps_its_section(tmp_path: Path) -> None:
-    page, heads = tmp_path / "page.md", head_classes()[:3]
+def test_the_page_reads_back(tmp_path: Path) -> None:
+    page, heads = tmp_path / "page.md", head_classes()[:4]
     told = [_FAILING, Verdict("needs [a][b]"), Verdict("exact", {"tp2pp2": "exact"}, Share(0.25, None, 0.75))]
-    write_section(page, ["the section"])
-    write_page(page, dict(zip(heads, told, strict=True)), "5.0", _LAYOUTS)
-    assert page.read_text().endswith("## Between releases of transformers\n\nthe section\n")
-    assert "| tp2 | 2 | 0 | 0 | 0 | 0 | 1 |" in page.read_text()
-    found = known_from(page, _LAYOUTS)
+    refused = [f"booster.errors.ConfigurationError: cp_size=2 cannot share {head.name}[0]" for head in heads]
+    told.append(Verdict("exact", {"tp2pp2": "exact", "cp2": refused[3]}))
+    told[0].layouts["cp2"], told[2].layouts["cp2"] = refused[0], "exact"
+    write_page(page, dict(zip(heads, told, strict=True)), "5.0", [*_LAYOUTS, "cp2"])
+    assert "| tp2 | 3 | 0 | 0 | 0 | 0 | 1 |" in page.read_text()
+    assert "| cp2 | 1 | 0 | 2 | 0 | 0 | 1 |" in page.read_text()
+    both = f"| 2 | `{heads[0].name}`, `{heads[3].name}` |"
+    assert rf"| cp2 | booster.errors.ConfigurationError: cp_size=2 cannot share CLASS\[0] {both}" in page.read_text()
+    found = known_from(page, [*_LAYOUTS, "sp2", "cp2"])  # the page says nothing of sp2
     assert [found[f"{head.family}/{head.name}"] for head in heads] == told
 
 
@@ -73,7 +77,7 @@ def test_releases_are_compared() -> None:
     lines = difference(
         {"5.1": {"a": exact, "b": exact, "d": exact}, "5.2": {"a": refused, "c": exact, "d": exact}}, _LAYOUTS
     )
-    assert lines[lines.index("### From 5.1 to 5.2") + 4 :] == [
+    assert lines[lines.index("## From 5.1 to 5.2") + 4 :] == [
         "| `c` | new | exact |",
         "| `b` | exact | gone |",
         "| `a` | exact | tp2pp2 refused, tp2 exact |",

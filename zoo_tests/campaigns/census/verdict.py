@@ -12,8 +12,8 @@ NO_ANSWER = "a rank did not answer"
 NO_PLAN = "neither a policy nor a plan of its own"
 # In the order of the columns of the page.
 OUTCOMES = ("exact", "differs", "refused", "crashed", "no answer", "does not train plainly")
-_BOTH_AXES = "tp2pp2"
-_EACH_AXIS = ("tp2", "pp2")
+_BOTH_AXES, _EACH_AXIS = "tp2pp2", ("tp2", "pp2")
+AXES = (_BOTH_AXES, *_EACH_AXIS)  # the layouts of which each class has an outcome
 
 
 @dataclass

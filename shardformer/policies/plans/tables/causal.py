@@ -10,7 +10,7 @@ from shardformer.loss.heads import own_loss
 from shardformer.loss.text import causal_lm, classes_of_tokens, masked_lm
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
-from shardformer.stages.stage import Received, ReceivedUnpadded, ZeroEmbedding
+from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded, ZeroEmbedding
 
 _ATTENTION = self_attention("o_proj")
 _W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
@@ -200,6 +200,7 @@ PLANS = {
     "deepseek_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}),
     "glm5_next": DeclaredPlan(None, layers="language_model.layers", first={"embed_tokens": ReceivedUnpadded}),
     "hy_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}, carried_inputs=("prev_topk_indices",)),
+    "inkling": DeclaredPlan(None, first={"embed_norm": IdentityPlaceholder}),  # registered after the layers in 5.17
     "inkling2": DeclaredPlan(None, kept_outputs=_block_inputs),
     "hrm_text": DeclaredPlan(None, pipelined=False),  # alternates between its two layer lists
     # Attention is replicated if heads are mixed in another way.
