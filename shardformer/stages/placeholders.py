@@ -289,8 +289,26 @@ def keep_output(module: nn.Module, path: str, fields: Sequence[str], stage_input
     module.register_forward_hook(remember)
 
 
+def hook_captured_outputs(model: nn.Module) -> None:
+    """Register the hooks that collect hidden states now: later, layers of other stages are placeholders.
+
+    transformers registers them in the first pass that asks for hidden states.
+    """
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    if isinstance(model, PreTrainedModel):
+        maybe_install_capturing_hooks(model)
+
+
 def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
-    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type."""
+    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type.
+
+    The hooks that collect hidden states collect the output of the placeholder.
+    """
+    for key, hook in native._forward_hooks.items():
+        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+            stand_in._forward_hooks[key] = hook
     known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
     known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
     simple = {name: value for name, value in known.items() if isinstance(value, (int, float, str, tuple))}

@@ -34,11 +34,13 @@ from shardformer.stages.placeholders import (
     UnreachablePlaceholder,
     ZeroEmbedding,
     enter_at,
+    hook_captured_outputs,
     keep_output,
     with_attributes,
 )
 from shardformer.stages.shared_states import Key, state_keys
 from shardformer.stages.virtual_stages import Place, VirtualStage, VirtualStages
+from shardformer.utils.module_paths import has_module
 
 __all__ = [
     "ZeroEmbedding",
@@ -52,8 +54,6 @@ __all__ = [
     "StagePartitioner",
     "StageLayout",
     "StagePlaceholder",
-    "has_module",
-    "replace_module",
     "run_stage",
 ]
 
@@ -190,6 +190,8 @@ class StagePartitioner:
     def apply(self) -> None:
         """Keep the modules of this rank's stages and replace all others by placeholders."""
         stage_input = StageInput()
+        if any(layout.changes_shapes for layout in self.lists):
+            hook_captured_outputs(self.model)
         views = {stage: self._view_of(stage, stage_input) for stage in self.manager.held}
         entered = [self.ranges[stage].start for stage in self.manager.held]
         for index, layout in enumerate(self.lists):
@@ -355,17 +357,6 @@ def _named_by(layout: StageLayout) -> tuple[str, ...]:
     """Return the paths that a layout places."""
     around = (*layout.first, *layout.every, *layout.last, *layout.layer_parts)
     return (layout.layers, *layout.sublayer_lists, *around)
-
-
-def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
-    """Replace the module at `path` by `new`."""
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, new)
-
-
-def has_module(root: nn.Module, path: str) -> bool:
-    """Return whether `path` names a module below `root`; an attribute that is None (no pooler) does not count."""
-    return any(name == path for name, _ in root.named_modules(remove_duplicate=False))
 
 
 def run_stage(

@@ -213,7 +213,8 @@ def declared_head_losses() -> dict[str, HeadLosses]:
     """
     of_plans = {family: {**USUAL_HEAD_LOSSES, **plan.head_losses} for family, plan in declared_plans().items()}
     derived = {family: plan.head_losses for family, plan in proposed_plans().items() if plan.head_losses}
-    return {**derived, **_tables("HEAD_LOSSES"), **of_plans}
+    known = {**_tables("HEAD_LOSSES"), **of_plans}
+    return known | {family: {**losses, **known.get(family, {})} for family, losses in derived.items()}
 
 
 def declared_plan_of(cls: type) -> DeclaredPlan | None:

@@ -3,7 +3,7 @@
 `python -m zoo_tests.campaigns.proposed_plans --ship PATTERN` writes the file. A family without styles has nothing that
 tensor parallelism could cut exactly (convolutions and their batch norms): every rank computes all of it. A plan of
 transformers takes precedence. A class without `stages` cannot be split, or not exactly. The
-forward of a class in `losses` computes the usual loss of its kind itself.
+forward of a class in `losses` computes a loss itself: the usual one of its kind, or a mean over its labels.
 """
 
 from __future__ import annotations
@@ -12,9 +12,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES, matching_key
+from shardformer.loss.forward_mean import FORWARD_MEANS
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, matching_key
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.execution_order import ExecutionOrder
+
+USUAL = "usual"
+LOSSES = (USUAL, *FORWARD_MEANS)
+
+
+def head_loss_builder(name: str, kind: str) -> HeadLossBuilder:
+    """Return the loss of a class, of one of the kinds in `LOSSES`.
+
+    Raises:
+        KeyError: there is no usual loss of such a class.
+    """
+    return USUAL_HEAD_LOSSES[matching_key(name, USUAL_HEAD_LOSSES)] if kind == USUAL else FORWARD_MEANS[kind]
 
 
 def _declared(found: dict[str, Any]) -> DeclaredPlan:
@@ -25,9 +38,7 @@ def _declared(found: dict[str, Any]) -> DeclaredPlan:
         whole_logits=found["whole_logits"],
         execution={name: ExecutionOrder.from_dict(order) for name, order in found.get("stages", {}).items()},
         pipelined=False,
-        head_losses={
-            name: USUAL_HEAD_LOSSES[matching_key(name, USUAL_HEAD_LOSSES)] for name in found.get("losses", ())
-        },
+        head_losses={name: head_loss_builder(name, kind) for name, kind in found.get("losses", {}).items()},
     )
 
 
