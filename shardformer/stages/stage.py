@@ -148,6 +148,11 @@ class StagePartitioner:
         self.starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
         self._head = [] if not base_path else [n for n, _ in model.named_children() if n != base_path.split(".")[0]]
         self.ranges = manager.split(self.starts[-1], self._even_counts())
+        if skipped := [held.start for held in self.ranges[1:] if held.start in self._optional]:
+            raise ValueError(
+                f"layers_per_stage={manager.layers_per_stage} begins a stage with layer {skipped[0]}, which a batch "
+                "may skip; begin it with another layer"
+            )
         self._kept = self._kept_outputs()
 
     def holders(self, name: str) -> set[int]:
@@ -247,7 +252,12 @@ class StagePartitioner:
         head += sum(matrix_cost(self.model.get_submodule(name)) for name in self._head)
         # Break ties in favor of fewer layers on the stage of the head, then on the stage of the embedding.
         little = 0.01 * sum(costs) / len(costs)
-        return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little)
+        return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little, self._optional)
+
+    @property
+    def _optional(self) -> set[int]:
+        """Numbers of the layers of all lists that a batch may skip."""
+        return {start + n for start, each in zip(self.starts, self.lists, strict=False) for n in each.optional_layers}
 
     def _view_of(self, stage: int, stage_input: StageInput) -> VirtualStage:
         """Build the view of `stage`, and let its first layer read from `stage_input`."""

@@ -5,7 +5,7 @@
 PATTERN is a regular expression on Family/Class. The order in which the parts of a tiny model of each class run is
 recorded. A class gets stages if the tiny model trains exactly in two of them, cut in the middle and at three quarters
 of its layers. If micro-batches of the loss that its forward computes cannot be put together as they are, it is taken as
-the usual loss of its kind, or as a mean over its labels, if the model trains exactly with that one.
+the usual loss of its kind, as a mean over its labels or as a sum, if the model trains exactly with that one.
 `--log` writes what is found to another file than the package's table, one class a line.
 """
 
@@ -66,7 +66,7 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
         if first is None:
             return {"stages": order.to_dict(), "loss": kind}
         reasons.append(first)
-        if kind is None and OWN_LOSS not in first:
+        if kind is None and OWN_LOSS not in first and not first.partition(": ")[2].startswith("the loss differs"):
             break
     return "; ".join(reasons)
 

@@ -1,7 +1,7 @@
-"""Losses that a model's forward computes itself, as a mean over its labels.
+"""Losses that a model's forward computes itself, as a mean over its labels or as a sum.
 
-The forward returns the mean over the labels of one micro-batch. It is weighted by their number, so that the micro-batches
-of all replicas give the mean over all labels.
+The forward returns the mean over the labels of one micro-batch. It is weighted by their number, so that the
+micro-batches of all replicas give the mean over all labels. A sum needs no weight.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
@@ -26,12 +27,29 @@ def mean_over_labels(_: nn.Module, skipped: int = 0) -> HeadLoss:
         return labels[..., skipped:]
 
     term = LossTerm("labels", lambda labels, _: _count(labels), _total, is_input=True, prepare=of_tokens)
-    loss = HeadLoss(term)
+    return _of_forward(HeadLoss(term))
+
+
+def sum_over_samples(_: nn.Module) -> HeadLoss:
+    """Return the loss of a forward that adds up the losses of its samples (RAG)."""
+
+    def total(outputs: Mapping[str, Any], _: Tensor) -> Tensor:
+        return outputs["loss"]
+
+    term = LossTerm("labels", lambda labels, _: torch.tensor(len(labels)), total, is_sum=True, is_input=True)
+    return _of_forward(HeadLoss(term))
+
+
+FORWARD_LOSSES = {
+    "mean_of_labels": mean_over_labels,
+    "mean_of_next_labels": partial(mean_over_labels, skipped=1),
+    "sum": sum_over_samples,
+}
+
+
+def _of_forward(loss: HeadLoss) -> HeadLoss:
     loss.is_of_forward = True
     return loss
-
-
-FORWARD_MEANS = {"mean_of_labels": mean_over_labels, "mean_of_next_labels": partial(mean_over_labels, skipped=1)}
 
 
 def _count(labels: Tensor) -> Tensor:
