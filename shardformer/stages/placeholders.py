@@ -316,11 +316,19 @@ def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlace
     for name in native._non_persistent_buffers_set:  # such as position ids
         if not hasattr(stand_in, name):
             stand_in.register_buffer(name, native._buffers[name], persistent=False)
-    for path, parts in native.named_modules():
-        if path and isinstance(parts, nn.ModuleDict):  # models look up the number of a part, such as a language
-            *owners, last = path.split(".")
-            node = stand_in.__dict__
-            for owner in owners:
-                node = node.setdefault(owner, SimpleNamespace()).__dict__
-            node[last] = dict.fromkeys(parts)
+    tables = [path for path, part in native.named_modules() if path and isinstance(part, nn.ModuleDict)]
+    for path, part in native.named_modules():
+        is_read = path in tables or (isinstance(stand_in, Skipped) and path)
+        if not is_read or any(path.startswith(f"{table}.") for table in tables):
+            continue
+        *owners, last = path.split(".")
+        node = stand_in.__dict__
+        for owner in owners:
+            node = node.setdefault(owner, SimpleNamespace()).__dict__
+        # Models look up the number of a part, such as a language, and numbers of the parts of their first layer.
+        node[last] = dict.fromkeys(part) if path in tables else SimpleNamespace(**_numbers(part))
     return stand_in
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}

@@ -85,6 +85,5 @@ PLANS = {
         | {"DenseReluDense.dropout": "dropout"},
         {"EncDecAttention": ("n_heads", "inner_dim")},
         pipelined=False,
-        head_losses={"UdopForConditionalGeneration": own_loss},
     ),
 }

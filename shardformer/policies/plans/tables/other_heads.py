@@ -26,7 +26,6 @@ HEAD_LOSSES = {
         )
     },
     "bamba": {"BambaForCausalLM": _without_z_loss},
-    "csm": {"CsmDepthDecoderForCausalLM": own_loss},
     "git": {"GitForCausalLM": own_loss},
     "vibevoice": {
         "VibeVoiceForConditionalGeneration": with_further_entries(conditional_generation, "acoustic_loss_mask")

@@ -23,7 +23,7 @@ from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.execution_order import ExecutionOrder
 
 USUAL = "usual"
-LOSSES = (USUAL, *FORWARD_LOSSES)
+LOSSES = (*FORWARD_LOSSES, USUAL)  # the usual one reads logits that may be sharded, which a forward may not expect
 
 
 def head_loss_builder(name: str, kind: str) -> HeadLossBuilder:
