@@ -252,7 +252,7 @@ class PlanPolicy(Policy):
             cut.append((VocabParallelLMHead, head))
         is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
         if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
-            # An encoder-decoder has several embeddings with one weight, and VisualBERT's heads another linear layer.
+            # An encoder-decoder has several embeddings with one weight; VisualBERT ties another linear layer to it.
             same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
             cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
             cut += [(ColumnParallelLinear, each) for each in same if type(each) is nn.Linear and each is not head]
