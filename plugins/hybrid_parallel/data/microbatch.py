@@ -81,7 +81,8 @@ def split_batch(
     rows = num_rows(batch)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
     for key, value in batch.items():
-        for part, piece in zip(parts, _pieces(key, value, rows, num_microbatches), strict=True):
+        pieces = _labels_of_masked(batch, num_microbatches) if key == "labels" else None
+        for part, piece in zip(parts, pieces or _pieces(key, value, rows, num_microbatches), strict=True):
             part[key] = piece
     return parts
 
@@ -106,6 +107,15 @@ def _pieces(key: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
     if isinstance(value, list) and len(value) == rows:
         return [[value[row] for row in piece.tolist()] for piece in torch.arange(rows).tensor_split(num_pieces)]
     return [value] * num_pieces
+
+
+def _labels_of_masked(batch: Mapping[str, Any], num_pieces: int) -> list[Tensor] | None:
+    """Return each part's labels if they are a list, of the masked patches of all samples (BEiT); None for others."""
+    labels, masked = batch["labels"], batch.get("bool_masked_pos")
+    if not isinstance(labels, Tensor) or not isinstance(masked, Tensor) or (labels.dim(), masked.dim()) != (1, 2):
+        return None
+    counts = [int(part.sum()) for part in masked.bool().tensor_split(num_pieces)]
+    return list(labels.split(counts)) if sum(counts) == len(labels) else None
 
 
 def _sample_dim(key: str, value: Any, rows: int) -> int | None:

@@ -67,6 +67,12 @@ def test_several_rows_of_a_sample_stay_together() -> None:
     assert len(flat[0]["labels"]) == 24
 
 
+def test_a_list_of_masked_patches_is_cut_with_their_rows() -> None:
+    masked = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]])
+    batch = {"pixel_values": torch.zeros(4, 2), "bool_masked_pos": masked, "labels": torch.arange(5)}
+    assert [part["labels"].tolist() for part in split_batch(batch, 3)] == [[0, 1, 2], [3], [4]]
+
+
 def test_an_empty_share_has_no_micro_batches() -> None:
     assert split_batch({"input_ids": torch.zeros(0, 3)}, 0) == []
 
