@@ -25,7 +25,7 @@ from shardformer.sequence_parallel.split_gather import gather_on_entry, slice_po
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
-from shardformer.stages.stage import StagePartitioner, StagePlaceholder, has_module, replace_module
+from shardformer.stages.stage import StagePartitioner, StagePlaceholder
 from shardformer.transforms.context_parallel import context_problems, share_sequences
 from shardformer.transforms.layout_checks import exchange_problems, router_problems
 from shardformer.transforms.norm_fusion import fuse_norms
@@ -33,7 +33,7 @@ from shardformer.transforms.operator_fusion import fuse_operators
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.utils.customizations import carry_over
 from shardformer.utils.derived_modules import change_module
-from shardformer.utils.module_paths import told
+from shardformer.utils.module_paths import has_module, replace_module, told
 from shardformer.utils.parameter_names import alias_groups, retie
 
 SharedParameters = list[dict[int, Tensor]]

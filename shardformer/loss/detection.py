@@ -18,6 +18,7 @@ Targets = Sequence[Mapping[str, Tensor]]
 _BY_BOXES = (
     "DeformableDetrForObjectDetectionLoss",
     "DeformableDetrForSegmentationLoss",
+    "GroundingDinoForObjectDetectionLoss",
     "LwDetrForObjectDetectionLoss",
 )
 _BY_QUERIES = ("ForObjectDetectionLoss", "ForSegmentationLoss")

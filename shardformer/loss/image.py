@@ -37,9 +37,8 @@ def masked_visual_tokens(model: nn.Module) -> HeadLoss:
         masked = batch["bool_masked_pos"].bool()  # [rows, patches]
         if labels.numel() != int(masked.sum()):
             raise ValueError(
-                f"labels is a list of {labels.numel()} masked patches where a micro-batch has {int(masked.sum())}; "
-                f"a list cannot be cut into micro-batches: give labels of shape [rows, patches], {IGNORE_INDEX} where "
-                "nothing is masked, or use num_microbatches=1"
+                f"labels is a list of {labels.numel()} masked patches where bool_masked_pos marks {int(masked.sum())}; "
+                f"give one for each of them, or labels of shape [rows, patches], {IGNORE_INDEX} where nothing is masked"
             )
         return labels.new_full(masked.shape, IGNORE_INDEX).masked_scatter(masked, labels)
 

@@ -91,9 +91,11 @@ class HeadLoss:
         coupled_outputs: names of outputs whose rows depend on other samples.
         reads_keywords: whether the head's forward passes `LOSS_KEYWORDS` on to its loss function.
         further_entries: optional batch entries that the head's forward reads for its loss and this class does not.
+        is_of_forward: whether the loss is computed by the model's forward, of whole logits, and only weighted here.
     """
 
     couples_samples = False
+    is_of_forward = False
     coupled_outputs: tuple[str, ...] = ()
     further_entries: tuple[str, ...] = ()
 

@@ -13,7 +13,8 @@ from shardformer.peft.modules_to_save import ModuleCopies
 from shardformer.peft.shard import cut_adapter, keep_whole
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
-from shardformer.stages.stage import StagePlaceholder, has_module, replace_module
+from shardformer.stages.stage import StagePlaceholder
+from shardformer.utils.module_paths import has_module, replace_module
 
 
 @contextmanager

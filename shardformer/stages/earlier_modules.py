@@ -130,11 +130,16 @@ class KeptOutput(StagePlaceholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received output; a dummy before the first message."""
-        kept = [self.stage_input.kept.get(key) for key in output_keys(self.path, self.count)]
+        # Copies: models add to the output of a module in place, and later stages get it as it was.
+        kept = [_copied(self.stage_input.kept.get(key)) for key in output_keys(self.path, self.count)]
         if not self._shapes:
             return tuple(kept) if self.count else kept[0]
         received = iter(kept)
         return tree_map_only(Tensor, lambda _: next(received), self._shapes[0](*args, **kwargs))
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def output_keys(path: str, count: int) -> list[tuple[str, str]]:
@@ -146,7 +151,7 @@ def keep_tensors(module: nn.Module, path: str, count: int, stage_input: StageInp
     """Register a hook that stores the tensors that `module` returns for later stages."""
 
     def remember(_: nn.Module, __: tuple, output: Any) -> None:
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        tensors = [leaf.clone() for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         stage_input.kept.update(zip(output_keys(path, count), tensors, strict=True))
 
     module.register_forward_hook(remember)

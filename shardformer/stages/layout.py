@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardformer.stages.placeholders import StagePlaceholder
@@ -38,6 +38,8 @@ class StageLayout:
             with the received hidden state as the output of the layer before it; that output has a single tensor.
         skips_layers: whether a layer keeps the shape of the hidden state although `changes_shapes`, so that later
             stages skip earlier layers.
+        optional_layers: numbers of the layers that a batch may skip (Mllama's cross-attention to images). None of them
+            begins a stage, because the call of its first layer is what a stage starts and ends with.
         layer_parts: modules that run after a layer of the list, before the next one -> the number of the layer.
         next_layers: the layout of the layer list that runs next.
     """
@@ -57,6 +59,7 @@ class StageLayout:
     changes_shapes: bool = False
     calls_forward: bool = False
     skips_layers: bool = False
+    optional_layers: Collection[int] = ()
     layer_parts: Mapping[str, int] = field(default_factory=dict)
     next_layers: StageLayout | None = None
 

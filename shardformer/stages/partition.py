@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 
 from torch import nn
 
 
-def balanced_split(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+def balanced_split(
+    costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0, never_first: Collection[int] = ()
+) -> list[int]:
     """Split consecutive layers into stages so that the cost of the most expensive stage is minimal.
 
     Every stage gets at least one layer. Ties are broken by the smallest sum of squared stage costs.
@@ -17,10 +19,20 @@ def balanced_split(costs: Sequence[float], num_stages: int, first: float = 0.0, 
         costs: cost of each layer.
         num_stages: number of stages.
         first, last: additional costs of the first and the last stage.
+        never_first: numbers of layers that cannot be the first of a stage.
 
     Returns:
         Number of layers in each stage.
+
+    Raises:
+        ValueError: fewer layers than stages may begin a stage.
     """
+    starts = len(set(range(len(costs))) - {*never_first} | {0})
+    if starts < num_stages:
+        raise ValueError(
+            f"pp_size={num_stages} is larger than the number of layers that may begin a stage, {starts} of "
+            f"{len(costs)}; use a pp_size of at most {starts}"
+        )
     until = list(accumulate(costs, initial=0.0))
     count = len(costs)
     # best[stage][end]: `end` layers in `stage + 1` stages -> ((largest cost, sum of squares), start of the last stage).
@@ -31,11 +43,12 @@ def balanced_split(costs: Sequence[float], num_stages: int, first: float = 0.0, 
         for end in range(stage + 1, count - (num_stages - stage - 1) + 1):
             choices = []
             for begin in [0] if stage == 0 else best[-1]:
-                if begin < end:
+                if begin < end and (begin == 0 or begin not in never_first):
                     cost = until[end] - until[begin] + extra
                     largest, squares = (0.0, 0.0) if stage == 0 else best[-1][begin][0]
                     choices.append(((max(largest, cost), squares + cost * cost), begin))
-            row[end] = min(choices, key=lambda choice: (choice[0], -choice[1]))
+            if choices:
+                row[end] = min(choices, key=lambda choice: (choice[0], -choice[1]))
         best.append(row)
     counts, end = [], count
     for row in reversed(best):

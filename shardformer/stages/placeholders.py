@@ -299,8 +299,26 @@ def keep_output(module: nn.Module, path: str, fields: Sequence[str], stage_input
     module.register_forward_hook(remember)
 
 
+def hook_captured_outputs(model: nn.Module) -> None:
+    """Register the hooks that collect hidden states now: later, layers of other stages are placeholders.
+
+    transformers registers them in the first pass that asks for hidden states.
+    """
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    if isinstance(model, PreTrainedModel):
+        maybe_install_capturing_hooks(model)
+
+
 def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
-    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type."""
+    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type.
+
+    The hooks that collect hidden states collect the output of the placeholder.
+    """
+    for key, hook in native._forward_hooks.items():
+        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+            stand_in._forward_hooks[key] = hook
     known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
     known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}
     simple = {name: value for name, value in known.items() if isinstance(value, (int, float, str, tuple))}
@@ -308,11 +326,19 @@ def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlace
     for name in native._non_persistent_buffers_set:  # such as position ids
         if not hasattr(stand_in, name):
             stand_in.register_buffer(name, native._buffers[name], persistent=False)
-    for path, parts in native.named_modules():
-        if path and isinstance(parts, nn.ModuleDict):  # models look up the number of a part, such as a language
-            *owners, last = path.split(".")
-            node = stand_in.__dict__
-            for owner in owners:
-                node = node.setdefault(owner, SimpleNamespace()).__dict__
-            node[last] = dict.fromkeys(parts)
+    tables = [path for path, part in native.named_modules() if path and isinstance(part, nn.ModuleDict)]
+    for path, part in native.named_modules():
+        is_read = path in tables or (isinstance(stand_in, Skipped) and path)
+        if not is_read or any(path.startswith(f"{table}.") for table in tables):
+            continue
+        *owners, last = path.split(".")
+        node = stand_in.__dict__
+        for owner in owners:
+            node = node.setdefault(owner, SimpleNamespace()).__dict__
+        # Models look up the number of a part, such as a language, and numbers of the parts of their first layer.
+        node[last] = dict.fromkeys(part) if path in tables else SimpleNamespace(**_numbers(part))
     return stand_in
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}

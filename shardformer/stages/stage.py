@@ -34,11 +34,13 @@ from shardformer.stages.placeholders import (
     UnreachablePlaceholder,
     ZeroEmbedding,
     enter_at,
+    hook_captured_outputs,
     keep_output,
     with_attributes,
 )
 from shardformer.stages.shared_states import Key, state_keys
 from shardformer.stages.virtual_stages import Place, VirtualStage, VirtualStages
+from shardformer.utils.module_paths import has_module
 
 __all__ = [
     "ZeroEmbedding",
@@ -52,8 +54,6 @@ __all__ = [
     "StagePartitioner",
     "StageLayout",
     "StagePlaceholder",
-    "has_module",
-    "replace_module",
     "run_stage",
 ]
 
@@ -148,6 +148,11 @@ class StagePartitioner:
         self.starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
         self._head = [] if not base_path else [n for n, _ in model.named_children() if n != base_path.split(".")[0]]
         self.ranges = manager.split(self.starts[-1], self._even_counts())
+        if skipped := [held.start for held in self.ranges[1:] if held.start in self._optional]:
+            raise ValueError(
+                f"layers_per_stage={manager.layers_per_stage} begins a stage with layer {skipped[0]}, which a batch "
+                "may skip; begin it with another layer"
+            )
         self._kept = self._kept_outputs()
 
     def holders(self, name: str) -> set[int]:
@@ -190,6 +195,8 @@ class StagePartitioner:
     def apply(self) -> None:
         """Keep the modules of this rank's stages and replace all others by placeholders."""
         stage_input = StageInput()
+        if any(layout.changes_shapes for layout in self.lists):
+            hook_captured_outputs(self.model)
         views = {stage: self._view_of(stage, stage_input) for stage in self.manager.held}
         entered = [self.ranges[stage].start for stage in self.manager.held]
         for index, layout in enumerate(self.lists):
@@ -245,7 +252,12 @@ class StagePartitioner:
         head += sum(matrix_cost(self.model.get_submodule(name)) for name in self._head)
         # Break ties in favor of fewer layers on the stage of the head, then on the stage of the embedding.
         little = 0.01 * sum(costs) / len(costs)
-        return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little)
+        return balanced_split(costs, self.manager.num_stages, embedding + little, head + 2 * little, self._optional)
+
+    @property
+    def _optional(self) -> set[int]:
+        """Numbers of the layers of all lists that a batch may skip."""
+        return {start + n for start, each in zip(self.starts, self.lists, strict=False) for n in each.optional_layers}
 
     def _view_of(self, stage: int, stage_input: StageInput) -> VirtualStage:
         """Build the view of `stage`, and let its first layer read from `stage_input`."""
@@ -355,17 +367,6 @@ def _named_by(layout: StageLayout) -> tuple[str, ...]:
     """Return the paths that a layout places."""
     around = (*layout.first, *layout.every, *layout.last, *layout.layer_parts)
     return (layout.layers, *layout.sublayer_lists, *around)
-
-
-def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
-    """Replace the module at `path` by `new`."""
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, new)
-
-
-def has_module(root: nn.Module, path: str) -> bool:
-    """Return whether `path` names a module below `root`; an attribute that is None (no pooler) does not count."""
-    return any(name == path for name, _ in root.named_modules(remove_duplicate=False))
 
 
 def run_stage(

@@ -8,9 +8,9 @@ from torch import nn
 
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.stages.stage import replace_module
 from shardformer.utils.customizations import carry_over, user_code
 from shardformer.utils.forward_syntax import definer, parsed, statements_of
+from shardformer.utils.module_paths import replace_module
 
 _NORMALISED = (
     "input_dtype = hidden_states.dtype; hidden_states = hidden_states.to(torch.float32); "

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.policies.registry import policy_for
-from shardformer.stages.stage import has_module
 from shardformer.utils.derived_modules import derive, replace_modules
+from shardformer.utils.module_paths import has_module
 
 
 class RecomputedLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""Module paths: matching of names, suggestions, and descriptions for messages."""
+"""Module paths: matching of names, suggestions, descriptions for messages, and the modules that they name."""
 
 from __future__ import annotations
 
@@ -47,3 +47,14 @@ def told(model: nn.Module, paths: Iterable[str]) -> str:
         f"{same[0] if len(same) == 1 else path} (a {type(model.get_submodule(same[0])).__name__})"
         for path, same in alike.items()
     )
+
+
+def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
+    """Replace the module at `path` by `new`."""
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, new)
+
+
+def has_module(root: nn.Module, path: str) -> bool:
+    """Return whether `path` names a module below `root`; an attribute that is None (no pooler) does not count."""
+    return any(name == path for name, _ in root.named_modules(remove_duplicate=False))

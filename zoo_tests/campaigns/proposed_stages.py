@@ -4,7 +4,8 @@
 
 PATTERN is a regular expression on Family/Class. The order in which the parts of a tiny model of each class run is
 recorded. A class gets stages if the tiny model trains exactly in two of them, cut in the middle and at three quarters
-of its layers. The loss that its forward computes is the usual one of its kind if it trains exactly with that one.
+of its layers. If micro-batches of the loss that its forward computes cannot be put together as they are, it is taken as
+the usual loss of its kind, as a mean over its labels or as a sum, if the model trains exactly with that one.
 `--log` writes what is found to another file than the package's table, one class a line.
 """
 
@@ -20,9 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, matching_key
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.tables import proposed
+from shardformer.policies.plans.tables.proposed import LOSSES, USUAL, head_loss_builder
 from shardformer.policies.proposed.execution import execution_order
 from shardformer.policies.proposed.plan import ProposedPlan
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
@@ -36,7 +38,7 @@ OWN_LOSS = "computes a loss of its own"  # of which micro-batches cannot be put 
 
 
 def stages_of(head: HeadClass) -> dict[str, Any] | str:
-    """The stages of a class, and whether it has the usual loss, in the terms of JSON; or why it has no stages."""
+    """The stages of a class, and what loss it has, in the terms of JSON; or why it has no stages."""
     plain = plain_run(head)
     if isinstance(plain, str):
         return f"plain: {plain}"
@@ -51,7 +53,10 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
         return "no list of layers that run once each and in order"
     cuts = _cuts(sum(len(model.get_submodule(each.layers)) for each in layout.chain))
     reasons = []
-    for losses in ({}, USUAL_HEAD_LOSSES):
+    for kind in (None, *LOSSES):
+        if kind == USUAL and matching_key(head.name, USUAL_HEAD_LOSSES) is None:
+            continue
+        losses = {} if kind is None else {head.name: head_loss_builder(head.name, kind)}
         plan = replace(ProposedPlan(stages={"*": order}).policy().declared, head_losses=losses)
         options = {"custom_policy": PlanPolicy(plan)}
         verdicts = (sharded_run(head, "pp2", plain, layers_per_stage=cut, **options)[0] for cut in cuts)
@@ -59,9 +64,9 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
             (f"layers_per_stage={cut}: {each}" for cut, each in zip(cuts, verdicts, strict=True) if each != EXACT), None
         )
         if first is None:
-            return {"stages": order.to_dict(), "usual_loss": bool(losses)}
+            return {"stages": order.to_dict(), "loss": kind}
         reasons.append(first)
-        if OWN_LOSS not in first:
+        if kind is None and OWN_LOSS not in first and not first.partition(": ")[2].startswith("the loss differs"):
             break
     return "; ".join(reasons)
 
@@ -76,8 +81,8 @@ def add_stages(table: dict[str, Any], family: str, name: str, found: dict[str, A
     """Add the stages of a class to the table of families."""
     plan = table.setdefault(family, json.loads(ProposedPlan().to_json()))
     plan.setdefault("stages", {})[name] = found["stages"]
-    if found["usual_loss"]:
-        plan["losses"] = sorted({*plan.get("losses", ()), name})
+    if found["loss"] is not None:
+        plan.setdefault("losses", {})[name] = found["loss"]
 
 
 def main() -> None:

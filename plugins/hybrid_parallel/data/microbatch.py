@@ -14,6 +14,10 @@ from booster.errors import ConfigurationError
 # Inputs that determine the number of samples of a batch; if none is present, the first tensor does.
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "labels")
 
+# Entries that may have several rows for each sample, those of one sample in a row: the codebooks of Dia's labels, the
+# documents of RAG's contexts.
+_SEVERAL_ROWS = ("labels", "context_input_ids", "context_attention_mask")
+
 
 def next_batch(batches: Any) -> Any:
     """Return the next batch of an iterator; a mapping is itself a batch.
@@ -77,7 +81,8 @@ def split_batch(
     rows = num_rows(batch)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
     for key, value in batch.items():
-        for part, piece in zip(parts, _pieces(key, value, rows, num_microbatches), strict=True):
+        pieces = _labels_of_masked(batch, num_microbatches) if key == "labels" else None
+        for part, piece in zip(parts, pieces or _pieces(key, value, rows, num_microbatches), strict=True):
             part[key] = piece
     return parts
 
@@ -96,9 +101,21 @@ def _pieces(key: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
     dim = _sample_dim(key, value, rows)
     if dim is not None:
         return value.tensor_split(num_pieces, dim=dim)
+    if isinstance(value, Tensor) and _has_several_rows(key, value, rows):
+        pieces = value.unflatten(0, (rows, -1)).tensor_split(num_pieces)
+        return [piece.flatten(0, 1) for piece in pieces]
     if isinstance(value, list) and len(value) == rows:
         return [[value[row] for row in piece.tolist()] for piece in torch.arange(rows).tensor_split(num_pieces)]
     return [value] * num_pieces
+
+
+def _labels_of_masked(batch: Mapping[str, Any], num_pieces: int) -> list[Tensor] | None:
+    """Return each part's labels if they are a list, of the masked patches of all samples (BEiT); None for others."""
+    labels, masked = batch["labels"], batch.get("bool_masked_pos")
+    if not isinstance(labels, Tensor) or not isinstance(masked, Tensor) or (labels.dim(), masked.dim()) != (1, 2):
+        return None
+    counts = [int(part.sum()) for part in masked.bool().tensor_split(num_pieces)]
+    return list(labels.split(counts)) if sum(counts) == len(labels) else None
 
 
 def _sample_dim(key: str, value: Any, rows: int) -> int | None:
@@ -110,6 +127,10 @@ def _sample_dim(key: str, value: Any, rows: int) -> int | None:
     return dim if value.shape[dim] == rows else None
 
 
+def _has_several_rows(key: str, value: Tensor, rows: int) -> bool:
+    return key in _SEVERAL_ROWS and value.dim() > 1 and rows > 0 and value.shape[0] % rows == 0
+
+
 def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a placeholder sample for an empty share: zeros, masks that hide nothing, and positions from 0 on."""
     rows = num_rows(batch)
@@ -119,7 +140,8 @@ def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
             return []
         dim = _sample_dim(name, value, rows)
         if dim is None:
-            return value
+            is_flat = isinstance(value, Tensor) and _has_several_rows(name, value, rows)
+            return value.new_zeros(len(value) // rows, *value.shape[1:]) if is_flat else value
         if name == "position_ids" and value.dim() > 1:  # zeros would be a document for each token
             length = value.shape[-1]
             return torch.arange(length, device=value.device).expand(*value.shape[:dim], 1, *value.shape[dim + 1 :])

@@ -133,7 +133,6 @@ class HeadStepLoss(StepLoss):
         adds_routers: whether to add the auxiliary loss of the model's routers, all of which are in one pass.
     """
 
-    reads_parallel_logits = True
     reads_parts = True
     aux_loss: Tensor | None = None  # of the routers in the last pass, over all replicas
 
@@ -156,6 +155,7 @@ class HeadStepLoss(StepLoss):
                 f"micro-batches on each of dp_size={mesh.size('dp')} replicas; use num_microbatches=1 and dp_size=1"
             )
         self.head_loss, self.routers = head_loss, head_loss.routers if adds_routers else None
+        self.reads_parallel_logits = not head_loss.is_of_forward
         counts = torch.zeros(len(head_loss.terms), dtype=torch.float64, device=mesh.device)
         for microbatch in microbatches:
             counts += head_loss.counts(microbatch)
@@ -182,6 +182,8 @@ class HeadStepLoss(StepLoss):
 
     def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the heads leave their logits to the loss, or shard them if outputs are kept."""
+        if not self.reads_parallel_logits:
+            return nullcontext()
         return parallel_logits(model) if keeps_outputs else deferred_logits(model)
 
     def _share(self, outputs: Any, index: int) -> Tensor:

@@ -41,13 +41,15 @@ class DeclaredPlan:
         carried_inputs: inputs of the layers that an earlier layer computes.
         kept_outputs, shared_states, changes_shapes, calls_forward: see `StageLayout`. Paths of kept outputs match by
             their end; a function computes them from the model.
+        optional_layers: configuration field of the text model that names the layers which a batch may skip, see
+            `StageLayout`.
         needs: configuration field -> the only value with which the family can be sharded.
         sublayer_lists: paths of the lists of further parts of the same layers.
         layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
         execution: class of the model, or "*" for all others -> the order in which its parts run. It precedes all other
             fields about stages.
         pipelined: whether the family can be split into stages, or a function that computes it from the model. A family
-            that is False here has the `execution` of its derived plan, if there is one.
+            that cannot has the `execution` of its derived plan, if there is one.
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
         splits_sequence: whether layers can process slices of a sequence between the regions of the plan
@@ -67,6 +69,7 @@ class DeclaredPlan:
     shared_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     changes_shapes: bool = False
     calls_forward: bool = False
+    optional_layers: str | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
     sublayer_lists: tuple[str, ...] = ()
     layer_outputs: int | None = None
@@ -103,12 +106,13 @@ class DeclaredPlan:
         """Return the stage layout of the model; None if it cannot be split."""
         names = (*(each.__name__ for each in type(model).__mro__), "*")
         orders = self.execution
-        if not orders and self.pipelined is False and (derived := proposed_plan_of(type(model))) is not None:
+        is_pipelined = self.pipelined(model) if callable(self.pipelined) else self.pipelined
+        if not orders and not is_pipelined and (derived := proposed_plan_of(type(model))) is not None:
             orders = derived.execution
         execution = next((orders[name] for name in names if name in orders), None)
         if execution is not None:
             return execution.layout(model)
-        if not (self.pipelined(model) if callable(self.pipelined) else self.pipelined):
+        if not is_pipelined:
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         ends = self.towers(model) if callable(self.towers) else self.towers
@@ -168,12 +172,17 @@ class DeclaredPlan:
             shared_states=self.shared_states,
             changes_shapes=changes_shapes,
             calls_forward=self.calls_forward,
+            optional_layers=() if self.optional_layers is None else _of_text(model, self.optional_layers),
             every=(*layout.every, *every),
             tuple_output=outputs,
             carried_inputs=_read_by(layer, self.carried_inputs),
             sublayer_lists=sublayer_lists,
             next_layers=next_layers,
         )
+
+
+def _of_text(model: nn.Module, field: str) -> tuple[int, ...]:
+    return tuple(getattr(model.config.get_text_config(), field))
 
 
 def _read_by(layer: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
@@ -213,7 +222,8 @@ def declared_head_losses() -> dict[str, HeadLosses]:
     """
     of_plans = {family: {**USUAL_HEAD_LOSSES, **plan.head_losses} for family, plan in declared_plans().items()}
     derived = {family: plan.head_losses for family, plan in proposed_plans().items() if plan.head_losses}
-    return {**derived, **_tables("HEAD_LOSSES"), **of_plans}
+    known = {**_tables("HEAD_LOSSES"), **of_plans}
+    return known | {family: {**losses, **known.get(family, {})} for family, losses in derived.items()}
 
 
 def declared_plan_of(cls: type) -> DeclaredPlan | None:

@@ -29,6 +29,7 @@ class ExecutionOrder:
         layers: those that are layer lists; the value is the length of the tuple that a layer returns (0 for a bare
             tensor) if its first element has the shape of the layer's input, and -1 if it has not.
         parts: path of a module that runs after the layer with the same number -> path of the layer list.
+        ahead: path of a module that runs before the layer with the same number -> path of the layer list.
         every: modules that run on all stages.
         kept: path of a module or layer whose output later stages read -> see `StageLayout.kept_outputs`. The number -1
             stands for the last layer of a list.
@@ -39,6 +40,7 @@ class ExecutionOrder:
     order: Sequence[Sequence[str]]
     layers: Mapping[str, int]
     parts: Mapping[str, str] = field(default_factory=dict)
+    ahead: Mapping[str, str] = field(default_factory=dict)
     every: Sequence[str] = ()
     kept: Mapping[str, int] = field(default_factory=dict)
     opened: Sequence[str] = ()
@@ -90,9 +92,13 @@ class ExecutionOrder:
         for path in units_of(model, lists, opened):
             if name(path) in self.every:
                 every.append(path)
-            elif name(path) in self.parts:
-                index = next(at for at, each in enumerate(lists) if name(each) == self.parts[name(path)])
-                parts[index][path] = int(path.rpartition(".")[2])
+            elif name(path) in (around := {**self.parts, **self.ahead}):
+                index = next(at for at, each in enumerate(lists) if name(each) == around[name(path)])
+                number = int(path.rpartition(".")[2]) - (name(path) in self.ahead)
+                if number < 0:
+                    first[index][path] = MetaModule
+                else:
+                    parts[index][path] = number
             else:
                 key = self._key(path, prefix)
                 after = next((at for at, start in enumerate(starts) if key is not None and key < start), None)

@@ -25,7 +25,7 @@ from shardformer.layers import (
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.module_edits import shard_weights_of_heads
-from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.declared import DeclaredPlan, proposed_plan_of
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
     own_parameters_per_token,
@@ -80,7 +80,8 @@ class PlanPolicy(Policy):
         if self.declared is not None:
             return self.declared.stages_of(self.model)
         if getattr(self.model.config, "is_encoder_decoder", False):
-            return None  # a plan does not specify which encoder outputs the decoder reads
+            derived = proposed_plan_of(type(self.model))  # a plan does not tell which encoder outputs the decoder reads
+            return None if derived is None else derived.stages_of(self.model)
         return stage_layout(self.model, layer_paths(self.model, self.plan))
 
     def set_model(self, model: nn.Module) -> None:
@@ -130,7 +131,9 @@ class PlanPolicy(Policy):
             if all(replacement.suffix != name for replacement in description.sub_module_replacement):
                 options = dict(self.shard_config.vocab_options)
                 if target is VocabParallelLMHead and self._reads_logits:
-                    target, options["gather_output"] = ColumnParallelLinear, True
+                    target = ColumnParallelLinear
+                if target is ColumnParallelLinear:
+                    options["gather_output"] = True
                 description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
 
@@ -249,9 +252,10 @@ class PlanPolicy(Policy):
             cut.append((VocabParallelLMHead, head))
         is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
         if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
-            # An encoder-decoder has several embeddings with one weight.
+            # An encoder-decoder has several embeddings with one weight; VisualBERT ties another linear layer to it.
             same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
             cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
+            cut += [(ColumnParallelLinear, each) for each in same if type(each) is nn.Linear and each is not head]
         return cut
 
     @property

@@ -7,6 +7,7 @@ change their inputs that read it, whatever lies in between: masks, indices, resi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,22 +94,38 @@ class _Search:
         self._place()
         self.every |= self._read_directly()
         self._place()
-        kept = self._kept_outputs()
-        entries = [self._name(self.layers.get(call.path, call.path)) for call in self._in_turn()]
-        groups = _grouped(entries)
+        while further := self._no_place():
+            self.every |= further
+            self._place()
+        groups, parts, ahead = self._groups(), *self._around_layers()
         last = max(i for i, group in enumerate(groups) if set(group) & {self._name(p) for p in self.layers.values()})
-        parts = self._parts(groups)
         return ExecutionOrder(
-            order=[[each for each in group if each not in parts] for group in groups[: last + 1]],
+            order=[[each for each in group if each not in {**parts, **ahead}] for group in groups[: last + 1]],
             layers=self._lengths(),
             parts=parts,
+            ahead=ahead,
             every=sorted({self._name(path) for path in self.every}),
-            kept=self._kept_by_name(kept),
+            kept=self._kept_by_name(self._kept_outputs()),
             opened=sorted(
                 {self._name(path) for path in self.opened if any(u.startswith(f"{path}.") for u in self.units)}
             ),
             calls_forward=any(call.is_direct for call in self.calls if call.path in self.layers),
         )
+
+    def _groups(self) -> list[list[str]]:
+        return _grouped([self._name(self.layers.get(call.path, call.path)) for call in self._in_turn()])
+
+    def _no_place(self) -> set[str]:
+        """Return units that no stage can run alone: called several times, of which one output is kept; in mid-list."""
+        times = Counter(call.path for call in self.calls)
+        found = {path for path in self._kept_outputs() if times[path] > 1 and path not in self.layers}
+        parts, ahead = self._around_layers()
+        lists = {self._name(path) for path in self.layers.values()}
+        for group in self._groups():
+            if len(group) > 1 and lists & set(group):
+                placed = {*lists, *parts, *ahead}
+                found |= {path for path in self.units if self._name(path) in group and self._name(path) not in placed}
+        return found
 
     def _place(self) -> None:
         """Record the calls of layers and units; units that run in several places run on all stages."""
@@ -183,19 +200,27 @@ class _Search:
             found[f"{self._name(self.layers[path])}.-1" if is_last else self._name(path)] = count
         return found
 
-    def _parts(self, groups: Sequence[Sequence[str]]) -> dict[str, str]:
-        """Return units that run after a layer with the same number: name -> name of the layers' list."""
-        parts, places = {}, self._places()
-        for unit in {call.path for call in self.calls} - self.layers.keys():
-            [place] = {where for call, where in zip(self.calls, places, strict=True) if call.path == unit}
-            layer = next(path for path, number in self.numbers.items() if number == place)
-            first = next(call.path for call in self.calls if call.path in (layer, unit))
-            is_inside = first == layer and any(
-                self.numbers[other] > place for other, path in self.layers.items() if path == self.layers[layer]
-            )
-            if is_inside and unit.rpartition(".")[2] == layer.rpartition(".")[2]:
-                parts[self._name(unit)] = self._name(self.layers[layer])
-        return parts
+    def _around_layers(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return units that run after, and before, a layer with the same number: name -> name of the layers' list."""
+        found: dict[str, set[tuple[str, bool] | None]] = {}
+        inside: set[str] = set()  # between two layers of one list
+        layers = ["", *(call.path for call in self.calls if call.path in self.layers), ""]
+        begun = 0
+        for call in self.calls:
+            if call.path in self.layers:
+                begun += 1
+                continue
+            name, number = self._name(call.path), call.path.rpartition(".")[2]
+            after, before = layers[begun : begun + 2]
+            same = [path for path in (after, before) if number.isdecimal() and path.rpartition(".")[2] == number]
+            found.setdefault(name, set()).add((self.layers[same[0]], same[0] == after) if same else None)
+            if self.layers.get(after) == self.layers.get(before):
+                inside.add(name)
+        places = {name: next(iter(each)) for name, each in found.items() if len(each) == 1 and name in inside}
+        return tuple(
+            {name: self._name(place[0]) for name, place in places.items() if place and place[1] is is_after}
+            for is_after in (True, False)
+        )
 
     def _lengths(self) -> dict[str, int]:
         """Return `ExecutionOrder.layers`."""

@@ -22,8 +22,8 @@ from shardformer.layers import (
 from shardformer.layers.linear import out_features
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.user.base import UserPolicy
-from shardformer.stages.stage import has_module
 from shardformer.utils.derived_modules import replace_modules, with_class
+from shardformer.utils.module_paths import has_module
 
 
 @dataclass(frozen=True)

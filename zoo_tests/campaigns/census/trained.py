@@ -23,6 +23,9 @@ _ROWS, _STEPS = 6, 2
 _TIMEOUT_S = 90.0  # on a machine that does something else, too
 _LENGTH = 220  # of a reason
 TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
+# A difference up to this many times the tolerance may be rounding: it is judged again in fp64.
+_MAY_BE_ROUNDING = 10
+_EXACT_IN_FP64 = Tolerance(loss=1e-7, tensor=1e-7, floor=1e-8)
 # Windows also where a family's own configuration has none.
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
@@ -44,13 +47,13 @@ def refusal(head: HeadClass) -> str | None:
     return None
 
 
-def plain_run(head: HeadClass) -> Trace | str:
+def plain_run(head: HeadClass, dtype: torch.dtype = torch.float32) -> Trace | str:
     """Plain training, or why there is none."""
     refused = training_refused(head)
     if refused is not None:
         return _short(f"transformers: {refused}")
     try:
-        return train_reference(VerifyCase(twin_of(head), _ROWS, _STEPS, {}))
+        return train_reference(VerifyCase(twin_of(head, dtype), _ROWS, _STEPS, {}))
     except Exception as error:  # any of a thousand classes may fail in its own way
         return _short(error)
 
@@ -62,22 +65,39 @@ def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) 
 
 def sharded_run(head: HeadClass, layout: str, plain: Trace, **options: Any) -> tuple[str, list[Trace]]:
     """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
+    reason, ranks, worst = _run(head, layout, plain, torch.float32, TOLERANCE, options)
+    if ranks and 1 <= worst < _MAY_BE_ROUNDING:
+        plain = plain_run(head, torch.float64)
+        if not isinstance(plain, str):
+            reason, ranks, _ = _run(head, layout, plain, torch.float64, _EXACT_IN_FP64, options)
+    return reason, ranks
+
+
+def _run(
+    head: HeadClass,
+    layout: str,
+    plain: Trace,
+    dtype: torch.dtype,
+    tolerance: Tolerance,
+    options: dict[str, Any],
+) -> tuple[str, list[Trace], float]:
+    """The verdict, what the ranks recorded, and the largest difference in units of the tolerance."""
     sizes, sharding = _sizes_of(layout)
     if _normalises_over_batch(head):  # statistics of a batch are those of the plain run where it is not split
         sharding["num_microbatches"] = 1
-    case = VerifyCase(twin_of(head), _ROWS, _STEPS, sharding | options)
+    case = VerifyCase(twin_of(head, dtype), _ROWS, _STEPS, sharding | options)
     try:
         ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, timeout_s=_TIMEOUT_S)
     except RankError as error:
         lines = [line for line in str(error).splitlines() if "Error: " in line]
-        return _short(lines[-1] if lines else NO_ANSWER), []
+        return _short(lines[-1] if lines else NO_ANSWER), [], 0.0
     refusals = [each for each in ranks if isinstance(each, str)]
     if refusals:
-        return _short(refusals[0]), []
-    verdict = compare(plain, ranks, TOLERANCE)
+        return _short(refusals[0]), [], 0.0
+    verdict = compare(plain, ranks, tolerance)
     losses, gradients, _ = verdict.worst
-    is_exact = losses.value < TOLERANCE.loss and gradients.value < TOLERANCE.tensor
-    return EXACT if is_exact else _short(verdict.first.text), ranks
+    worst = max(losses.value / tolerance.loss, gradients.value / tolerance.tensor)
+    return EXACT if worst < 1 else _short(verdict.first.text), ranks, worst
 
 
 def trained_or_refused(case: VerifyCase) -> Trace | str:
@@ -143,11 +163,11 @@ def _normalises_over_batch(head: HeadClass) -> bool:
     return any(isinstance(module, _BatchNorm) for module in twin_of(head).build().modules())
 
 
-def twin_of(head: HeadClass) -> TinyModel:
+def twin_of(head: HeadClass, dtype: torch.dtype = torch.float32) -> TinyModel:
     """The tiny model of a class."""
     config_class = getattr(importlib.import_module(head.module), head.name).config_class
     config = small_config(config_class(), _SIZES)
-    return TinyModel(head.module, head.name, config, torch.float32, most_parameters=None)
+    return TinyModel(head.module, head.name, config, dtype, most_parameters=None)
 
 
 def _short(error: object) -> str:

@@ -52,6 +52,18 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         "",
         (f"{_ORDER}::test_what_only_the_next_layer_reads_travels",),
     ),
+    "one output of a module that runs twice travels": Edit(
+        "shardformer.policies.proposed.execution",
+        "if times[path] > 1 and path not in self.layers",
+        "if times[path] > 2 and path not in self.layers",
+        (f"{_ORDER}::test_each_part_is_found",),
+    ),
+    "a module ahead of its layer runs behind it": Edit(
+        "shardformer.policies.proposed.execution",
+        "for is_after in (True, False)",
+        "for is_after in (False, True)",
+        (f"{_ORDER}::test_each_part_is_found",),
+    ),
     "a part of a plan that differs stays": Edit(
         "plugins.hybrid_parallel.verify.propose",
         "        is_equal = compare(plain, [trace], tolerance).first is None\n",

@@ -58,6 +58,21 @@ def test_samples_are_cut_where_they_lie() -> None:
     assert first["names"] == ["a", "b"] and last["names"] == ["c"]
 
 
+def test_several_rows_of_a_sample_stay_together() -> None:
+    labels = torch.arange(24).view(6, 4)  # two codebooks of each of three samples
+    parts = split_batch({"input_ids": torch.zeros(3, 5), "labels": labels, "pixel_values": labels}, 2)
+    assert [part["labels"].tolist() for part in parts] == [labels[:4].tolist(), labels[4:].tolist()]
+    assert all(part["pixel_values"] is labels for part in parts), "patches of all images together"
+    flat = split_batch({"input_ids": torch.zeros(3, 5), "labels": labels.flatten()}, 2)
+    assert len(flat[0]["labels"]) == 24
+
+
+def test_a_list_of_masked_patches_is_cut_with_their_rows() -> None:
+    masked = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]])
+    batch = {"pixel_values": torch.zeros(4, 2), "bool_masked_pos": masked, "labels": torch.arange(5)}
+    assert [part["labels"].tolist() for part in split_batch(batch, 3)] == [[0, 1, 2], [3], [4]]
+
+
 def test_an_empty_share_has_no_micro_batches() -> None:
     assert split_batch({"input_ids": torch.zeros(0, 3)}, 0) == []
 

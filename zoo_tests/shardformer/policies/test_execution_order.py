@@ -71,7 +71,9 @@ class Detector(nn.Module):
         super().__init__()
         self.head = nn.Linear(_WIDTH, 2)
         self.boxes = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth))
+        self.narrow = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth))  # each ahead of a decoder layer
         self.decoder = nn.ModuleList(Mixer() for _ in range(depth))
+        self.twice = nn.LayerNorm(_WIDTH)  # called for the memory and for its mean
         self.queries = nn.Embedding(2, _WIDTH)  # never called
         self.scale = nn.Linear(_WIDTH, _WIDTH)  # called before each decoder layer
         self.encoder = Tower()
@@ -84,11 +86,12 @@ class Detector(nn.Module):
         mask = mask.view(len(x), hidden.shape[1], -1)[..., :1]
         for layer in self.encoder.layers:
             hidden = layer(hidden, mask=mask)
-        memory, found = hidden, []
-        hidden = self.queries.weight.expand(len(x), -1, -1)
+        hidden += 0.5  # in place
+        memory, found = self.twice(hidden), []
+        hidden = self.queries.weight + self.twice(memory.mean(1, keepdim=True))
         box = memory[:, :2]
-        for layer, refine in zip(self.decoder, self.boxes, strict=True):
-            hidden = layer(hidden, memory * self.scale(hidden).mean(1, keepdim=True))
+        for ahead, layer, refine in zip(self.narrow, self.decoder, self.boxes, strict=True):
+            hidden = layer(ahead(hidden), memory * self.scale(hidden).mean(1, keepdim=True))
             box = box + refine(hidden)
             found.append(self.head(hidden + box))
         return torch.stack(found)
@@ -133,8 +136,8 @@ def _find_parts() -> None:
     order = _order()
     assert order.order == [["embed"], ["backbone"], ["encoder.norm"], ["encoder.layers"], ["decoder"]]
     assert order.layers == {"backbone": -1, "encoder.layers": 0, "decoder": 0}
-    assert order.parts == {"boxes.*": "decoder"}
-    assert order.every == ["head", "queries", "scale"]
+    assert order.parts == {"boxes.*": "decoder"} and order.ahead == {"narrow.*": "decoder"}
+    assert order.every == ["head", "queries", "scale", "twice"]
     # The mask, the memory, and what the scale, the boxes and the head read.
     assert order.kept == {"boxes.*": 0, "decoder.*": 0, "embed": 2, "encoder.layers.-1": 0}
     assert order.opened == ["encoder"]
@@ -170,7 +173,9 @@ def _train_passing() -> None:
 def test_an_order_holds_for_any_depth() -> None:
     layout = _order().layout(Detector(depth=5))
     decoder = layout.chain[-1]
-    assert decoder.layer_parts == {f"boxes.{number}": number for number in range(5)}
+    boxes = {f"boxes.{number}": number for number in range(5)}
+    assert decoder.layer_parts == boxes | {f"narrow.{number + 1}": number for number in range(4)}
+    assert decoder.first.keys() == {"narrow.0"}
     assert decoder.kept_outputs.keys() >= {"decoder.3", "boxes.4"}
 
 

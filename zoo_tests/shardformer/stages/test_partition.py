@@ -83,6 +83,27 @@ def test_no_other_split_has_a_cheaper_costliest_stage(costs: list[int], stages: 
     assert _largest(found, costs, first, last) == pytest.approx(min(_largest(one, costs, first, last) for one in every))
 
 
+def test_no_stage_begins_with_a_layer_that_a_batch_may_skip() -> None:
+    assert balanced_split([1, 1, 1, 9], 2) == [3, 1]
+    assert balanced_split([1, 1, 1, 9], 2, never_first=[3]) == [2, 2]
+    assert balanced_split([1] * 6, 3, never_first=[0, 1, 3, 5]) == [2, 2, 2]
+    with pytest.raises(ValueError, match="may begin a stage, 3 of 6; use a pp_size of at most 3"):
+        balanced_split([1] * 6, 4, never_first=[1, 3, 5])
+    text = transformers.MllamaTextConfig(
+        num_hidden_layers=4, cross_attention_layers=[3], hidden_size=32, num_attention_heads=4
+    )
+    with torch.device("meta"):
+        model = transformers.MllamaForCausalLM(text)
+    policy = policy_for(model)
+    policy.set_model(model)
+    for layers, counts in ((None, [2, 2]), ((2, 2), [2, 2])):
+        manager = PipelineStageManager(0, 2, layers)
+        cut = StagePartitioner(model, policy.base_path, policy.stages, manager)
+        assert [len(held) for held in cut.ranges] == counts
+    with pytest.raises(ValueError, match="begins a stage with layer 3, which a batch may skip"):
+        StagePartitioner(model, policy.base_path, policy.stages, PipelineStageManager(0, 2, (3, 1)))
+
+
 @pytest.mark.parametrize(
     ("config", "head", "num_stages", "counts"),
     [

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigurationError
-from shardformer.stages.stage import StagePlaceholder, has_module
-from shardformer.utils.module_paths import ends_in, nearest_names
+from shardformer.stages.stage import StagePlaceholder
+from shardformer.utils.module_paths import ends_in, has_module, nearest_names
 
 # (the module's forward, the module) -> its new forward
 Patch = Callable[[Callable[..., Any], nn.Module], Callable[..., Any]]

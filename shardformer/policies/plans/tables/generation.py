@@ -41,7 +41,6 @@ PLANS = {
         {**_BERT, **_OUT},
         {"self": ("num_attention_heads", "all_head_size"), "self_attn": ("num_heads", "embed_dim")},
         pipelined=False,  # the head reads a number of the first layer
-        head_losses={"GitForCausalLM": own_loss},
     ),
     "moonshine": _MOONSHINE,
     "moonshine_streaming": _MOONSHINE,
@@ -85,6 +84,5 @@ PLANS = {
         | {"DenseReluDense.dropout": "dropout"},
         {"EncDecAttention": ("n_heads", "inner_dim")},
         pipelined=False,
-        head_losses={"UdopForConditionalGeneration": own_loss},
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES, own_loss, with_further_entries
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, with_further_entries
 from shardformer.loss.terms import HeadLoss
 from shardformer.loss.text import causal_lm, causal_lm_of_tokens, conditional_generation
 
@@ -26,8 +26,6 @@ HEAD_LOSSES = {
         )
     },
     "bamba": {"BambaForCausalLM": _without_z_loss},
-    "csm": {"CsmDepthDecoderForCausalLM": own_loss},
-    "git": {"GitForCausalLM": own_loss},
     "vibevoice": {
         "VibeVoiceForConditionalGeneration": with_further_entries(conditional_generation, "acoustic_loss_mask")
     },

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardformer.loss.heads import own_loss
 from shardformer.loss.text import masked_lm, streams_of_tokens
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.tables.naming import GATED
@@ -124,7 +123,6 @@ PLANS = {
         _SEAMLESS,
         # The decoder to units repeats its inputs as often as durations say that an encoder's output determines.
         pipelined=lambda model: not _makes_units(model),
-        head_losses={"SeamlessM4Tv2TextToUnitForConditionalGeneration": own_loss},
     ),
     "t5gemma2": DeclaredPlan(
         GATED,

@@ -1,0 +1,63 @@
+"""Losses that a forward computes itself: shares of unequal micro-batches add up to the loss of the whole batch.
+
+What breaks here first: the number of labels that a mean is over, a part without labels, labels that are not known.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.loss.terms import HeadLoss
+from shardformer.policies.plans.tables.proposed import head_loss_builder
+
+_CLASSES = 5
+
+
+class Head(nn.Module):
+    """Logits of each position; the loss skips the first `skipped` labels, and is a sum over samples or a mean."""
+
+    def __init__(self, skipped: int, is_sum: bool) -> None:
+        super().__init__()
+        self.skipped, self.is_sum = skipped, is_sum
+
+    def forward(self, logits: Tensor, labels: Tensor, router_labels: Tensor | None = None) -> dict[str, Tensor]:
+        length = labels.shape[1] - self.skipped
+        losses = F.cross_entropy(
+            logits[:, :length].flatten(0, 1), labels[:, self.skipped :].flatten(), reduction="none", ignore_index=-100
+        )
+        count = 1 if self.is_sum else (labels[:, self.skipped :] != -100).sum()
+        return {"loss": losses.sum() / count, "logits": logits}
+
+
+@pytest.mark.parametrize(
+    ("kind", "skipped", "is_sum"), [("mean_of_labels", 0, False), ("mean_of_next_labels", 1, False), ("sum", 1, True)]
+)
+def test_shares_add_up(kind: str, skipped: int, is_sum: bool) -> None:
+    head = Head(skipped, is_sum)
+    loss = head_loss_builder("XForCausalLM", kind)(head)
+    logits = torch.randn(5, 4, _CLASSES, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(_CLASSES, (5, 4))
+    labels[0, 1:] = labels[2, :2] = labels[4] = -100  # the first and the last have nothing to predict
+    expected = head(logits, labels)["loss"]
+    (gradient,) = torch.autograd.grad(expected, logits)
+    parts = [(0, 1), (1, 4), (4, 5)]
+    shares = _shares(loss, head, logits, labels, parts)
+    torch.testing.assert_close(sum(shares), expected)
+    torch.testing.assert_close(torch.autograd.grad(sum(shares), logits)[0], gradient)
+
+
+def _shares(loss: HeadLoss, head: Head, logits: Tensor, labels: Tensor, parts: list[tuple[int, int]]) -> list[Tensor]:
+    batches = [{"labels": labels[begin:end]} for begin, end in parts]
+    counts = sum(loss.counts(batch) for batch in batches)
+    outputs = [head(logits[begin:end], labels[begin:end]) for begin, end in parts]
+    return [loss.weighted_sum(each, batch, counts) for each, batch in zip(outputs, batches, strict=True)]
+
+
+def test_other_labels_have_another_loss() -> None:
+    loss = head_loss_builder("XForCausalLM", "mean_of_labels")(Head(0, False))
+    labels = torch.zeros(2, 4, dtype=torch.long)
+    assert loss.unread({"labels": labels}) is None and "labels" in loss.inputs({"labels": labels})
+    assert loss.unread({"labels": labels, "router_labels": labels}) == "router_labels"
