@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from booster.cli.command_parser import HelpFormatter, epilog
+from booster.cli.rendezvous import complete_rendezvous
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import REPORT_VARIABLE
 from booster.failure.wait_status import STATUS_VARIABLE, note_children
@@ -154,6 +155,7 @@ def _prepare(options: argparse.Namespace) -> None:
     if most not in ("", least):  # torchrun's default is 1:1
         # With one store for all rounds, agents that join later wait for its address, which is told in the first alone.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    complete_rendezvous(options)
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     if options.signals_to_handle == _TORCHRUN_SIGNALS:
@@ -186,7 +188,7 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
     from torch.distributed.run import run
 
     try:
@@ -195,6 +197,10 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
         return _code_of(error.failures, was_reported())
     except SignalException as error:
         return _ended(error)
+    except RendezvousConnectionError:
+        raise ConfigurationError(
+            f"the rendezvous at {options.rdzv_endpoint} does not answer; look whether its machine runs and is reached"
+        ) from None
     except (ValueError, AssertionError, RendezvousError, DistError) as error:  # how torchrun rejects an option
         _refuse(" ".join(str(error).split()))
     return 0
