@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from booster.cli.agent_watch import end_after_report
 from booster.cli.command_parser import HelpFormatter, epilog
 from booster.cli.rendezvous import complete_rendezvous
 from booster.errors import ConfigurationError
@@ -39,6 +40,7 @@ EXAMPLES = (
 )
 _PROFILE_FOLDER = "profile"
 _QUIET_PROFILER = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it logs its start, and what it cannot see
+_ONE_MACHINE = ("1", "1:1")
 _INTERRUPTED = 130
 _SIGNAL_CODE = 128
 # Seconds after which a rank that ignores the shutdown signal is killed; torchrun's default is 30.
@@ -65,9 +67,11 @@ def main(arguments: list[str]) -> int:
     _prepare(options)
     profile = _profile(options)
     with tempfile.TemporaryDirectory(prefix="booster-run-") as folder:
-        report = Path(folder) / "report"
+        report = Path(folder, "report")
         os.environ |= {REPORT_VARIABLE: str(report), STATUS_VARIABLE: folder}
         note_children(Path(folder))
+        if options.max_restarts == 0 and options.nnodes not in _ONE_MACHINE:
+            end_after_report(report)
         code = _run(options, report.exists)
     if profile is not None:
         sys.stderr.write(f"note: {profile.finish()}\n")
@@ -132,7 +136,7 @@ def _profile(options: argparse.Namespace) -> JobProfile | None:
         return None
     if not options.profile.isdecimal() or int(options.profile) < 1:
         raise ConfigurationError(f"--profile={options.profile} is not a number of steps; use 1 or more")
-    alone = options.nnodes in ("1", "1:1")
+    alone = options.nnodes in _ONE_MACHINE
     profile = JobProfile(int(options.profile), options.profile_output or Path(_PROFILE_FOLDER), alone)
     os.environ |= {PROFILE_STEPS: str(profile.num_steps), PROFILE_FOLDER: str(profile.scratch)}
     os.environ |= {name: os.environ.get(name, level) for name, level in _QUIET_PROFILER.items()}

@@ -96,9 +96,7 @@ def test_a_rate_and_losses_of_a_link(cluster: Cluster) -> None:
     assert server.wait_for(lambda: "ready" in server.out, 10)
     second.run(*python(_FILL, first.address))
     server.wait(60)
-    assert float(server.out.split()[-1]) > 0.4 * _BYTES / 1e6, (
-        "a second, less what is buffered, and starting"
-    )
+    assert float(server.out.split()[-1]) > 0.4 * _BYTES / 1e6, "a second, less what is buffered, and starting"
     second.link.set(loss=0.2)
     assert 0.7 * _PACKETS < heard(first, second, then=second.link.set) < 0.9 * _PACKETS
     assert heard(first, second) == _PACKETS

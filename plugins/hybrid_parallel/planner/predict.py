@@ -263,7 +263,8 @@ class Predictor:
             return busy
         if not exact:
             return busy + estimated_bubble(layout, costs)
-        link = self.device.link(layout.dp_size * layout.tp_size * layout.cp_size)
+        # If any two neighbours are on different machines, the pipeline has their pace.
+        link = self.device.link((layout.pp_size - 1) * layout.dp_size * layout.tp_size * layout.cp_size)
         send = link.latency + max(cost.output for cost in costs) / link.bandwidth
 
         def length(count: int) -> float:
