@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,9 +30,13 @@ CASES = {name: case.shallow() for name, case in CASES.items()}
 
 
 def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     launch_from_torch(timeout_s=120)
+    train(Path(sys.argv[1]), sys.argv[2:])
+
+
+def train(folder: Path, names: Sequence[str]) -> None:
+    """Train under the layouts of these names, one after another."""
     for name in names:
         (folder / name).mkdir(exist_ok=True)
         dist.barrier()

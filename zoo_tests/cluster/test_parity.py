@@ -5,6 +5,7 @@ What breaks here first: the address that gloo or the rendezvous takes (`booster/
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from zoo_tests.harness.compare import check_reports
 
 pytestmark = pytest.mark.skipif(problem() is not None, reason=problem() or "")
 JOB = Path(__file__).with_name("parity_job.py")
+DRIVER = Path(__file__).with_name("ray_driver.py")
 _LIMIT_S = 300
 # Axis -> whether it lies on one machine, of two with two ranks each; axes of one rank are left out.
 _INSIDE = {
@@ -60,3 +62,19 @@ def test_four_machines_by_torchrun(tmp_path: Path) -> None:
     with Cluster(4, shared=tmp_path) as cluster:
         jobs = cluster.start_job(1, str(JOB), str(tmp_path), *names, launcher="torchrun")
         assert_trained(jobs, tmp_path, names)
+
+
+@pytest.mark.campaign
+def test_ray_on_two_machines(tmp_path: Path) -> None:
+    """Ray starts the ranks and makes their process group."""
+    pytest.importorskip("ray")
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    ray = (str(Path(sys.executable).with_name("ray")), "start", "--num-cpus", "3", "--object-store-memory", "80000000")
+    with Cluster(2, shared=tmp_path) as cluster:
+        first, second = cluster.machines
+        head = ("--head", "--port", "6379", "--include-dashboard", "false", "--node-ip-address", first.address)
+        first.run(*ray, *head, limit_s=_LIMIT_S, **quiet)
+        joins = ("--address", f"{first.address}:6379", "--node-ip-address", second.address)
+        second.run(*ray, *joins, limit_s=_LIMIT_S, **quiet)
+        driver = first.start(sys.executable, str(DRIVER), str(tmp_path), "tp2dp2", "dp4 zero3", **quiet)
+        assert_trained([driver], tmp_path, ["tp2dp2", "dp4 zero3"])
