@@ -192,7 +192,7 @@ def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: 
         # Before the process group, so that a rank that fails while joining is noticed.
         _watch(store, name, place, timeout_s, heartbeat_s)
     if "gloo" in backend:
-        _choose_interface(store, place)
+        _choose_interface(dist.PrefixStore(f"addresses/{name}", store), getattr(store, "host", None), place)
     with failure.staying_outermost():
         dist.init_process_group(
             backend,
@@ -252,20 +252,24 @@ def _store(place: RankInfo, rendezvous_url: str, timeout: timedelta) -> dist.Sto
     return store
 
 
-def _choose_interface(store: dist.Store, place: RankInfo) -> None:
+def _choose_interface(store: dist.Store, store_host: str | None, place: RankInfo) -> None:
     """Let gloo listen where the other machines find this one, if that is not where the host's name says.
 
     Of several addresses, that towards the store is taken; on the store's own machine, that towards another machine.
+
+    Args:
+        store: a store for this alone.
+        store_host: the host of the job's store; None if it has none.
+        place: of this rank.
     """
-    if place.world_size == _ranks_of_this_machine() or not isinstance(store, dist.TCPStore):
+    if store_host is None or place.world_size == _ranks_of_this_machine():
         return
-    own = address_towards(store.host) or ""
-    key = f"addresses/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-    store.set(f"{key}/{place.rank}", own)
+    own = address_towards(store_host) or ""
+    store.set(str(place.rank), own)
     if _GLOO_INTERFACE in os.environ or name_is_usable():
         return
     if not own or is_loopback(own):
-        others = [value.decode() for value in store.multi_get([f"{key}/{rank}" for rank in range(place.world_size)])]
+        others = [value.decode() for value in store.multi_get([str(rank) for rank in range(place.world_size)])]
         far = next((each for each in others if each and not is_loopback(each)), None)
         own = address_towards(far) if far is not None else None  # otherwise the agents are on one host
     interface = None if own is None else interface_of(own)
