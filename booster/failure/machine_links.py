@@ -36,12 +36,16 @@ class OtherMachines:
         store_host: the host of the job's store.
         heartbeat_s: seconds without a heartbeat after which a machine counts as lost; 0 for never.
         report: called with each failure that is found.
+
+    Attributes:
+        silence_s: seconds after which a silent machine has been reported.
     """
 
     def __init__(
         self, rank: int, machines: list[str], store_host: str, heartbeat_s: float, report: Callable[[Failure], None]
     ) -> None:
         watched = heartbeat_s > 0 and len(set(machines)) > 1
+        self.silence_s = heartbeat_s * _SILENCE + 2 * _PROBE_S
         self._heartbeat = Heartbeat(rank, machines, heartbeat_s, report) if watched else None
         self._links = MachineLinks(rank, machines, store_host, heartbeat_s * _SILENCE, report) if watched else None
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 import torch.distributed as dist
 
 from booster.failure.desync import DesyncDetector, DesyncReport
-from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, ranks_text
+from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, is_unanswered, ranks_text
 from booster.failure.machine_links import OtherMachines
 from booster.failure.operation_log import Operations
 from booster.failure.peers import Address, Peer, StoppedPeers
@@ -114,7 +114,7 @@ class FailureMonitor(threading.Thread):
             The failure of the other rank, or `failure` if there is none.
         """
         self.main.failed_wait = wait_of_error(error)
-        known = self._wait_for_failure(_CAUSE_S)
+        known = self._wait_for_failure(self.machines.silence_s if is_unanswered(error) else _CAUSE_S)
         if known is not None:
             return known
         dead = [peer for peer in self.peers if peer.ended_well or peer.is_dead()]

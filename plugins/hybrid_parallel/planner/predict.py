@@ -177,7 +177,7 @@ class Predictor:
         key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows)
         if key not in self._parts:
             parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows)
-            link = self.device.link((layout.cp_size - 1) * layout.tp_size)
+            link = self.device.ring(layout.cp_size, layout.tp_size)
             gathered = self._keys_and_values(layout)
             self._parts[key] = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}
         return self._parts[key]

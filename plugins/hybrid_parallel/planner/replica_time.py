@@ -81,7 +81,8 @@ def _reduction(device: Device, states: RankStates, backward: float) -> float:
     hidden = device.overlap * backward  # by the last backward pass, or by each
     far = device.link((layout.num_replicas - 1) * layout.tp_size)
     if layout.zero_stage == 0:
-        return max(0.0, far.collective("all_reduce", gradients, layout.num_replicas) - hidden)
+        ring = device.ring(layout.num_replicas, layout.tp_size)
+        return max(0.0, ring.collective("all_reduce", gradients, layout.num_replicas) - hidden)
     shards = held.num_shards
     reduce = max(0.0, _shards_seconds(device, layout, "reduce_scatter", gradients, shards) - hidden)
     reduce *= layout.num_microbatches if layout.zero_stage >= 2 else 1
