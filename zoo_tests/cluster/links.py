@@ -1,8 +1,8 @@
-"""The cable between a machine and the switch: its rate, losses, delay and cuts, which may change while a job runs.
+"""The cable between a machine and the switch: its rate, losses and cuts, which may change while a job runs.
 
 The rate is a token bucket at both ends (`tc tbf`). Losses and cuts are programs of the classic packet filter, which see
 packets as they leave an end (`tc filter bpf`, with the kernel's random numbers): so one direction can be cut alone, and
-nobody is told, as with a switch that fails.
+no sender is told, as with a switch that fails.
 """
 
 from __future__ import annotations

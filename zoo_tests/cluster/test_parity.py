@@ -45,7 +45,7 @@ def assert_trained(jobs: list[Process], folder: Path, names: list[str]) -> str:
 
 
 def test_two_machines_whose_names_mislead(tmp_path: Path) -> None:
-    """One machine's name is 127.0.1.1 to itself, the other's is unknown to itself; nobody sets an interface."""
+    """One machine's name is 127.0.1.1 to itself, the other's is unknown to itself; no interface is set."""
     names = list(CASES)
     with Cluster(2, shared=tmp_path, own_names=("127.0.1.1", "")) as cluster:
         said = assert_trained(cluster.start_job(2, str(JOB), str(tmp_path), *names), tmp_path, names)

@@ -80,18 +80,6 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "out.copy_(first)",
         (f"{PARITY}[bert-masked_lm-dp2-zero1]",),
     ),
-    "sum of another machine's shard": Edit(
-        "plugins.hybrid_parallel.zero.comm.hierarchical",
-        "exchange.machine: sums[exchange.machine]}",
-        "exchange.machine: sums[0]}",
-        ("zoo_tests/hybrid_parallel/zero/comm/test_hierarchical.py::test_two_machines_in_any_order",),
-    ),
-    "shards of other machines not passed on": Edit(
-        "plugins.hybrid_parallel.zero.comm.hierarchical",
-        "exchange.machine, place, self._rows[:, exchange.place], self._rows[:, place], tag",
-        "exchange.machine, place, self._rows[:1, exchange.place], self._rows[:1, place], tag",
-        ("zoo_tests/hybrid_parallel/zero/comm/test_hierarchical.py::test_two_machines_in_any_order",),
-    ),
     "replicas do not agree on what was used": Edit(
         "plugins.hybrid_parallel.zero.reducer",
         "        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.dp_group)\n",
