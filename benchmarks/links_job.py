@@ -45,7 +45,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     inside, between = found["links"][rates[-1]]
-    found["compute"] = measure_device(build, LENGTH, "fp32", CASES, inside, between, here, world_size)
+    found["compute"] = measure_device(_CPU, build, LENGTH, "fp32", CASES, inside, between, here, world_size)
     (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(found))
 
 

@@ -80,10 +80,11 @@ def _measure(
     device, ranks = current_device(), dist.get_world_size()
     link = measure_link(device)
     dist.destroy_process_group()
-    return measure_device(build, length, precision, cases, link, link, max(ranks, 8), ranks)
+    return measure_device(device, build, length, precision, cases, link, link, max(ranks, 8), ranks)
 
 
 def measure_device(
+    device: torch.device,
     build: Callable[[], nn.Module],
     length: int,
     precision: str,
@@ -93,9 +94,10 @@ def measure_device(
     node_size: int,
     ranks: int,
 ) -> tuple[Device, dict[Case, MeasuredParts]]:
-    """Measure the kernels and the layers of a model on this rank's device, without a process group.
+    """Measure the kernels and the layers of a model on a device, without a process group.
 
     Args:
+        device: this rank's device, which is not known without the process group.
         build, length, precision, cases: see `calibrate`.
         inside, between: the links of a machine and of its network, see `measure_links`.
         node_size: number of ranks of a machine.
@@ -104,7 +106,6 @@ def measure_device(
     Raises:
         ConfigurationError: the model cannot be trained on this machine.
     """
-    device = current_device()
     rate, half, bandwidth = _kernels(device, precision)
     found = {}
     for case in cases:
