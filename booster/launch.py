@@ -25,6 +25,7 @@ from booster.elastic.place import ElasticPlace
 from booster.elastic_round import agree_on_round
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from booster.network import address_towards, interface_of, is_loopback, name_is_usable
 from booster.slurm import variables_of_task
 from shardformer.distributed.collectives import world_timeout
 
@@ -34,6 +35,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MACHINE_NUMBERS = ("GROUP_RANK", "NODE_RANK")  # torchrun's, and Ray's
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # set by torchrun
 _DEBUG = "BOOSTER_DEBUG"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 PROFILE_STEPS, PROFILE_FOLDER = "BOOSTER_PROFILE_STEPS", "BOOSTER_PROFILE_FOLDER"  # set by `booster run --profile`
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
@@ -202,6 +204,8 @@ def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: 
     if place.world_size > 1:
         # Before the process group, so that a rank that fails while joining is noticed.
         _watch(store, name, place, timeout_s, heartbeat_s)
+    if "gloo" in backend:
+        _choose_interface(dist.PrefixStore(f"addresses/{name}", store), getattr(store, "host", None), place)
     with failure.staying_outermost():
         dist.init_process_group(
             backend,
@@ -259,6 +263,36 @@ def _store(place: RankInfo, rendezvous_url: str, timeout: timedelta) -> dist.Sto
         return dist.HashStore()  # a single process needs no rendezvous port
     store, _, _ = next(dist.rendezvous(rendezvous_url, place.rank, place.world_size, timeout=timeout))
     return store
+
+
+def _choose_interface(store: dist.Store, store_host: str | None, place: RankInfo) -> None:
+    """Let gloo listen where the other machines find this one, if that is not where the host's name says.
+
+    Of several addresses, that towards the store is taken; on the store's own machine, that towards another machine.
+
+    Args:
+        store: a store for this alone.
+        store_host: the host of the job's store; None if it has none.
+        place: of this rank.
+    """
+    if store_host is None or place.world_size == _ranks_of_this_machine():
+        return
+    own = address_towards(store_host) or ""
+    store.set(str(place.rank), own)
+    if _GLOO_INTERFACE in os.environ or name_is_usable():
+        return
+    if not own or is_loopback(own):
+        others = [value.decode() for value in store.multi_get([str(rank) for rank in range(place.world_size)])]
+        far = next((each for each in others if each and not is_loopback(each)), None)
+        own = address_towards(far) if far is not None else None  # otherwise the agents are on one host
+    interface = None if own is None else interface_of(own)
+    if interface is not None:
+        os.environ[_GLOO_INTERFACE] = interface
+
+
+def _ranks_of_this_machine() -> int | None:
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdecimal() else None
 
 
 def _choose_gpu(local_rank: int) -> None:

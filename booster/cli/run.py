@@ -19,7 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from booster.cli.agent_watch import end_after_report
 from booster.cli.command_parser import HelpFormatter, epilog
+from booster.cli.rendezvous import complete_rendezvous
 from booster.elastic.command import add_options, is_elastic, run_elastic
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import REPORT_VARIABLE
@@ -40,6 +42,7 @@ EXAMPLES = (
 )
 _PROFILE_FOLDER = "profile"
 _QUIET_PROFILER = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it logs its start, and what it cannot see
+_ONE_MACHINE = ("1", "1:1")
 _INTERRUPTED = 130
 _SIGNAL_CODE = 128
 # Seconds after which a rank that ignores the shutdown signal is killed; torchrun's default is 30.
@@ -71,12 +74,14 @@ def main(arguments: list[str]) -> int:
         _prepare(options)
     profile = _profile(options)
     with tempfile.TemporaryDirectory(prefix="booster-run-") as folder:
-        report = Path(folder) / "report"
+        report = Path(folder, "report")
         os.environ |= {REPORT_VARIABLE: str(report), STATUS_VARIABLE: folder}
         if elastic:
             code = run_elastic(options, Path(folder))
         else:
             note_children(Path(folder))
+            if options.max_restarts == 0 and options.nnodes not in _ONE_MACHINE:
+                end_after_report(report)
             code = _run(options, report.exists)
     if profile is not None:
         sys.stderr.write(f"note: {profile.finish()}\n")
@@ -145,7 +150,7 @@ def _profile(options: argparse.Namespace) -> JobProfile | None:
         return None
     if not options.profile.isdecimal() or int(options.profile) < 1:
         raise ConfigurationError(f"--profile={options.profile} is not a number of steps; use 1 or more")
-    alone = options.nnodes in ("1", "1:1")
+    alone = options.nnodes in _ONE_MACHINE
     profile = JobProfile(int(options.profile), options.profile_output or Path(_PROFILE_FOLDER), alone)
     os.environ |= {PROFILE_STEPS: str(profile.num_steps), PROFILE_FOLDER: str(profile.scratch)}
     os.environ |= {name: os.environ.get(name, level) for name, level in _QUIET_PROFILER.items()}
@@ -168,6 +173,7 @@ def _prepare(options: argparse.Namespace) -> None:
     if most not in ("", least):  # torchrun's default is 1:1
         # With one store for all rounds, agents that join later wait for its address, which is told in the first alone.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    complete_rendezvous(options)
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     if options.signals_to_handle == _TORCHRUN_SIGNALS:
@@ -200,7 +206,7 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
     from torch.distributed.run import run
 
     try:
@@ -209,6 +215,10 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
         return _code_of(error.failures, was_reported())
     except SignalException as error:
         return _ended(error)
+    except RendezvousConnectionError:
+        raise ConfigurationError(
+            f"the rendezvous at {options.rdzv_endpoint} does not answer; look whether its machine runs and is reached"
+        ) from None
     except (ValueError, AssertionError, RendezvousError, DistError) as error:  # how torchrun rejects an option
         _refuse(" ".join(str(error).split()))
     return 0

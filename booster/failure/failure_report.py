@@ -21,6 +21,8 @@ _COMMUNICATION = re.compile(
     r"could not send|application timeout|store->get",
     re.IGNORECASE,
 )
+# What the kernel says of a connection whose other end has not answered for long.
+_UNANSWERED = re.compile(r"connection timed out|no route to host|network is unreachable", re.IGNORECASE)
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -78,6 +80,11 @@ class Failure:
 def is_about_communication(error: BaseException) -> bool:
     """Return whether the error may be a consequence of another rank's failure."""
     return isinstance(error, RuntimeError | OSError) and _COMMUNICATION.search(str(error)) is not None
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Return whether the error is of a connection to a machine that does not answer."""
+    return isinstance(error, RuntimeError | OSError) and _UNANSWERED.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:

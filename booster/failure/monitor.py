@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 import torch.distributed as dist
 
 from booster.failure.desync import DesyncDetector, DesyncReport
-from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, ranks_text
-from booster.failure.heartbeat import Heartbeat
+from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, is_unanswered, ranks_text
+from booster.failure.machine_links import OtherMachines
 from booster.failure.operation_log import Operations
 from booster.failure.peers import Address, Peer, StoppedPeers
 from booster.failure.stack_probe import MainThreadProbe, current_wait, wait_of_error
@@ -81,9 +81,9 @@ class FailureMonitor(threading.Thread):
         one_machine = len(self.peers) == world_size - 1
         self.inquiries = DesyncDetector(rank, world_size, operations, self.main, one_machine, self._conclude)
         self.link.periodic_tasks.append(self.inquiries.look)
-        if not one_machine and heartbeat_s > 0:
-            machines = [address.machine for address in addresses]
-            self.link.periodic_tasks.append(Heartbeat(rank, machines, heartbeat_s, self._conclude).look)
+        machines, host = [address.machine for address in addresses], store_name.rpartition(":")[0]
+        self.machines = OtherMachines(rank, machines, host, heartbeat_s, self._conclude)
+        self.link.periodic_tasks.append(self.machines.look)
         self._stopped, self._speaking = threading.Event(), threading.Lock()
         self._stopped_peers = StoppedPeers(_STOPPED_S)
         self._statuses: dict[int, int | None] = self.inquiries.dead
@@ -114,7 +114,7 @@ class FailureMonitor(threading.Thread):
             The failure of the other rank, or `failure` if there is none.
         """
         self.main.failed_wait = wait_of_error(error)
-        known = self._wait_for_failure(_CAUSE_S)
+        known = self._wait_for_failure(self.machines.silence_s if is_unanswered(error) else _CAUSE_S)
         if known is not None:
             return known
         dead = [peer for peer in self.peers if peer.ended_well or peer.is_dead()]
@@ -223,6 +223,8 @@ class FailureMonitor(threading.Thread):
         for peer in self.peers:
             if peer.handle is not None and peer.rank not in self._statuses:
                 poll.register(peer.handle, select.POLLIN)
+        for descriptor in self.machines.descriptors():
+            poll.register(descriptor, select.POLLIN)
         poll.poll(_POLL_S * 1000)
         with contextlib.suppress(BlockingIOError):
             return signal.SIGTERM in os.read(self._signals, 64)
@@ -230,6 +232,7 @@ class FailureMonitor(threading.Thread):
 
     def _look(self) -> None:
         self._look_at_peers()
+        self.machines.check()
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_S

@@ -26,6 +26,8 @@ Value = TypeVar("Value")
 _logger = get_logger(__name__)
 _POLL_S = 0.2
 _CALL_TIMEOUT = timedelta(seconds=5)
+# A store that has not answered for this long is asked, but its answer is not waited for: its machine may be lost.
+_UNREACHABLE_S, _NO_WAIT_S = 4.0, 0.1
 _NEWS, _FAILURE, _CLOSING = "news", "failure", "closing"
 _SPEAKER, _SEEN_CLOSING = "speaker", "seen-closing"
 
@@ -52,6 +54,7 @@ class StoreClient(threading.Thread):
         self.failure: Failure | None = None
         self.closing = False
         self.lost_since: float | None = None
+        self._answered_at = time.monotonic()
         self.periodic_tasks: list[Callable[[dist.Store], None]] = []  # run at each poll
 
     # ----- for other threads -----
@@ -60,8 +63,9 @@ class StoreClient(threading.Thread):
         """Run `call` on the store in the client's thread; return `default` if it fails or takes too long."""
         future: Future[Value] = Future()
         self._requests.put((call, future))
+        is_unreachable = time.monotonic() - self._answered_at > _UNREACHABLE_S
         try:
-            return future.result(timeout_s)
+            return future.result(_NO_WAIT_S if is_unreachable else timeout_s)
         except (RuntimeError, TimeoutError):
             return default
 
@@ -131,7 +135,7 @@ class StoreClient(threading.Thread):
         try:
             if not self.closing and self._store.check([_NEWS]):
                 self._read_news()
-            self.lost_since = None
+            self.lost_since, self._answered_at = None, time.monotonic()
         except (RuntimeError, OSError) as error:
             if not re.search("timed? ?out", str(error), re.IGNORECASE):
                 self.lost_since = self.lost_since or began

@@ -73,6 +73,11 @@ def check_case(
     """
     case = case.shallow()
     reports = run_on_ranks(case.sizes.world_size, train, case, directory)
+    check_reports(case, reports, directory, weights)
+
+
+def check_reports(case: Case, reports: Sequence[RankReport], directory: Path, weights: bool = True) -> None:
+    """Compare what the ranks of a case have left with plain training, see `check_case`."""
     plain = train_reference(case.recipe)
     tolerance = TOLERANCES[case.recipe.precision]
     _check_ranks_agree(reports, exact=case.recipe.precision == "fp64")

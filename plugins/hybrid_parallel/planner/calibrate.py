@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -65,9 +66,7 @@ def calibrate(
     found = run_on_local_ranks(
         _measure, ranks, build, length, precision, tuple(cases), timeout_s=timeout_s, device=kind
     )
-    device, parts = found[0]
-    slowest = {case: max((each[1][case] for each in found), key=_total) for case in parts}
-    return Calibration(device, slowest)
+    return slowest(found)
 
 
 def _total(parts: MeasuredParts) -> float:
@@ -80,8 +79,34 @@ def _measure(
     """Measure the link and the kernels on each rank, then the layers without the process group."""
     device, ranks = current_device(), dist.get_world_size()
     link = measure_link(device)
-    rate, half, bandwidth = _kernels(device, precision)
     dist.destroy_process_group()
+    return measure_device(device, build, length, precision, cases, link, link, max(ranks, 8), ranks)
+
+
+def measure_device(
+    device: torch.device,
+    build: Callable[[], nn.Module],
+    length: int,
+    precision: str,
+    cases: Sequence[Case],
+    inside: Link,
+    between: Link,
+    node_size: int,
+    ranks: int,
+) -> tuple[Device, dict[Case, MeasuredParts]]:
+    """Measure the kernels and the layers of a model on a device, without a process group.
+
+    Args:
+        device: this rank's device, which is not known without the process group.
+        build, length, precision, cases: see `calibrate`.
+        inside, between: the links of a machine and of its network, see `measure_links`.
+        node_size: number of ranks of a machine.
+        ranks: number of ranks that share this machine's memory.
+
+    Raises:
+        ConfigurationError: the model cannot be trained on this machine.
+    """
+    rate, half, bandwidth = _kernels(device, precision)
     found = {}
     for case in cases:
         options = {"tp_size": case.tp_size, "enable_sequence_parallelism": case.sequence}
@@ -101,9 +126,9 @@ def _measure(
         matmul_half=half,
         attention_efficiency=0.5,
         bandwidth=bandwidth,
-        inside=link,
-        between=link,
-        node_size=max(ranks, 8),
+        inside=inside,
+        between=between,
+        node_size=node_size,
         operator=0.0,
         optimizer_bytes=update * bandwidth,
         overlap=0.0 if device.type == "cpu" else 0.7,  # gloo and the passes compete for the same cores
@@ -111,11 +136,35 @@ def _measure(
     return described, found
 
 
-def measure_link(device: torch.device) -> Link:
-    """Measure the latency and the bandwidth of each collective over all ranks."""
-    if dist.get_world_size() == 1:
+def slowest(found: Sequence[tuple[Device, Mapping[Case, MeasuredParts]]]) -> Calibration:
+    """Combine what the ranks have measured: of each case the slowest."""
+    device, parts = found[0]
+    return Calibration(device, {case: max((each[1][case] for each in found), key=_total) for case in parts})
+
+
+def measure_links(device: torch.device, ranks_per_machine: int) -> tuple[Link, Link]:
+    """Measure the links inside machines and between them, in a job whose machines have as many ranks each.
+
+    Collective: all ranks of the job must call this. All pairs of machines are measured at the same time, as many as a
+    machine has ranks, since training does so too.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    machines = [list(range(first, first + ranks_per_machine)) for first in range(0, world_size, ranks_per_machine)]
+    across = [list(range(place, world_size, ranks_per_machine)) for place in range(ranks_per_machine)]
+    found = []
+    for partition in (machines, across):
+        groups = [dist.new_group(ranks) for ranks in partition]
+        own = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
+        found.append(measure_link(device, own))
+    return found[0], found[1]
+
+
+def measure_link(device: torch.device, group: ProcessGroup | None = None) -> Link:
+    """Measure the latency and the bandwidth of each collective over all ranks, or those of a group."""
+    group = group or dist.group.WORLD
+    if dist.get_world_size(group) == 1:
         return Link(0.0, float("inf"))
-    found = measure_axis(dist.group.WORLD, device)
+    found = measure_axis(group, device)
     largest = max(each.num_bytes for each in found.collectives)
     rates = {}
     for each in found.collectives:

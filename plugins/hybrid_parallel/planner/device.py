@@ -100,6 +100,18 @@ class Device:
         """Return the link of a group of ranks whose first and last rank are `span` apart."""
         return self.inside if span < self.node_size else self.between
 
+    def ring(self, ranks: int, stride: int) -> Link:
+        """Return the link of a ring of ranks that are `stride` apart.
+
+        Of several ranks on a machine, one sends to the next machine. The others leave it their share of the network,
+        which ranks on CPUs have together.
+        """
+        here = self.node_size // stride
+        if (ranks - 1) * stride < self.node_size or self.type != "cpu" or here < 2:
+            return self.link((ranks - 1) * stride)
+        rates = {kind: rate * here for kind, rate in self.between.rates.items()}
+        return replace(self.between, bandwidth=self.between.bandwidth * here, rates=rates)
+
     def matmul_seconds(self, flops: float, size: float, precision: str) -> float:
         """Return the seconds of a matmul of `flops` FLOPs whose matrices have `size` bytes in total."""
         rate = self.flops[precision] * self.matmul_efficiency * flops / (flops + self.matmul_half)

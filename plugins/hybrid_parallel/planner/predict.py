@@ -177,7 +177,7 @@ class Predictor:
         key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows)
         if key not in self._parts:
             parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows)
-            link = self.device.link((layout.cp_size - 1) * layout.tp_size)
+            link = self.device.ring(layout.cp_size, layout.tp_size)
             gathered = self._keys_and_values(layout)
             self._parts[key] = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}
         return self._parts[key]
@@ -263,7 +263,8 @@ class Predictor:
             return busy
         if not exact:
             return busy + estimated_bubble(layout, costs)
-        link = self.device.link(layout.dp_size * layout.tp_size * layout.cp_size)
+        # If any two neighbours are on different machines, the pipeline has their pace.
+        link = self.device.link((layout.pp_size - 1) * layout.dp_size * layout.tp_size * layout.cp_size)
         send = link.latency + max(cost.output for cost in costs) / link.bandwidth
 
         def length(count: int) -> float:

@@ -186,7 +186,7 @@ class Profiler:
             named = model_inside(model).named_parameters(remove_duplicate=False)
             local = {name: self._local(name, each) for name, each in named}
             buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-            link = self.device.link(tp_size - 1)
+            link = self.device.ring(tp_size, 1)
             with _mistakes_of(type(model).__name__, self.length):
                 records = record(wrapped, lists, self.rows, self.length, self.device.name)
         parts = sorted(set(records[0]) | set(records[1]), key=str)

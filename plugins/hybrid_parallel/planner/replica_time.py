@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from plugins.hybrid_parallel.planner.costs import StageCost
 from plugins.hybrid_parallel.planner.device import Device
+from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.rank_memory import RankStates, activations
 
 
@@ -66,7 +67,7 @@ def _gathers(device: Device, states: RankStates, forward: float, backward: float
         return 0.0
     link = device.link((states.held.num_shards - 1) * layout.tp_size)
     steps = link.latency * (states.held.num_shards - 1) * (len(states.held.units) - 1)
-    each = link.collective("all_gather", states.gathered_bytes, states.held.num_shards) + steps
+    each = _shards_seconds(device, layout, "all_gather", states.gathered_bytes, states.held.num_shards) + steps
     exposed = max(0.0, each - device.overlap * forward) + max(0.0, each - device.overlap * backward)
     return layout.num_microbatches * exposed
 
@@ -80,14 +81,26 @@ def _reduction(device: Device, states: RankStates, backward: float) -> float:
     hidden = device.overlap * backward  # by the last backward pass, or by each
     far = device.link((layout.num_replicas - 1) * layout.tp_size)
     if layout.zero_stage == 0:
-        return max(0.0, far.collective("all_reduce", gradients, layout.num_replicas) - hidden)
+        ring = device.ring(layout.num_replicas, layout.tp_size)
+        return max(0.0, ring.collective("all_reduce", gradients, layout.num_replicas) - hidden)
     shards = held.num_shards
-    near = device.link((shards - 1) * layout.tp_size)
-    reduce = max(0.0, near.collective("reduce_scatter", gradients, shards) - hidden)
+    reduce = max(0.0, _shards_seconds(device, layout, "reduce_scatter", gradients, shards) - hidden)
     reduce *= layout.num_microbatches if layout.zero_stage >= 2 else 1
     copies = far.collective("all_reduce", gradients / shards, layout.num_replicas // shards)
     whole = sum(bucket.size * bucket.itemsize for bucket in held.buckets if bucket.unit is None)
-    return reduce + copies + near.collective("all_gather", whole, shards)
+    return reduce + copies + _shards_seconds(device, layout, "all_gather", whole, shards)
+
+
+def _shards_seconds(device: Device, layout: Layout, kind: str, size: float, shards: int) -> float:
+    """Return the seconds of a reduce-scatter or an all-gather between the ranks that share states.
+
+    Between CPUs of several machines with several of these ranks each, it is done inside a machine first, then across.
+    """
+    here = device.node_size // layout.tp_size
+    if device.type == "cpu" and 1 < here < shards and shards % here == 0:
+        across = device.between.collective(kind, size / here, shards // here)
+        return device.inside.collective(kind, size, here) + across
+    return device.link((shards - 1) * layout.tp_size).collective(kind, size, shards)
 
 
 def _update(device: Device, states: RankStates) -> tuple[float, float]:

@@ -28,7 +28,8 @@ from plugins.hybrid_parallel.setup.offload import file_of_shards, memory_of_stat
 from plugins.hybrid_parallel.setup.reproducible import attach_units
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
-from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives, exchange_of
+from plugins.hybrid_parallel.zero.comm.choice import exchange_of
+from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool

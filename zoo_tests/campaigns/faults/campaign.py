@@ -2,7 +2,7 @@
 
 Each fault strikes in jobs of four ranks (tensor parallel 2 x data parallel 2, or 2 stages x tensor parallel 2), in turn
 on every rank and in every place. The table says how often the fault was named within 10 s with its rank and
-operation, and how often all processes were gone 5 s later.
+operation, and how often all processes were gone 5 s later. `--cluster` has faults of the network instead (`links.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import table
+from zoo_tests.campaigns.faults import links
 from zoo_tests.campaigns.faults.watch import Outcome, WatchedJob
 
 NAMED_WITHIN_S = 10.0
@@ -136,7 +137,11 @@ def main() -> None:
     parser.add_argument("--only", choices=FAULTS, action="append", help="one of the faults; may be repeated")
     parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file")
+    parser.add_argument("--cluster", action="store_true", help="faults of the network between two machines instead")
     options = parser.parse_args()
+    if options.cluster:
+        _write(links.report(options.repetitions), options.output)
+        return
     done = run_all(options.only or FAULTS, options.repetitions, options.at_once)
     columns = ["Fault", "Jobs", "Rank named", "Operation named", "Seconds until named (median / max)",
                "Seconds until all are gone (median / max)", "Exit code not 0", "All as promised"]  # fmt: skip
@@ -151,6 +156,10 @@ def main() -> None:
         table=table("What happened", columns, rows),
         examples=examples,
     )
+    _write(text, options.output)
+
+
+def _write(text: str, output: Path | None) -> None:
     print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    if output is not None:
+        output.write_text(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def test_collectives_over_a_ring() -> None:
     assert link.collective("all_reduce", 40.0, 4) == 6 * (2.0 + 1.0)
     assert link.collective("send", 40.0, 2) == 2.0 + 4.0
     assert link.collective("all_reduce", 40.0, 1) == 0.0
+
+
+def test_one_rank_of_a_machine_sends_to_the_next() -> None:
+    """The ranks of a CPU machine share its network; a ring through all of them crosses it once."""
+    here = replace(PRESETS["H100"], name="this-machine", node_size=2)
+    assert here.ring(2, 1) == here.inside
+    assert here.ring(2, 2) == here.between
+    assert here.ring(4, 1).bandwidth == 2 * here.between.bandwidth
+    assert PRESETS["H100"].ring(16, 1) == PRESETS["H100"].between, "each GPU has an adapter of its own"
 
 
 def test_small_products_are_less_efficient() -> None:

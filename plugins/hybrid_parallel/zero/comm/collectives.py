@@ -3,7 +3,8 @@
 NCCL implements both. gloo's reduce-scatter is an all-reduce of a copy that discards all but one shard. Between CPUs,
 every rank therefore fetches its own shard from each other rank and sums the shards: (p - 1) / p of the buffer per rank
 instead of twice that, and no copy. On one machine a rank reads the shard from the other rank's memory
-(`SharedMemoryCollectives`), otherwise the other rank sends it (`P2PCollectives`).
+(`SharedMemoryCollectives`), otherwise the other rank sends it (`P2PCollectives`, and `hierarchical.py` where machines
+have several ranks each).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, meet_neighbours, open_segments
+from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, open_segments
 from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
 from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_flat
 
@@ -136,7 +137,7 @@ class P2PCollectives(ZeroCollectives):
 
     def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
         """Send a number to all other ranks; the returned function waits for theirs of the same turn and kind."""
-        tag = _tag(turn, kind)
+        tag = tag_of(turn, kind)
         answers = [torch.zeros(1, dtype=torch.int64) for _ in self.others]
         works = [
             dist.irecv(answer, group=self.group, group_src=rank, tag=tag)
@@ -159,7 +160,7 @@ class P2PCollectives(ZeroCollectives):
         parts = {rank: shard if rank == place else torch.empty_like(shard) for rank in self.others}
         works = [dist.irecv(part, group=self.group, group_src=rank) for rank, part in parts.items()]
         works += [dist.isend(rows[rank], group=self.group, group_dst=rank) for rank in self.others]
-        return _SentShard(self, shard, works, {**parts, self.rank: rows[self.rank]})
+        return SentShard(self, shard, works, {**parts, self.rank: rows[self.rank]})
 
     def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
         """Start sending this rank's shard to all other ranks; see `ZeroCollectives`."""
@@ -169,7 +170,7 @@ class P2PCollectives(ZeroCollectives):
         return AllGatherHandle(works)
 
 
-class _SentShard(ReduceScatterHandle):
+class SentShard(ReduceScatterHandle):
     """Handle of a reduce-scatter whose summands are sent.
 
     Args:
@@ -183,16 +184,19 @@ class _SentShard(ReduceScatterHandle):
         self._answers: Answers = dict
 
     def wait(self) -> Tensor:
+        """Wait for the summands and add them up; return the sum, [shard]."""
         super().wait()
-        _add_up(self._parts, self.shard)
+        add_up(self._parts, self.shard)
         self._parts = {}
         return self.shard
 
     def mark_done(self, is_finite: bool | None) -> None:
+        """Tell the other ranks whether this rank's shard is finite."""
         self._is_finite = bool(is_finite)
         self._answers = self._exchange.broadcast_number(self._turn, SUMMED, int(self._is_finite))
 
     def wait_all_done(self) -> bool | None:
+        """Wait for the other ranks; return whether the whole sum is finite."""
         return all(self._answers().values()) and self._is_finite
 
 
@@ -226,7 +230,7 @@ class SharedMemoryCollectives(P2PCollectives):
 
     def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
         """Send a number over the sockets between ranks of one machine; see `P2PCollectives`."""
-        lines, tag = self._neighbours.lines, _tag(turn, kind)
+        lines, tag = self._neighbours.lines, tag_of(turn, kind)
         for rank in self.others:
             lines.send(rank, tag, number)
         return lambda: {rank: lines.receive(rank, tag) for rank in self.others}
@@ -255,7 +259,7 @@ class SharedMemoryCollectives(P2PCollectives):
         return _ReadGather(self, flat, is_copied)
 
 
-class _ReadShard(_SentShard):
+class _ReadShard(SentShard):
     """Handle of a reduce-scatter whose summands are read from the memory of the other ranks."""
 
     def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, shard: Tensor) -> None:
@@ -270,7 +274,7 @@ class _ReadShard(_SentShard):
         for windows in zip(*readers, strict=True):
             part, _ = windows[0]
             theirs = {other: window for other, (_, window) in zip(places, windows, strict=True)}
-            _add_up({rank: self._own[part], **theirs}, self.shard[part])
+            add_up({rank: self._own[part], **theirs}, self.shard[part])
         return self.shard
 
 
@@ -315,7 +319,7 @@ def _windows(memory: PeerSegment, start: int, like: Tensor, is_kept: bool) -> It
         yield part, memory.map_view(address, part.stop - first, like.dtype, is_kept and count <= step)
 
 
-def _add_up(parts: Mapping[int, Tensor], out: Tensor) -> None:
+def add_up(parts: Mapping[int, Tensor], out: Tensor) -> None:
     """Sum all parts into `out` in rank order, so that the bits do not depend on the rank that adds."""
     first, second, *others = (part for _, part in sorted(parts.items()))
     torch.add(first, second, out=out)
@@ -323,14 +327,6 @@ def _add_up(parts: Mapping[int, Tensor], out: Tensor) -> None:
         out.add_(part)
 
 
-def _tag(turn: int, kind: int) -> int:
+def tag_of(turn: int, kind: int) -> int:
+    """Return the tag of a rank's messages of one kind in one exchange."""
     return turn % _TAGS * 4 + kind
-
-
-def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:
-    """Choose the fastest collectives for these ranks; must be called on all of them."""
-    uses_gloo = device.type == "cpu" and "gloo" in str(dist.get_backend_config(group))
-    if not uses_gloo or dist.get_world_size(group) == 1:
-        return ZeroCollectives(group)
-    neighbours = meet_neighbours(group)
-    return P2PCollectives(group) if neighbours is None else SharedMemoryCollectives(group, neighbours)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,11 +65,8 @@ class _SentShards(ShardGather):
     exchange: P2PCollectives
 
     def start(self, flat: Tensor) -> AllGatherHandle:
-        exchange, rows = self.exchange, flat.view(len(self.exchange.others) + 1, -1)
-        works: list[Any] = [dist.irecv(rows[rank], group=exchange.group, group_src=rank) for rank in exchange.others]
-        works += [dist.isend(self.shard, group=exchange.group, group_dst=rank) for rank in exchange.others]
-        rows[exchange.rank].copy_(self.shard)
-        return AllGatherHandle(works)
+        flat.view(len(self.exchange.others) + 1, -1)[self.exchange.rank].copy_(self.shard)
+        return self.exchange.all_gather(flat)
 
 
 class _ReadShards(ShardGather):

@@ -26,12 +26,8 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.comm.collectives import (
-    P2PCollectives,
-    SharedMemoryCollectives,
-    ZeroCollectives,
-    exchange_of,
-)
+from plugins.hybrid_parallel.zero.comm.choice import exchange_of
+from plugins.hybrid_parallel.zero.comm.collectives import P2PCollectives, SharedMemoryCollectives, ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
 from plugins.hybrid_parallel.zero.comm.signal_sockets import SignalSocket, SignalSockets
 from zoo_tests.harness.ranks import run_on_ranks
@@ -198,9 +194,9 @@ def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: b
     model = nn.Sequential(nn.Embedding(11, 16), *(nn.Linear(16, 16) for _ in range(8)))
     made = contextlib.nullcontext()
     if exchange is not None:
-        made = mock.patch("plugins.hybrid_parallel.zero.comm.collectives.SharedMemoryCollectives", exchange)
+        made = mock.patch("plugins.hybrid_parallel.zero.comm.choice.SharedMemoryCollectives", exchange)
         if exchange is P2PCollectives:
-            made = mock.patch("plugins.hybrid_parallel.zero.comm.collectives.meet_neighbours", lambda group: None)
+            made = mock.patch("plugins.hybrid_parallel.zero.comm.choice.meet_neighbours", lambda group: None)
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
         booster = Booster(plugin=plugin)

@@ -1,0 +1,81 @@
+"""Layouts on two machines by the speed of the network between them: predicted and measured; and reductions.
+
+The machines are namespaces of this one, see `zoo_tests/cluster`. One job of two ranks on each measures everything.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import ratio, table
+from benchmarks.links_model import LENGTH, ROWS, build, layouts
+from plugins.hybrid_parallel.planner.calibrate import slowest
+from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.predict import Predictor
+from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
+
+# Name -> rate of the link of each machine.
+_RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "no limit": "none"}
+_ON_MACHINES = "zoo_tests.cluster.run_at_rates"
+_JOB = Path(__file__).with_name("links_job.py")
+_FLAT, _HIERARCHICAL = "every rank to every rank", "inside, then across"
+
+
+def report(quick: bool) -> str:
+    """Return the section of the results page; one sentence where machines cannot be made of namespaces."""
+    with tempfile.TemporaryDirectory() as folder:
+        mode = "quick" if quick else "whole"
+        command = [sys.executable, "-m", _ON_MACHINES, folder, str(_JOB), mode, *_RATES.values()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return f"## Layouts on two machines\n\nNot measured: {done.stderr.strip()}\n"
+        found = [pickle.loads(Path(folder, f"rank-{rank}.pickle").read_bytes()) for rank in range(4)]
+    return "\n".join([*(_layouts_table(found, name) for name in _RATES), _reductions_table(found)])
+
+
+def _layouts_table(found: list[dict[str, Any]], name: str) -> str:
+    rate = _RATES[name]
+    guesses = predictions(found, rate)
+    times = {layout: max(each["steps"][rate][layout] for each in found) for layout in layouts()}
+    rows = []
+    for layout in layouts():
+        places = [sorted(each, key=each.__getitem__).index(layout) + 1 for each in (guesses, times)]
+        rows.append([layout, f"{guesses[layout] * 1e3:.0f}", f"{times[layout] * 1e3:.0f}",
+                     f"{guesses[layout] / times[layout]:.2f}", *places])  # fmt: skip
+    best = sorted(times, key=times.__getitem__).index(min(guesses, key=guesses.__getitem__)) + 1
+    _, between = found[0]["links"][rate]
+    note = (
+        f"Measured between the machines, by both ranks of each at once: {between.bandwidth * 8e-9:.2f} Gbit/s a rank, "
+        f"{between.latency * 1e6:.0f} us. The layout predicted to be the fastest is number {best} of those measured."
+    )
+    columns = ["Layout", "Predicted ms", "Measured ms", "Predicted / measured", "Place predicted", "Place measured"]
+    return table(f"Two machines of two ranks, {name}", columns, rows, note)
+
+
+def predictions(found: list[dict[str, Any]], rate: str) -> dict[Layout, float]:
+    """Return the predicted seconds of a step of each layout, from the ranks' measurements at a rate."""
+    calibration = slowest([each["compute"] for each in found])
+    inside, between = found[0]["links"][rate]
+    device = replace(calibration.device, inside=inside, between=between)
+    predictor = Predictor(ModelMap(build), Profiler(build, LENGTH, device, "fp32", ROWS, calibration.parts))
+    return {layout: predictor.predict(layout).seconds.total for layout in layouts()}
+
+
+def _reductions_table(found: list[dict[str, Any]]) -> str:
+    rows = []
+    for name, rate in _RATES.items():
+        times: Mapping[str, list[float]] = found[0]["reductions"][rate]
+        medians = [f"{statistics.median(times[way]) * 1e3:.0f}" for way in (_FLAT, _HIERARCHICAL)]
+        rows.append([name, *medians, f"{ratio(times, _HIERARCHICAL, _FLAT):.2f}"])
+    columns = ["Network", f"{_FLAT}, ms", f"{_HIERARCHICAL}, ms", "Times as fast"]
+    return table("Reduce-scatter and all-gather of 4 MiB over two machines of two ranks", columns, rows,
+                 "Ways alternate; medians of the turns.")  # fmt: skip

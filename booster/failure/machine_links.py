@@ -1,0 +1,167 @@
+"""Connections between neighbouring machines that carry nothing: their kernels ask each other whether they are there.
+
+The kernel answers TCP's probes whatever its processes do, so a call that holds the interpreter lock for minutes is not
+taken for a loss, and a few seconds of silence are enough: the machine has lost its power, or the link between the two
+is cut, in one direction or in both. The machines form a ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import select
+import socket
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from booster.failure.failure_report import Failure, ranks_text
+from booster.failure.heartbeat import Heartbeat
+from booster.network import address_towards, is_loopback
+
+_SILENCE = 1 / 7.5  # of the limit of heartbeats: how long the kernel of another machine may be silent
+_PROBE_S = 1
+_CONNECT_S = 2.0
+_TOKEN_BYTES = 16
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+class OtherMachines:
+    """What tells that another machine is lost: heartbeats over the store, and connections between neighbours.
+
+    Args:
+        rank: this rank.
+        machines: machine of every rank.
+        store_host: the host of the job's store.
+        heartbeat_s: seconds without a heartbeat after which a machine counts as lost; 0 for never.
+        report: called with each failure that is found.
+
+    Attributes:
+        silence_s: seconds after which a silent machine has been reported.
+    """
+
+    def __init__(
+        self, rank: int, machines: list[str], store_host: str, heartbeat_s: float, report: Callable[[Failure], None]
+    ) -> None:
+        watched = heartbeat_s > 0 and len(set(machines)) > 1
+        self.silence_s = heartbeat_s * _SILENCE + 2 * _PROBE_S
+        self._heartbeat = Heartbeat(rank, machines, heartbeat_s, report) if watched else None
+        self._links = MachineLinks(rank, machines, store_host, heartbeat_s * _SILENCE, report) if watched else None
+
+    def look(self, store: dist.Store) -> None:
+        """Do what needs the store; a periodic task of the store client."""
+        if self._heartbeat is not None and self._links is not None:
+            self._heartbeat.look(store)
+            self._links.look(store)
+
+    def descriptors(self) -> list[int]:
+        """Return what `check` should be called for when it becomes readable."""
+        return [] if self._links is None else self._links.descriptors()
+
+    def check(self) -> None:
+        """Report a machine whose kernel does not answer."""
+        if self._links is not None:
+            self._links.check()
+
+
+class MachineLinks:
+    """This rank's connections to the next machine and from the one before.
+
+    One rank of each machine has them. They are made by a periodic task of the store client (`look`) and watched by
+    `check`, which another thread may call.
+
+    Args:
+        rank: this rank.
+        machines: machine of every rank.
+        store_host: the host of the job's store.
+        limit_s: seconds without an answer after which a machine counts as unreachable.
+        report: called with the failure that is found.
+    """
+
+    def __init__(
+        self, rank: int, machines: list[str], store_host: str, limit_s: float, report: Callable[[Failure], None]
+    ) -> None:
+        self.limit_s, self._store_host, self._report = limit_s, store_host, report
+        self._names = list(dict.fromkeys(machines))
+        self._ranks = [[r for r, name in enumerate(machines) if name == own] for own in self._names]
+        self._own = self._names.index(machines[rank])
+        self._leads = rank == self._ranks[self._own][0]
+        count = len(self._names)
+        # Of two machines, one connection is enough.
+        self._next = (self._own + 1) % count if count > 2 or self._own == 1 else None
+        self._token = b""
+        self._listener: socket.socket | None = None
+        self._links: dict[socket.socket, int] = {}  # connection -> the other machine
+
+    def look(self, store: dist.Store) -> None:
+        """Tell the others where this machine listens, and connect to the next one once it has told."""
+        if not self._leads:
+            return
+        if self._listener is None:
+            self._listener = _listener()
+            self._token = secrets.token_bytes(_TOKEN_BYTES)
+            own = address_towards(self._store_host) or ""
+            host = "" if not own or is_loopback(own) else own  # the store's machine is known by the store's address
+            store.set(f"link/{self._own}", f"{host} {self._listener.getsockname()[1]} {self._token.hex()}")
+        if self._next is not None and store.check([f"link/{self._next}"]):
+            host, port, token = store.get(f"link/{self._next}").decode().split(" ")
+            target, self._next = self._next, None
+            with contextlib.suppress(OSError):  # a firewall: heartbeats remain
+                link = socket.create_connection((host or self._store_host, int(port)), _CONNECT_S)
+                link.sendall(bytes.fromhex(token) + bytes([self._own % 256]))
+                self._add(link, target)
+
+    def descriptors(self) -> list[int]:
+        """Return what `check` should be called for when it becomes readable."""
+        own = [] if self._listener is None else [self._listener]
+        return [each.fileno() for each in (*own, *list(self._links))]
+
+    def check(self) -> None:
+        """Accept the machine before this one, and report a machine that does not answer."""
+        ready = select.poll()
+        for descriptor in self.descriptors():
+            ready.register(descriptor, select.POLLIN)
+        events = dict(ready.poll(0))
+        for link, machine in list(self._links.items()):
+            if link.fileno() in events:
+                reason = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                del self._links[link]
+                link.close()
+                if reason in _SILENT:
+                    self._report(self._unreachable(machine))
+        if self._listener is not None and self._listener.fileno() in events:
+            self._accept()
+
+    def _unreachable(self, machine: int) -> Failure:
+        names, ranks = [name.partition("/")[0] for name in self._names], self._ranks[machine]
+        others = f", with {ranks_text(ranks)}," if len(ranks) > 1 else ""
+        return Failure.found(
+            ranks[0],
+            f"on machine {names[machine]}{others} cannot be reached from machine {names[self._own]} for "
+            f"{self.limit_s:g} s: it is lost, or the network between them",
+        )
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            link, _ = self._listener.accept()
+            link.settimeout(_CONNECT_S)
+            told = link.recv(_TOKEN_BYTES + 1, socket.MSG_WAITALL)
+            before = (self._own - 1) % len(self._names)
+            if told == self._token + bytes([before % 256]):
+                self._add(link, before)
+
+    def _add(self, link: socket.socket, machine: int) -> None:
+        link.setblocking(False)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limit_s * 1000))
+        self._links[link] = machine
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

@@ -1,0 +1,82 @@
+"""Addresses of this machine: which of them other machines reach, and what the host's name says."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_ANY_PORT = 9  # nothing is sent there
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses that a host's name stands for here; none if it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is of this machine alone, as 127.0.1.1 of Debian's /etc/hosts."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_held(address: str) -> bool:
+    """Return whether an address is one of this machine's."""
+    with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def address_towards(host: str) -> str | None:
+    """Return the address from which this machine reaches another; None if there is no route."""
+    for address in addresses_of(host):
+        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _ANY_PORT))  # asks the kernel for a route
+            return str(probe.getsockname()[0])
+    return None
+
+
+def name_is_usable() -> bool:
+    """Return whether other machines can reach the address that this machine's own name stands for.
+
+    gloo listens there by default. Debian's installer lets the name stand for 127.0.1.1.
+    """
+    addresses = addresses_of(socket.gethostname())
+    return bool(addresses) and not is_loopback(addresses[0]) and is_held(addresses[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with an address, None if no interface has it."""
+    return next((name for name, held in _held_addresses() if held == address), None)
+
+
+def first_address() -> str | None:
+    """Return the address of the first interface that other machines may reach."""
+    return next((address for _, address in _held_addresses() if not is_loopback(address)), None)
+
+
+def _held_addresses() -> list[tuple[str, str]]:
+    """Return the interfaces and their addresses, IPv4 first."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            found.append((name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))))
+    return found
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
