@@ -5,23 +5,17 @@ The machines are namespaces of this one, see `zoo_tests/cluster`. One job of two
 
 from __future__ import annotations
 
-import pickle
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ratio, table
-from benchmarks.links_model import LENGTH, ROWS, build, layouts
-from plugins.hybrid_parallel.planner.calibrate import slowest
-from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.predict import Predictor
-from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.stage_map import ModelMap
+from benchmarks.links_model import layouts
 
 # Name -> rate of the link of each machine.
 _RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "no limit": "none"}
@@ -38,36 +32,31 @@ def report(quick: bool) -> str:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             return f"## Layouts on two machines\n\nNot measured: {done.stderr.strip()}\n"
-        found = [pickle.loads(Path(folder, f"rank-{rank}.pickle").read_bytes()) for rank in range(4)]
+        found = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(4)]
     return "\n".join([*(_layouts_table(found, name) for name in _RATES), _reductions_table(found)])
 
 
 def _layouts_table(found: list[dict[str, Any]], name: str) -> str:
     rate = _RATES[name]
-    guesses = predictions(found, rate)
-    times = {layout: max(each["steps"][rate][layout] for each in found) for layout in layouts()}
+    # The slowest rank decides.
+    guesses, times = (
+        {layout: max(each[what][rate][index] for each in found) for index, layout in enumerate(layouts())}
+        for what in ("predicted", "steps")
+    )
     rows = []
     for layout in layouts():
         places = [sorted(each, key=each.__getitem__).index(layout) + 1 for each in (guesses, times)]
         rows.append([layout, f"{guesses[layout] * 1e3:.0f}", f"{times[layout] * 1e3:.0f}",
                      f"{guesses[layout] / times[layout]:.2f}", *places])  # fmt: skip
     best = sorted(times, key=times.__getitem__).index(min(guesses, key=guesses.__getitem__)) + 1
-    _, between = found[0]["links"][rate]
+    between = found[0]["network"][rate]
     note = (
-        f"Measured between the machines, by both ranks of each at once: {between.bandwidth * 8e-9:.2f} Gbit/s a rank, "
-        f"{between.latency * 1e6:.0f} us. The layout predicted to be the fastest is number {best} of those measured."
+        f"Measured between the machines, by both ranks of each at once: {between['bandwidth'] * 8e-9:.2f} Gbit/s a "
+        f"rank, {between['latency'] * 1e6:.0f} us. The layout predicted to be the fastest is number {best} of those "
+        "measured."
     )
     columns = ["Layout", "Predicted ms", "Measured ms", "Predicted / measured", "Place predicted", "Place measured"]
     return table(f"Two machines of two ranks, {name}", columns, rows, note)
-
-
-def predictions(found: list[dict[str, Any]], rate: str) -> dict[Layout, float]:
-    """Return the predicted seconds of a step of each layout, from the ranks' measurements at a rate."""
-    calibration = slowest([each["compute"] for each in found])
-    inside, between = found[0]["links"][rate]
-    device = replace(calibration.device, inside=inside, between=between)
-    predictor = Predictor(ModelMap(build), Profiler(build, LENGTH, device, "fp32", ROWS, calibration.parts))
-    return {layout: predictor.predict(layout).seconds.total for layout in layouts()}
 
 
 def _reductions_table(found: list[dict[str, Any]]) -> str:

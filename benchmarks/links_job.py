@@ -5,11 +5,13 @@ Before it measures at a rate, the job writes `FOLDER/wants-RATE` and waits for `
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import statistics
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import turns
-from benchmarks.links_model import BATCH, CASES, LENGTH, VOCABULARY, build, layouts
+from benchmarks.links_model import BATCH, CASES, LENGTH, ROWS, VOCABULARY, build, layouts
 from booster import Booster, launch_from_torch
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.planner.calibrate import measure_device, measure_links
+from plugins.hybrid_parallel.planner.calibrate import measure_device, measure_links, slowest
+from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.predict import Predictor
+from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from plugins.hybrid_parallel.zero.comm.collectives import P2PCollectives, ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.hierarchical import HierarchicalCollectives
 
@@ -35,18 +41,32 @@ def main() -> None:
     torch.set_num_threads(1)
     launch_from_torch(timeout_s=600)
     here = int(os.environ["LOCAL_WORLD_SIZE"])
-    found: dict[str, Any] = {"reductions": {}, "links": {}, "steps": {}}
+    found: dict[str, Any] = {"reductions": {}, "network": {}, "steps": {}}
+    links: dict[str, tuple[Link, Link]] = {}
     for rate in rates:
         _wait_for_rate(folder, rate)
         found["reductions"][rate] = reductions(here, 2 if quick else 5)
-        found["links"][rate] = measure_links(_CPU, here)
-        found["steps"][rate] = {layout: step_seconds(layout, 2 if quick else 4) for layout in layouts()}
+        links[rate] = measure_links(_CPU, here)
+        found["network"][rate] = {"bandwidth": links[rate][1].bandwidth, "latency": links[rate][1].latency}
+        found["steps"][rate] = [step_seconds(layout, 2 if quick else 4) for layout in layouts()]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
-    inside, between = found["links"][rates[-1]]
-    found["compute"] = measure_device(_CPU, build, LENGTH, "fp32", CASES, inside, between, here, world_size)
-    (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(found))
+    found["predicted"] = predictions(links, here, world_size)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def predictions(links: Mapping[str, tuple[Link, Link]], ranks_per_machine: int, ranks: int) -> dict[str, list[float]]:
+    """Return the predicted seconds of a step, by rate and layout, from what this rank measures of the model."""
+    first = next(iter(links.values()))
+    measured = measure_device(_CPU, build, LENGTH, "fp32", CASES, *first, ranks_per_machine, ranks)
+    calibration, model = slowest([measured]), ModelMap(build)
+    found = {}
+    for rate, (inside, between) in links.items():
+        device = replace(calibration.device, inside=inside, between=between)
+        predictor = Predictor(model, Profiler(build, LENGTH, device, "fp32", ROWS, calibration.parts))
+        found[rate] = [predictor.predict(layout).seconds.total for layout in layouts()]
+    return found
 
 
 def _wait_for_rate(folder: Path, rate: str) -> None:

@@ -36,7 +36,7 @@ def restore_snapshot(found: FoundSnapshot, mesh: HybridMesh, objects: dict[str, 
     manifest = Manifest(0, {}, merge_tensors([each["tensors"] for each in found.headers]), state)
     # A rank of the machine reads what others of it hold, from the same memory.
     sources = {str(piece.rank): ranks for piece, ranks in zip(found.pieces, found.holders, strict=True)}
-    exchange = Exchange(_held(found), manifest, frozenset(), mesh.device, world_group(), sources)
+    exchange = Exchange(_held(found), manifest, mesh.device, world_group(), sources)
     restore(mesh, objects, exchange.fill, manifest, group)
 
 

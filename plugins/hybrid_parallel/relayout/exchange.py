@@ -54,26 +54,24 @@ class Exchange:
     """Reads tensors of a state whose rectangles are in the memory of the ranks.
 
     Args:
-        held: the rectangles that this rank has, by name. One that is `freed` is removed once all ranks have it.
+        held: the rectangles that this rank has, by name.
         manifest: describes the rectangles of all ranks; the file of a chunk is the rank that has it.
-        freed: names of tensors that are read once.
-        memory: gives back what has moved.
         device: device of messages.
         group: group of all ranks, for messages on that device.
         sources: file of a chunk -> ranks that have it; None if the file is the rank.
+        memory: gives back what has moved; its tensors are removed from `held`.
     """
 
     def __init__(
         self,
         held: dict[str, GlobalTensor],
         manifest: Manifest,
-        freed: frozenset[str],
-        memory: PresentMemory,
         device: torch.device,
         group: ProcessGroup,
         sources: Mapping[str, Sequence[int]] | None = None,
+        memory: PresentMemory | None = None,
     ) -> None:
-        self._held, self._manifest, self._freed, self._memory = held, manifest, freed, memory
+        self._held, self._manifest, self._memory = held, manifest, memory
         self._device, self._group = device, group
         self._rank = dist.get_rank()
         self._sources = {
@@ -100,7 +98,7 @@ class Exchange:
             self._move(moved, [into for _, into in reads])
             left.subtract(move.name for move in moved if move.source == self._rank)
             for name in {move.name for move in moved if move.source == self._rank}:
-                if not left[name] and name in self._freed:
+                if not left[name] and self._memory is not None and name in self._memory.freed:
                     self._memory.release(name, self._held.pop(name))
 
     def _moves(self, asked: Sequence[Sequence[list]]) -> list[_Move]:

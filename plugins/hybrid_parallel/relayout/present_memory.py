@@ -21,16 +21,17 @@ class PresentMemory:
 
     Args:
         held: the rectangles that this rank has, by name.
-        freed: names of tensors that are read once; a storage with others is kept.
+        freed: names of tensors that are read once; a storage with others is kept. Also an attribute.
         buckets: of the present optimizers.
     """
 
     def __init__(self, held: Mapping[str, GlobalTensor], freed: Collection[str], buckets: Sequence[Bucket]) -> None:
+        self.freed = frozenset(freed)
         self._names: dict[int, set[str]] = defaultdict(set)  # address of a storage -> what it holds
         for name, tensor in held.items():
             for storage in _storages(tensor):
                 self._names[storage.data_ptr()].add(name)
-        self._kept = {address for address, names in self._names.items() if not names <= set(freed)}
+        self._kept = {address for address, names in self._names.items() if not names <= self.freed}
         self._flats = [bucket.flat if bucket.sharded is None else bucket.sharded.shard for bucket in buckets]
         self._releases: dict[int, Callable[[], None]] = {
             flat.untyped_storage().data_ptr(): partial(bucket.options.exchange.release, flat)

@@ -67,7 +67,7 @@ def relayout(
         present = [bucket for each in optimizers[index : index + 1] for bucket in each.buckets]
         freed = _read_once(snapshot, manifest, keeps_precision)
         memory = PresentMemory(snapshot.tensors, freed, present)
-        exchange = Exchange(snapshot.tensors, manifest, freed, memory, plugin.grid.device, world_group())
+        exchange = Exchange(snapshot.tensors, manifest, plugin.grid.device, world_group(), memory=memory)
         if keeps_precision and len(states) == 1:  # otherwise the weights of all optimizers are in the first state
             memory.release_copies()
         _move(exchange, manifest, made.model if index == 0 else None, (made.optimizers or [None])[index], plugin.grid)
