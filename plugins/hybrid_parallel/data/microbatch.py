@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigurationError
+from shardformer.distributed.blocked_collectives import joined_blocks
 
 # Inputs that determine the number of samples of a batch; if none is present, the first tensor does.
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "labels")
@@ -162,7 +163,11 @@ def without_rows(outputs: Any) -> Any:
 def nothing_of(outputs: Any) -> Tensor:
     """Return a zero (0-d) that depends on all outputs, so that its backward pass goes through the whole model."""
     values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
-    return sum(value.sum() * 0.0 for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    return sum(
+        joined_blocks(value, -1).sum() * 0.0
+        for value in values
+        if isinstance(value, Tensor) and value.is_floating_point()
+    )
 
 
 def signature(batch: Mapping[str, Any]) -> tuple:
