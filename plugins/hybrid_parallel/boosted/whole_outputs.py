@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.context_parallel.zigzag import ZigzagSharding
+from shardformer.distributed.blocked_collectives import joined_blocks
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.layers.lm_head import VocabParallelLMHead
 
@@ -20,6 +21,7 @@ def with_whole_logits(outputs: Any, module: nn.Module) -> Any:
 
     def whole(value: Any) -> Any:
         local_rows = head.weight.shape[1 if head.transposed else 0]
+        value = joined_blocks(value, -1)
         if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != local_rows:
             return value
         return gather_from_region(value, value.dim() - 1, head.group)[..., : head.full_out_features]
