@@ -104,6 +104,24 @@ def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
             Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(each, optimizer)
 
 
+@distributed(2)
+@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
+def test_outputs_are_whole_while_layers_run_in_blocks(layout: dict[str, int]) -> None:
+    """In training, in evaluation and in `generate`; 67 tokens are no whole blocks."""
+    torch.manual_seed(0)
+    model = recipe_of("llama", "fp32", 1).model()
+    ids = torch.randint(model.config.vocab_size, (2, 7))
+    with torch.no_grad():
+        logits = model.eval()(ids).logits
+        tokens = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = Booster(plugin=HybridParallelPlugin(reproducible=True, **layout)).boost(model, optimizer)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0), tokens)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).logits.detach(), logits)
+
+
 def _boosted(**options: Any) -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
     model = toy(torch.float32)
     booster = Booster(plugin=HybridParallelPlugin(reproducible=True, **options))
