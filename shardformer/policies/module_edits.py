@@ -20,6 +20,7 @@ from shardformer.layers.linear import column_spec, copies_group
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
 
 _log = logging.getLogger(__name__)
+_ROUNDED_BYTES = 2  # of a 16-bit value
 _BIASES = ("alibi", "attention_mask", "position_bias", "rel_pos", "rel_2d_pos")
 
 
@@ -93,19 +94,16 @@ def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
 
     _share_inputs(experts, group, first=0)
     reduce_output(experts, group)
-    _avoid_unaligned_kernel(experts, num_parts(group), 2 if blocks_of(group) is not None else 8)
+    _avoid_unaligned_kernel(experts, num_parts(group))
 
 
-def _avoid_unaligned_kernel(experts: nn.Module, parts: int, widest: int) -> None:
+def _avoid_unaligned_kernel(experts: nn.Module, parts: int) -> None:
     """Run experts one by one if the local rows are not multiples of 16 bytes, as the grouped matmul requires.
 
-    Args:
-        widest: bytes of a value, if those of a parameter may be rounded to fewer later.
+    Values are counted as 16-bit ones, to which they may be rounded after they are sharded.
     """
     stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
-    sizes = [
-        size // parts * min(parameter.element_size(), widest) for parameter in stacked for size in parameter.shape[1:]
-    ]
+    sizes = [size // parts * _ROUNDED_BYTES for parameter in stacked for size in parameter.shape[1:]]
     if all(size % 16 == 0 for size in sizes) or getattr(experts, "config", None) is None:
         return
     _log.warning(
