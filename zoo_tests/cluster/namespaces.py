@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ _LIBC = ctypes.CDLL(None)
 _POLL_S = 0.02
 _START_S = 20.0
 _OF_A_MACHINE = ("--mount", "--uts", "--ipc", "--net", "--pid")
-# All mounts are private to the machine. /mnt holds the shared folder while /tmp, which may contain it, gets hidden.
+# All mounts are private to the machine. /mnt holds the folders that it sees while /tmp, which may contain them, gets
+# hidden.
 _SETUP = """
 set -e
 hostname "$1"
@@ -33,10 +35,13 @@ printf '%s' "$2" > /mnt/hosts
 mount --bind /mnt/hosts /etc/hosts
 : > /mnt/resolv.conf
 mount --bind /mnt/resolv.conf /etc/resolv.conf
-if [ -n "$3" ]; then mkdir /mnt/shared; mount --bind "$3" /mnt/shared; fi
+shift 2
+number=0
+for seen in "$@"; do number=$((number + 1)); mkdir "/mnt/$number"; mount --bind "$seen" "/mnt/$number"; done
 mount -t tmpfs tmpfs /tmp
 mount -t tmpfs tmpfs /dev/shm
-if [ -n "$3" ]; then mkdir -p "$3"; mount --move /mnt/shared "$3"; fi
+number=0
+for seen in "$@"; do number=$((number + 1)); mkdir -p "$seen"; mount --move "/mnt/$number" "$seen"; done
 ip link set lo up
 echo ready
 exec 1>&2
@@ -122,7 +127,7 @@ class Namespace:
             script = ["bash", "-c", "echo ready; exec sleep infinity"]
         else:
             kinds = [*_OF_A_MACHINE, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
-            script = ["bash", "-c", _SETUP, "init", name, hosts, str(shared or "")]
+            script = ["bash", "-c", _SETUP, "init", name, hosts, *map(str, _seen_in_tmp(shared))]
         self._unshare = subprocess.Popen(
             ["unshare", *kinds, *script], stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
         )
@@ -175,6 +180,13 @@ def problem() -> str | None:
     if done.returncode == 0:
         return None
     return f"no machines can be made of namespaces here: {' '.join(done.stderr.split()) or 'unshare failed'}"
+
+
+def _seen_in_tmp(shared: Path | None) -> list[Path]:
+    """Return the folders in /tmp that a machine sees: the shared one, and this package if it is there."""
+    folders = {REPOSITORY, Path(sys.prefix).resolve(), *([] if shared is None else [shared.resolve()])}
+    hidden = {folder for folder in folders if folder.is_relative_to("/tmp")}
+    return sorted(folder for folder in hidden if not any(folder.is_relative_to(other) for other in hidden - {folder}))
 
 
 def _end_with_parent() -> None:

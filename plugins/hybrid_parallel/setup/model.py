@@ -48,7 +48,7 @@ from plugins.hybrid_parallel.zero.grouping import (
 from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention.kernel_limits import AMPERE, capability_of
-from shardformer.distributed.blocks import num_parts
+from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
 from shardformer.expert_parallel.router_bias import keep_biases_from_optimizer
@@ -318,10 +318,10 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     )
     deals_out = parallel.ep_size > 1 or sharding.expert_capacity_factor is not None
     group = tensor_group(model, config, mesh)
-    is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == num_parts(group) == 1 and not deals_out
+    is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and blocks_of(group) is None
     dtype = DTYPES.get(config.mixed_precision.precision)
     needs_policy = sharding.custom_policy is not None or (dtype is not None and needs_policy_in_16_bit(model))
-    if is_whole and not needs_policy and not any(changes_layers):
+    if is_whole and not deals_out and not needs_policy and not any(changes_layers):
         return []  # nothing to shard: any kind of model works
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), parallel.pp_size, config.chunks_per_rank)
     num_stages = parallel.pp_size * config.chunks_per_rank

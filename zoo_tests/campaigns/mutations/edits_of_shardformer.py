@@ -207,7 +207,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # cross_entropy, loss
     "softmax over the vocabulary of one rank": Edit(
         "shardformer.cross_entropy.vocab_parallel",
-        "        dist.all_reduce(sums, group=group)\n",
+        "    dist.all_reduce(total, group=group)\n",
         "",
         (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
     ),
@@ -304,7 +304,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "position bias does not travel to the next stage": Edit(
         "shardformer.stages.placeholders",
-        "carried = [self.inputs.get(name, args, kwargs) for name in self.carried_inputs]",
+        "carried = [joined_blocks(self.inputs.get(name, args, kwargs), 1) for name in self.carried_inputs]",
         "carried = [None for _ in self.carried_inputs]",
         (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2-{_KERNELS}-enable_jit_fused=True]",),
     ),

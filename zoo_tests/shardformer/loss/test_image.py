@@ -53,9 +53,7 @@ def test_a_list_of_masked_patches_is_taken_whole_only() -> None:
     found = loss.weighted_sum(model(**loss.inputs(batch)), batch, counts)
     torch.testing.assert_close(found, model(**batch).loss, rtol=1e-12, atol=0.0)
     part = {**batch, "bool_masked_pos": batch["bool_masked_pos"][:3]}
-    with pytest.raises(
-        ValueError, match=r"a list cannot be cut into micro-batches: give labels of shape \[rows, patch"
-    ):
+    with pytest.raises(ValueError, match="give one for each of them, or labels of shape \\[rows, patches\\]"):
         loss.counts(part)
 
 

@@ -56,10 +56,9 @@ class HierarchicalCollectives(P2PCollectives):
             sent, arriving: [count, shard], of which rows are contiguous.
             tag: which messages of these two ranks belong together.
         """
-        to = {"group": self.group, "tag": tag}
-        other = machine * self.per_machine + place
-        works: list[Any] = [dist.irecv(row, group_src=other, **to) for row in arriving]
-        return works + [dist.isend(row, group_dst=other, **to) for row in sent]
+        group, other = self.group, machine * self.per_machine + place
+        works: list[Any] = [dist.irecv(row, group_src=other, group=group, tag=tag) for row in arriving]
+        return works + [dist.isend(row, group_dst=other, group=group, tag=tag) for row in sent]
 
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> HierarchicalShard:
         """Start sending the summands to the ranks of this machine; see `ZeroCollectives`."""
