@@ -50,7 +50,7 @@ def _reference(recipe: Recipe, trial: Trial) -> Bits:
 def test_a_layout_leaves_the_bits_of_one_process(family: str, precision: str, trial: Trial) -> None:
     """Dropout, clipping, tied weights, ragged labels, and 9 samples that no layout shares evenly."""
     recipe = recipe_of(family, precision, STEPS)
-    expected, found = _reference(recipe, reference_of(trial)), trial.run(recipe)
+    expected, found = _reference(recipe, reference_of(trial, family)), trial.run(recipe)
     assert found.weights == expected.weights and found.norms == expected.norms
     assert trial.accumulation is not None or found.losses == expected.losses
 

@@ -45,7 +45,7 @@ def _compare(family: str, precision: str, steps: int, only: str) -> int:
     """Print the table of one family; return the number of runs that differ."""
     recipe, references, failures = recipe_of(family, precision, steps), dict[Trial, Bits](), 0
     for trial in (each for each in TRIALS if only in str(each)):
-        reference = reference_of(trial)
+        reference = reference_of(trial, family)
         if reference not in references:
             references[reference] = reference.run(recipe)
             print(f"{family} {precision} | {reference} | {references[reference].weights}", flush=True)

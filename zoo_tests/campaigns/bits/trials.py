@@ -24,6 +24,8 @@ FAMILIES: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "mixtral": ("causal_lm", (("attention_dropout", 0.1),)),
 }
 ON = ("reproducible", True)
+# Whose losses do not read `num_items_in_batch`: the sum over parts of a batch is not that over the whole.
+_DIVIDE_EACH_PART = ("bert",)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def recipe_of(family: str, precision: str, steps: int, rows: int = 9) -> Recipe:
     )
 
 
-def reference_of(trial: Trial) -> Trial:
+def reference_of(trial: Trial, family: str) -> Trial:
     """The unsharded run that a trial must equal."""
-    return Trial("single", accumulation=None if trial.accumulation is None else 1)
+    if trial.accumulation is None or family in _DIVIDE_EACH_PART:
+        return Trial("single", accumulation=trial.accumulation)
+    return Trial("single", accumulation=1)
