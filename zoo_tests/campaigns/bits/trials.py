@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
 }
 ON = ("reproducible", True)
 # Whose losses do not read `num_items_in_batch`: the sum over parts of a batch is not that over the whole.
-_DIVIDE_EACH_PART = ("bert",)
+_DIVIDE_EACH_PART = ("bert", "t5")
 
 
 @dataclass(frozen=True)
