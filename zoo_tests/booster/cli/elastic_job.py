@@ -10,28 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from booster import Booster, launch_from_torch
 from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.classifier import Classifier, loss_of
 
 SAMPLES, EPOCHS = 14, 3
-
-
-class Classifier(nn.Module):
-    """Token ids [batch, seq] -> logits [batch, 2]; importing transformers would take most of the test's time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.hidden, self.last = nn.Embedding(50, 16), nn.Linear(16, 24), nn.Linear(24, 2)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.last(torch.tanh(self.hidden(self.tokens(input_ids).mean(1))))
-
-
-def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(logits, batch["labels"])
 
 
 def main() -> None:

@@ -15,33 +15,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from booster import Booster, launch_from_torch
 from booster.preemption import Preemption
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import TPInfo
+from zoo_tests.harness.classifier import Classifier, loss_of
 
 STEPS, ROWS = 8, 4
 SAMPLES = [
     {"input_ids": torch.arange(7) * index % 50, "labels": torch.tensor(index % 2)} for index in range(STEPS * ROWS)
 ]
-
-
-class Classifier(nn.Module):
-    """Token ids [batch, seq] -> logits [batch, 2]; importing transformers would take most of a test's time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.hidden, self.last = nn.Embedding(50, 16), nn.Linear(16, 24), nn.Linear(24, 2)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.last(torch.tanh(self.hidden(self.tokens(input_ids).mean(1))))
-
-
-def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(logits, batch["labels"])
 
 
 def new_model() -> tuple[Classifier, torch.optim.Optimizer]:
