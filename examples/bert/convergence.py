@@ -4,7 +4,8 @@
 
 Every run starts from the same weights and sees the same global batches of 16 pairs in the same order, without dropout.
 In exact arithmetic all loss curves would be equal; the table shows how far each one is from the unsharded one over the
-first 100 steps.
+first 100 steps. With `--reproducible` all losses and weights must be equal to the bit; the command ends with code 1 if
+one is not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from convergence_run import parser as run_parser
 from convergence_run import settings_of
-from layouts import LAYOUTS, REFERENCE, Layout
+from layouts import DEFAULT_LAYOUTS, LAYOUTS, REFERENCE, Layout
 from report import plot_losses, prepare_directory, print_table
 from tasks import load_pairs
 
@@ -28,7 +29,9 @@ from booster.arguments import RankParser
 from booster.errors import ConfigurationError
 
 _COMPARED_STEPS = 100
-_COLUMNS = ("layout", "ranks", "sharded", "accuracy", "F1", "loss", f"max rel. loss diff., {_COMPARED_STEPS} steps")
+_COLUMNS = ("layout", "ranks", "sharded", "accuracy", "F1", "loss")
+_CLOSENESS = f"max rel. loss diff., {_COMPARED_STEPS} steps"
+_EQUALITY = ("losses equal to the bit", "sha256 of the weights")
 _RUN_SCRIPT = Path(__file__).with_name("convergence_run.py")
 
 
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted; finished runs are kept, --reuse takes them up again\n")
         return 130
     report(results, options.output)
-    return 0
+    return 1 if options.reproducible and not all_same_bits(results) else 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layouts",
         type=_layout_names,
-        default=",".join(LAYOUTS),
+        default=",".join(DEFAULT_LAYOUTS),
         metavar="A,B",
         help="which to run, separated by commas",
     )
@@ -89,12 +92,10 @@ def command(layout: Layout, options: argparse.Namespace) -> list[str]:
     """Return the command of one run: plain Python for the reference, `booster run` for a layout."""
     launcher = ["-m", "booster", "run", "--nproc-per-node", str(layout.num_ranks)]
     given = {**settings_of(options), "layout": layout.name, "data_dir": options.data_dir, "output": options.output}
-    flags = [
-        part
-        for name, value in given.items()
-        if value is not None
-        for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    flags = []
+    for name, value in given.items():
+        if value is not None and value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return [sys.executable, *(launcher if layout.is_sharded else []), str(_RUN_SCRIPT), *flags]
 
 
@@ -105,19 +106,40 @@ def _environment(layout: Layout) -> dict[str, str]:
 
 def report(results: dict[str, dict[str, Any]], output: Path) -> None:
     """Print the table, and write it to `table.md` and the curves to `curves.png`."""
-    rows = [_row(LAYOUTS[name], result, results.get(REFERENCE)) for name, result in results.items()]
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *rows]
+    same_bits = all("weights" in result for result in results.values())
+    columns = (*_COLUMNS, *(_EQUALITY if same_bits else (_CLOSENESS,)))
+    compare = _equality if same_bits else _closeness
+    reference = results.get(REFERENCE)
+    rows = [(*_row(LAYOUTS[name], result), *compare(result, reference)) for name, result in results.items()]
+    lines = [columns, ("---",) * len(columns), *rows]
     (output / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     plot_losses(output / "curves.png", {name: result["losses"] for name, result in results.items()})
-    print_table("convergence", _COLUMNS, rows)
+    print_table("convergence", columns, rows)
 
 
-def _row(layout: Layout, result: dict[str, Any], reference: dict[str, Any] | None) -> tuple[str, ...]:
+def _row(layout: Layout, result: dict[str, Any]) -> tuple[str, ...]:
     metrics = [f"{result[name]:.4f}" if name in result else "-" for name in ("accuracy", "f1", "loss")]
-    difference = "-"
-    if reference is not None and layout.name != REFERENCE:
-        difference = f"{largest_relative_difference(result['losses'], reference['losses']):.1e}"
-    return layout.name, str(layout.num_ranks), "yes" if layout.is_sharded else "no", *metrics, difference
+    return layout.name, str(layout.num_ranks), "yes" if layout.is_sharded else "no", *metrics
+
+
+def _closeness(result: dict[str, Any], reference: dict[str, Any] | None) -> tuple[str, ...]:
+    if reference is None or result is reference:
+        return ("-",)
+    return (f"{largest_relative_difference(result['losses'], reference['losses']):.1e}",)
+
+
+def _equality(result: dict[str, Any], reference: dict[str, Any] | None) -> tuple[str, ...]:
+    weights = result["weights"][:12]
+    if reference is None or result is reference:
+        return "-", weights
+    pairs = list(zip(result["losses"], reference["losses"], strict=True))
+    return f"{sum(loss == expected for loss, expected in pairs)} of {len(pairs)}", weights
+
+
+def all_same_bits(results: dict[str, dict[str, Any]]) -> bool:
+    """Return whether all runs have the same losses, weights and metrics."""
+    first, *others = results.values()
+    return all(result == first for result in others)
 
 
 def largest_relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
 """One run of the convergence benchmark; `convergence.py` starts it on the ranks of the layout.
 
-The reference run uses only transformers and torch, so that a bug of this project cannot affect it.
+The reference run uses only transformers and torch, so that a bug of this project cannot affect it; with
+`--reproducible` it is one process of the booster, whose bits every layout must reproduce.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from data import PairDataset, eval_loader, steps_per_epoch, train_loader
 from layouts import GLOBAL_BATCH_SIZE, LAYOUTS, MICROBATCH_SIZE, WARMUP_FRACTION, Layout
 from metrics import Counts
 from model import MINILM, load_model
-from report import write_json
+from report import hash_of_weights, write_json
 from tasks import TASKS, load_pairs, shorten
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train under one layout, and write `<name>.json` to the output directory."""
     options = parser().parse_args(arguments)
     layout = LAYOUTS[options.layout]
-    result = run_sharded(options, layout) if layout.is_sharded else run_reference(options)
+    by_booster = layout.is_sharded or options.reproducible
+    result = run_boosted(options, layout) if by_booster else run_reference(options)
     if result is not None:
         write_json(options.output / f"{layout.name}.json", {"settings": settings_of(options), **result})
 
@@ -53,6 +55,8 @@ def parser() -> RankParser:
     add("--max-length", type=positive_int, default=128, help="longer pairs are cut to this many tokens")
     add("--limit", type=positive_int, help="use only so many training pairs")
     add("--eval-limit", type=positive_int, help="use only so many evaluation pairs")
+    add("--reproducible", action="store_true", help="train to the same bits under every layout; pads to --max-length")
+    add("--unit", type=positive_int, default=1, help="samples of a pass with --reproducible; larger ones are faster")
     add("--seed", type=int, default=42, help="of the order of pairs and of new weights")
     add("--output", type=Path, default=Path("runs/convergence"), help="directory of the results")
     return parsed
@@ -60,7 +64,8 @@ def parser() -> RankParser:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that determine the results of a run, for JSON."""
-    names = ("task", "model", "precision", "epochs", "lr", "steps", "max_length", "limit", "eval_limit", "seed")
+    names = ("task", "model", "precision", "epochs", "lr", "steps", "max_length", "limit", "eval_limit")
+    names += ("reproducible", "unit", "seed")
     return {name: getattr(options, name) for name in names}
 
 
@@ -92,7 +97,7 @@ def run_reference(options: argparse.Namespace) -> dict[str, Any]:
     return {"losses": losses, **_evaluate(evaluation, predict, device).metrics().as_dict()}
 
 
-def run_sharded(options: argparse.Namespace, layout: Layout) -> dict[str, Any] | None:
+def run_boosted(options: argparse.Namespace, layout: Layout) -> dict[str, Any] | None:
     """Run the same training with the booster; return the result on rank 0, None on the other ranks."""
     from booster import Booster, launch_from_torch
     from plugins.hybrid_parallel import HybridParallelPlugin
@@ -105,6 +110,8 @@ def run_sharded(options: argparse.Namespace, layout: Layout) -> dict[str, Any] |
         zero_stage=layout.zero_stage,
         precision="fp32" if options.precision == "fp64" else options.precision,  # fp32 keeps the model's own dtype
         microbatch_size=MICROBATCH_SIZE,
+        reproducible=options.reproducible,
+        reproducible_unit=options.unit,
     )
     booster = Booster(plugin=plugin)
     objects = _prepare(options, GLOBAL_BATCH_SIZE // layout.dp_size, layout.dp_size)
@@ -122,12 +129,16 @@ def run_sharded(options: argparse.Namespace, layout: Layout) -> dict[str, Any] |
 
     model.train()
     losses = [step(batch) for batch in _batches(training, training.set_epoch, options)]
+    result = {"losses": losses}
+    if options.reproducible:
+        booster.save_model(model, options.output / layout.name)
+        result["weights"] = hash_of_weights(options.output / layout.name)
     if options.steps:
-        return {"losses": losses} if dist.get_rank() == 0 else None
+        return result if dist.get_rank() == 0 else None
     model.eval()
     counts = _evaluate(evaluation, predict, torch.device(plugin.mesh.device_type))
     dist.all_reduce(counts.values, group=plugin.mesh["dp"].get_group())
-    return {"losses": losses, **counts.metrics().as_dict()} if dist.get_rank() == 0 else None
+    return {**result, **counts.metrics().as_dict()} if dist.get_rank() == 0 else None
 
 
 def _prepare(options: argparse.Namespace, batch_size: int, dp_size: int) -> tuple[Any, ...]:
@@ -144,8 +155,10 @@ def _prepare(options: argparse.Namespace, batch_size: int, dp_size: int) -> tupl
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     steps = options.epochs * steps_per_epoch(len(train), batch_size * dp_size)
     schedule = get_linear_schedule_with_warmup(optimizer, int(WARMUP_FRACTION * steps), steps)
-    training = train_loader(train, tokenizer, batch_size, options.seed)
-    return model, optimizer, schedule, training, eval_loader(evaluation, tokenizer, _EVAL_BATCH_SIZE // dp_size)
+    # How a matrix product rounds depends on its shape: the same bits need the same padding in every layout.
+    length = options.max_length if options.reproducible else None
+    training = train_loader(train, tokenizer, batch_size, options.seed, length)
+    return model, optimizer, schedule, training, eval_loader(evaluation, tokenizer, _EVAL_BATCH_SIZE // dp_size, length)
 
 
 def _batches(

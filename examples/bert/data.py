@@ -64,22 +64,27 @@ class EpochOrder(Sampler[int]):
         return iter(torch.randperm(self._num_samples, generator=generator).tolist())
 
 
-def train_loader(dataset: PairDataset, tokenizer: Any, batch_size: int, seed: int) -> DataLoader:
+def train_loader(
+    dataset: PairDataset, tokenizer: Any, batch_size: int, seed: int, length: int | None = None
+) -> DataLoader:
     """Create a loader of batches in `EpochOrder`, including a last short batch."""
     order = EpochOrder(len(dataset), seed)
-    return DataLoader(dataset, batch_size=batch_size, sampler=order, collate_fn=padding_collate(tokenizer))
+    return DataLoader(dataset, batch_size=batch_size, sampler=order, collate_fn=padding_collate(tokenizer, length))
 
 
-def eval_loader(dataset: PairDataset, tokenizer: Any, batch_size: int) -> DataLoader:
+def eval_loader(dataset: PairDataset, tokenizer: Any, batch_size: int, length: int | None = None) -> DataLoader:
     """Create a loader that yields every sample once, in file order."""
-    return DataLoader(dataset, batch_size=batch_size, collate_fn=padding_collate(tokenizer))
+    return DataLoader(dataset, batch_size=batch_size, collate_fn=padding_collate(tokenizer, length))
 
 
-def padding_collate(tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
-    """Return a collate function that makes [B, L] tensors, where L is the longest sample, and `labels` [B]."""
+def padding_collate(
+    tokenizer: Any, length: int | None = None
+) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
+    """Return a collate function that makes [B, L] tensors and `labels` [B]; L is `length`, or the longest sample's."""
 
     def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
-        batch = tokenizer.pad(items, padding="longest", return_tensors="pt")
+        padding = "longest" if length is None else "max_length"
+        batch = tokenizer.pad(items, padding=padding, max_length=length, return_tensors="pt")
         return dict(batch)
 
     return collate

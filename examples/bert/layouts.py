@@ -37,5 +37,7 @@ _ALL = (
     Layout(name="pp2-zero1", pp_size=2, zero_stage=1),
     Layout(name="tp2-pp2", tp_size=2, pp_size=2),
     Layout(name="pp2-dp2-zero1", pp_size=2, dp_size=2, zero_stage=1),
+    Layout(name="dp4", dp_size=4),
 )
 LAYOUTS = {layout.name: layout for layout in _ALL}
+DEFAULT_LAYOUTS = (REFERENCE, "tp2", "pp2-zero1", "tp2-pp2", "pp2-dp2-zero1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -55,6 +56,18 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def hash_of_weights(directory: Path) -> str:
+    """Return a SHA-256 of the names and bytes of the tensors that `save_model` has written to a directory."""
+    from safetensors.torch import load_file
+
+    digest = hashlib.sha256()
+    tensors = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -16,6 +16,9 @@ from shardformer.distributed.blocked_tensor import BlockedTensor
 from shardformer.distributed.blocks import Blocks, sum_over_blocks
 
 
+_ALIGNMENT = 64  # bytes; torch aligns the memory of a tensor of its own so
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -82,6 +85,15 @@ def split_parameter(weight: Tensor, dim: int, slices: Sequence[Sequence[slice]],
 def block_of(weight: Tensor, dim: int, slices: Sequence[slice]) -> Tensor:
     """Copy a block out of a shard: how a kernel rounds may depend on strides and on where its memory begins."""
     return torch.cat([weight.narrow(dim, each.start, each.stop - each.start) for each in slices], dim)
+
+
+def block_to_read(weight: Tensor, dim: int, slices: Sequence[slice]) -> Tensor:
+    """Return a block of a shard: a view that lies in memory as a copy would, else a copy."""
+    if len(slices) == 1:
+        view = weight.narrow(dim, slices[0].start, slices[0].stop - slices[0].start)
+        if view.is_contiguous() and view.data_ptr() % _ALIGNMENT == 0:
+            return view
+    return block_of(weight, dim, slices)
 
 
 def write_block(whole: Tensor, dim: int, slices: Sequence[slice], block: Tensor) -> None:

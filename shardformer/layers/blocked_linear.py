@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardformer.distributed.blocked_collectives import block_of, write_block
+from shardformer.distributed.blocked_collectives import block_to_read, write_block
 from shardformer.distributed.blocked_tensor import BlockedTensor
 from shardformer.distributed.blocks import Blocks
 from shardformer.matmul.autocast import autocast
@@ -72,8 +72,8 @@ class _BlockedLinear(torch.autograd.Function):
         ctx.save_for_backward(weight, *inputs)
         outputs = []
         for slices, x in zip(shard.slices, inputs, strict=True):
-            own_bias = None if bias is None else block_of(bias, 0, slices)
-            outputs.append(F.linear(x, block_of(shard.as_matrix(weight), shard.dim, slices), own_bias))
+            own_bias = None if bias is None else block_to_read(bias, 0, slices)
+            outputs.append(F.linear(x, block_to_read(shard.as_matrix(weight), shard.dim, slices), own_bias))
         return tuple(outputs)
 
     @staticmethod
@@ -81,7 +81,8 @@ class _BlockedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight, *inputs), shard, count = ctx.saved_tensors, ctx.shard, ctx.num_uses
         needs = ctx.needs_input_grad[2:]
-        found = [torch.zeros_like(weight) if needs[use] else None for use in range(count)]
+        whole = torch.empty_like if count == 1 else torch.zeros_like  # the blocks of a single use are the whole shard
+        found = [whole(weight) if needs[use] else None for use in range(count)]
         rows = weight.shape[1] if shard.transposed else weight.shape[0]
         biases = [weight.new_zeros(rows) if needs[count + use] else None for use in range(count)]
         grads_of_inputs: list[Tensor | None] = []
@@ -93,6 +94,6 @@ class _BlockedLinear(torch.autograd.Function):
                 write_block(shard.as_matrix(found[use]), shard.dim, slices, flat.t() @ matrix(x))
             if biases[use] is not None:
                 write_block(biases[use], 0, slices, flat.sum(0))
-            own = block_of(shard.as_matrix(weight), shard.dim, slices) if wants else None
+            own = block_to_read(shard.as_matrix(weight), shard.dim, slices) if wants else None
             grads_of_inputs.append(None if own is None else (flat @ own).view_as(x))
         return None, None, *found, *biases, *grads_of_inputs

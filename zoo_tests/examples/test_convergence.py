@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import convergence
@@ -14,7 +15,7 @@ from zoo_tests.examples.scripts import run_on_pool
 
 
 def test_every_layout_sees_the_same_global_batch() -> None:
-    assert set(LAYOUTS) == {REFERENCE, "tp2", "pp2-zero1", "tp2-pp2", "pp2-dp2-zero1"}
+    assert set(LAYOUTS) == {REFERENCE, "tp2", "pp2-zero1", "tp2-pp2", "pp2-dp2-zero1", "dp4"}
     for layout in LAYOUTS.values():
         assert GLOBAL_BATCH_SIZE % (layout.dp_size * MICROBATCH_SIZE) == 0
     assert not LAYOUTS[REFERENCE].is_sharded
@@ -72,3 +73,22 @@ def test_a_layout_follows_the_reference_and_finished_runs_are_reused(
     written = (tmp_path / "pp2-zero1.json").stat().st_mtime_ns
     assert main([*arguments, "--reuse"]) == 0
     assert (tmp_path / "pp2-zero1.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_reproducible_runs_have_the_same_bits_and_others_fail(
+    mrpc_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convergence.subprocess, "run", _run_on_pool)
+    files = ["--data-dir", str(mrpc_directory), "--output", str(tmp_path)]
+    arguments = [*files, "--model", "tiny", "--epochs", "1", "--lr", "1e-3", "--layouts", "unsharded,pp2-dp2-zero1"]
+    arguments += ["--reproducible", "--max-length", "40"]
+    assert main(arguments) == 0
+    single, sharded = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("unsharded", "pp2-dp2-zero1"))
+    assert single == sharded
+    assert "2 of 2 | " + single["weights"][:12] in (tmp_path / "table.md").read_text()
+
+    sharded["losses"][1] = math.nextafter(sharded["losses"][1], 0)
+    (tmp_path / "pp2-dp2-zero1.json").write_text(json.dumps(sharded))
+    assert main([*arguments, "--reuse"]) == 1
+    assert "1 of 2 | " in (tmp_path / "table.md").read_text()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.hybrid_parallel.reproducible.exact_sums import from_multiples, largest, to_multiples
+from plugins.hybrid_parallel.reproducible.exact_sums import add_multiples, from_multiples
 from plugins.hybrid_parallel.zero.bucket import Bucket
 
 
@@ -37,13 +37,8 @@ class ExactBucket(Bucket):
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
         self._provide_flat_grads()
-        self.bound += largest(grad)
-        view, multiples = self._grad_view(index), to_multiples(grad)
-        if index in self.written:
-            view.add_(multiples)
-        else:
-            view.copy_(multiples)
-            self.written.add(index)
+        self.bound += add_multiples(self._grad_view(index), grad, begin=index not in self.written)
+        self.written.add(index)
 
     def borrow_grad_view(self, index: int) -> None:
         """Lend no slot: a product would write values that are not rounded to the grid."""

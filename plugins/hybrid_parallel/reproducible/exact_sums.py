@@ -23,6 +23,7 @@ LIMIT = 2.0**13  # 2**63 / _STEPS
 # A square is split into multiples of 2**-4, 2**-34 and 2**-64: each part has at most 31 bits, so that 2**32 of them
 # add up in int64.
 _FIRST_BITS, _PART_BITS, NUM_PARTS = 4, 30, 3
+_CHUNK = 1 << 16  # elements that are converted at once: their intermediate values stay in the cache
 
 
 def largest(values: Tensor) -> Tensor:
@@ -33,18 +34,46 @@ def largest(values: Tensor) -> Tensor:
     return torch.maximum(-least, most)
 
 
-def to_multiples(values: Tensor) -> Tensor:
-    """Return floating-point values as int64 multiples of the grid, rounded towards zero; for |values| < `LIMIT`."""
-    return values.mul(_STEPS).to(torch.int64)  # the product is exact: it only changes exponents
+def add_multiples(sums: Tensor, values: Tensor, begin: bool) -> float:
+    """Add floating-point values, rounded towards zero to multiples of the grid, to `sums`; for |values| < `LIMIT`.
+
+    Args:
+        sums: multiples of the same shape, contiguous int64.
+        begin: `sums` has no content yet, and is overwritten.
+
+    Returns:
+        The largest absolute value; nan if one is nan.
+    """
+    bound = 0.0
+    for total, part in zip(sums.view(-1).split(_CHUNK), values.reshape(-1).split(_CHUNK), strict=True):
+        most = largest(part).item()
+        bound = most if most != most else max(bound, most)
+        if not most:  # most rows of an embedding
+            if begin:
+                total.zero_()
+            continue
+        multiples = part.mul(_STEPS).to(torch.int64)  # the product is exact: it only changes exponents
+        if begin:
+            total.copy_(multiples)
+        else:
+            total.add_(multiples)
+    return bound
 
 
 def from_multiples(multiples: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int64 multiples of the grid as floating-point values."""
-    return multiples.to(torch.float64).mul_(1.0 / _STEPS).to(dtype)
+    """Return int64 multiples of the grid, [n], as floating-point values."""
+    values = multiples.new_empty(multiples.shape, dtype=dtype)
+    for part, into in zip(multiples.split(_CHUNK), values.split(_CHUNK), strict=True):
+        into.copy_(part.to(torch.float64).mul_(1.0 / _STEPS))
+    return values
 
 
 def square_parts(values: Tensor) -> Tensor:
-    """Return the sum of squares of fp32 `values` in parts, [3] int64, which add up exactly over tensors and ranks."""
+    """Return the sum of squares of fp32 `values`, [n], in parts, [3] int64, which add up exactly over tensors and ranks."""
+    return sum((_square_parts(part) for part in values.split(_CHUNK)), torch.zeros(NUM_PARTS, dtype=torch.int64))
+
+
+def _square_parts(values: Tensor) -> Tensor:
     rest = values.to(torch.float64).square_().mul_(2.0**_FIRST_BITS)
     parts = []
     for _ in range(NUM_PARTS):

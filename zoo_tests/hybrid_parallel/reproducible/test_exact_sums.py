@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 from functools import reduce
 
+import pytest
 import torch
 
-from plugins.hybrid_parallel.reproducible.exact_sums import from_multiples, norm_of_parts, square_parts, to_multiples
+from plugins.hybrid_parallel.reproducible import exact_sums
+from plugins.hybrid_parallel.reproducible.exact_sums import (
+    add_multiples,
+    from_multiples,
+    largest,
+    norm_of_parts,
+    square_parts,
+)
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_sums, "_CHUNK", 50)
 
 
 def _values(rows: int = 40, columns: int = 173) -> torch.Tensor:
@@ -17,12 +30,19 @@ def _values(rows: int = 40, columns: int = 173) -> torch.Tensor:
     return torch.ldexp(torch.randn(rows, columns, generator=generator), exponents)
 
 
+def _sum(rows: torch.Tensor) -> torch.Tensor:
+    sums = torch.full(rows.shape[1:], -7, dtype=torch.int64)  # to be overwritten
+    for index, row in enumerate(rows):
+        assert add_multiples(sums, row, begin=index == 0) == largest(row)
+    return from_multiples(sums, torch.float32)
+
+
 def test_the_order_of_summands_does_not_matter() -> None:
     values = _values()
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(1))
     in_turn = [reduce(torch.add, each.unbind()) for each in (values, values[order])]
     assert not torch.equal(*in_turn)  # in fp32 it does
-    sums = [from_multiples(to_multiples(each).sum(0), torch.float32) for each in (values, values[order])]
+    sums = [_sum(each) for each in (values, values[order])]
     assert torch.equal(*sums)
     exact = torch.tensor([math.fsum(column) for column in values.double().t().tolist()])
     torch.testing.assert_close(sums[0], exact.float(), rtol=2**-23, atol=len(values) * 2**-50)
@@ -31,7 +51,20 @@ def test_the_order_of_summands_does_not_matter() -> None:
 def test_a_single_gradient_is_not_changed() -> None:
     values = torch.cat([_values().flatten(), torch.tensor([2.0**-26, -(2.0**-26) * 1.25, 0.0, 8191.5])])
     values = values[(values == 0) | (values.abs() >= 2.0**-26)]
-    assert torch.equal(from_multiples(to_multiples(values), torch.float32), values)
+    assert torch.equal(_sum(values[None]), values)
+
+
+def test_zeros_take_part_and_what_is_not_finite_is_reported() -> None:
+    values = _values(3, 173)
+    values[0, :60], values[1, 40:], values[2] = 0, 0, 0  # whole chunks of zeros, first and later
+    assert torch.equal(_sum(values), _sum(values.flip(0)))
+    assert torch.equal(_sum(values)[:40], _sum(values[1:2])[:40])
+    sums = torch.zeros(173, dtype=torch.int64)
+    for broken in (math.nan, math.inf, -math.inf):
+        for place in (0, 172):
+            values[0, place] = broken
+            assert not math.isfinite(add_multiples(sums, values[0], begin=False))
+            values[0, place] = 0.5
 
 
 def test_norms_of_parts_add_up_exactly() -> None:
