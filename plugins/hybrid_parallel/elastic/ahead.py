@@ -1,10 +1,12 @@
 """Plans made ahead: the best layout for every number of ranks that an elastic job may have left.
 
-A process with low priority runs the planner while the job trains, so that a restart only looks its layout up.
+A process with low priority runs the planner while the job trains, so that a restart only looks its layout up. A machine
+has one at a time: it outlives the round that started it, and ends with the job.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from booster.elastic.place import ElasticPlace
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 
-_REQUEST, _RESULT = "plan-request.json", "plans.json"
+_REQUEST, _RESULT, _LOCK = "plan-request.json", "plans.json", "plan-lock"
 _MOST_COUNTS = 32  # numbers of ranks that are planned for, the largest first
 _USUAL_LENGTH = 512  # tokens of a sample, if the loader has shown none
 _LOW_PRIORITY = ("nice", "-n", "19")
@@ -45,10 +47,11 @@ class PlansAhead:
 
     def known(self) -> dict[str, Any]:
         """Return the plans that are known by now, on rank 0."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None:
+            self._process.poll()
+        if self._is_asked and not self._known:
             path = Path(self._place.memory) / _RESULT
             self._known = json.loads(path.read_text()) if path.exists() else {}
-            self._process = None
         return self._known
 
     def begin(self, model: Any, loader: Any) -> None:
@@ -67,13 +70,28 @@ class PlansAhead:
         if request is None:
             return
         path = Path(self._place.memory) / _REQUEST
-        path.write_text(json.dumps(request))
-        command = (sys.executable, "-m", "plugins.hybrid_parallel.elastic.planning", path, path.with_name(_RESULT))
-        nothing = subprocess.DEVNULL
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
-            [*_LOW_PRIORITY, *map(str, command)], stdin=nothing, stdout=nothing, stderr=nothing, env=environment
-        )
+        with path.with_name(_LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # the planner of an earlier round still runs
+            path.write_text(json.dumps(request))
+            self._process = _start_planner(path, lock.fileno())
+
+
+def _start_planner(request: Path, lock: int) -> subprocess.Popen:
+    """Start the planner, which holds the lock until it ends."""
+    command = (sys.executable, "-m", "plugins.hybrid_parallel.elastic.planning", request, request.with_name(_RESULT))
+    nothing = subprocess.DEVNULL
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [*_LOW_PRIORITY, *map(str, command)],
+        stdin=nothing,
+        stdout=nothing,
+        stderr=nothing,
+        env=environment,
+        pass_fds=(lock,),
+    )
 
 
 def _request(place: ElasticPlace, config: HybridParallelConfig, model: Any, loader: Any) -> dict[str, Any] | None:

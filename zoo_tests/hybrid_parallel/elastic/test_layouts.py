@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.elastic import ahead, planning
+from plugins.hybrid_parallel.elastic.ahead import PlansAhead
 from plugins.hybrid_parallel.elastic.layouts import LayoutChoice
 from plugins.hybrid_parallel.elastic.planning import plans
 from zoo_tests.elastic.job import CONFIG
@@ -80,3 +85,41 @@ def test_a_plan_for_three_of_four_ranks() -> None:
     assert (options["tp_size"], options["pp_size"], options["cp_size"]) == (1, 3, 1)
     assert "gradient_checkpointing" not in options
     assert "reason" in plans({**request, "memory": 1e4})["3"]
+
+
+def test_a_machine_plans_once_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that end before their plans are ready do not start one planner each."""
+    started: list[subprocess.Popen] = []
+
+    def start(_: Path, lock: int) -> subprocess.Popen:
+        started.append(subprocess.Popen(["sleep", "60"], pass_fds=(lock,)))
+        return started[-1]
+
+    monkeypatch.setattr(ahead, "_request", lambda *_: {})
+    monkeypatch.setattr(ahead, "_start_planner", start)
+    monkeypatch.setattr(ahead.dist, "get_rank", lambda: 0)
+    place = SimpleNamespace(memory=str(tmp_path))
+    config = SimpleNamespace(parallel=SimpleNamespace(elastic_layouts=None))
+    model = SimpleNamespace(unwrap=lambda: None)
+    rounds = [PlansAhead(place, config) for _ in range(3)]
+    try:
+        for each in rounds[:2]:
+            each.begin(model, object())
+        assert len(started) == 1 and rounds[1].known() == {}
+        (tmp_path / "plans.json").write_text('{"3": {"options": {}}}')
+        assert rounds[1].known() == {"3": {"options": {}}}  # of the planner that the first round started
+        started[0].kill()
+        started[0].wait()
+        rounds[2].begin(model, object())
+        assert len(started) == 2
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_a_planner_ends_with_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(planning.os, "_exit", ended.append)
+    planning._end_with_job(tmp_path / "removed.json")
+    assert ended == [1]
