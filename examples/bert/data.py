@@ -77,9 +77,7 @@ def eval_loader(dataset: PairDataset, tokenizer: Any, batch_size: int, length: i
     return DataLoader(dataset, batch_size=batch_size, collate_fn=padding_collate(tokenizer, length))
 
 
-def padding_collate(
-    tokenizer: Any, length: int | None = None
-) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
+def padding_collate(tokenizer: Any, length: int | None = None) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
     """Return a collate function that makes [B, L] tensors and `labels` [B]; L is `length`, or the longest sample's."""
 
     def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.blocked_tensor import BlockedTensor
 from shardformer.distributed.blocks import Blocks, sum_over_blocks
 
-
 _ALIGNMENT = 64  # bytes; torch aligns the memory of a tensor of its own so
 
 

@@ -69,7 +69,7 @@ def from_multiples(multiples: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def square_parts(values: Tensor) -> Tensor:
-    """Return the sum of squares of fp32 `values`, [n], in parts, [3] int64, which add up exactly over tensors and ranks."""
+    """Return the sum of squares of fp32 `values`, [n], in parts, [3] int64; parts add up exactly over tensors."""
     return sum((_square_parts(part) for part in values.split(_CHUNK)), torch.zeros(NUM_PARTS, dtype=torch.int64))
 
 
