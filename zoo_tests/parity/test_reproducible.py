@@ -116,6 +116,14 @@ def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
     for each, optimizer, said in cases:
         with pytest.raises(ConfigurationError, match=said):
             Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(each, optimizer)
+    hooked = recipe_of("llama", "fp32", 1).model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    for each, why in ((toy(), ""), (hooked, "model.layers.0 has .* a part of each sequence")):
+        plugin = HybridParallelPlugin(reproducible=True, reproducible_sequence_blocks=2)
+        said = f"reproducible_sequence_blocks=2 cannot divide the sequences of {type(each).__name__}: .*{why}"
+        with pytest.raises(ConfigurationError, match=said) as caught:
+            Booster(plugin=plugin).boost(each, torch.optim.SGD(each.parameters(), lr=0.1))
+        assert str(caught.value).count("; ") == 1
 
 
 @distributed(2)
