@@ -138,7 +138,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 50
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 51
 
 
 @pytest.mark.parametrize("name", OPTIONS)
