@@ -55,7 +55,7 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
                 "sequence_parallelism_mode='all_to_all' leaves no key/value cache to generate with; "
                 "use 'split_gather', or generate(use_cache=False)"
             )
-        if config.sequence is not None and _asks_for_hidden_states(self, kwargs):
+        if config.cuts_sequence and _asks_for_hidden_states(self, kwargs):
             raise RuntimeError(
                 "generate(output_hidden_states=True) finds parts of sequences under enable_sequence_parallelism=True; "
                 "leave that out, or use output_hidden_states=False"

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardformer.context_parallel.zigzag import ZigzagSharding
-from shardformer.distributed.blocks import num_parts
+from shardformer.distributed.blocks import blocks_of, num_parts
+from shardformer.sequence_parallel.blocked import BlockedSequence
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 from shardformer.shard_spec import ShardSpec
 from shardformer.stages.stage import PipelineStageManager
@@ -131,10 +132,26 @@ class ShardConfig:
 
     @cached_property
     def sequence(self) -> SequenceParallel | None:
-        """The sequence-parallel region; None if it is disabled or there is a single tensor-parallel rank."""
-        if not self.enable_sequence_parallelism or self.tensor_parallel_size == 1:
+        """The sequence-parallel region; None if it is disabled or there is a single tensor-parallel rank.
+
+        An axis that computes in blocks may have one in any case: the numbers are those of sequence parallelism.
+        """
+        if self.tensor_parallel_size == 1:
             return None
-        return SequenceParallel(self.group)
+        if (blocks := blocks_of(self.group)) is not None:
+            is_divided = blocks.sequence_count > 1
+            return BlockedSequence(self.group, blocks, self.enable_sequence_parallelism) if is_divided else None
+        return SequenceParallel(self.group) if self.enable_sequence_parallelism else None
+
+    @property
+    def gathers_sum(self) -> bool:
+        """Whether the gathers that start tensor-parallel regions sum gradients over ranks, as `f` does."""
+        return self.sequence is not None and self.sequence.sums_gradients
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether ranks have different tokens between tensor-parallel regions."""
+        return self.sequence is not None and self.sequence.grad_group is not None
 
     @cached_property
     def context(self) -> ZigzagSharding | None:
@@ -157,7 +174,7 @@ class ShardConfig:
         """Return a copy with sequence parallelism disabled."""
         changed = copy.copy(self)
         changed.enable_sequence_parallelism = False
-        changed.__dict__.pop("sequence", None)
+        changed.__dict__["sequence"] = None
         return changed
 
     @property

@@ -21,7 +21,8 @@ from shardformer.policies.base import ModulePolicyDescription, Policy, SubModule
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.uniform import UniformPolicy
-from shardformer.sequence_parallel.split_gather import gather_on_entry, slice_positions, wrap_layers
+from shardformer.sequence_parallel.blocked import BlockedSequence, return_whole_states, use_parameters_by_block
+from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry, slice_positions, wrap_layers
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
@@ -151,11 +152,18 @@ class ModelSharder:
         self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
-            self.model.sequence_is_cut, self.model.heads_are_exchanged = True, self.config.uses_ulysses
-            for layers in filter(None, self._held_layers()):
-                wrap_layers(layers, self.config.sequence)
-                for layer in layers if self.config.uses_ulysses else ():
-                    slice_positions(layer, self.config.sequence)
+            self._divide_sequence(self.config.sequence)
+
+    def _divide_sequence(self, region: SequenceParallel) -> None:
+        self.model.sequence_is_cut, self.model.heads_are_exchanged = self.config.cuts_sequence, self.config.uses_ulysses
+        for layers in filter(None, self._held_layers()):
+            wrap_layers(layers, region)
+            for layer in layers if self.config.uses_ulysses else ():
+                slice_positions(layer, region)
+            if isinstance(region, BlockedSequence):
+                use_parameters_by_block(layers, region)
+        if isinstance(region, BlockedSequence) and not region.is_cut:
+            return_whole_states(self.model, region)
 
     def _tell_what_stays(self, fusions: int) -> None:
         """Log the options that have no effect on this model, so that they are not ignored silently."""

@@ -33,11 +33,13 @@ class Blocks:
         local: indices of the blocks of this rank.
         use: returns an alias of a parameter for one of several blocks that read it; code that adds up gradients exactly
             lets the gradient of each be a summand of its own.
+        sequence_count: number of blocks that sequences are divided into between tensor-parallel regions.
     """
 
     count: int
     local: range
     use: Callable[[Tensor], Tensor] = _itself
+    sequence_count: int = 1
 
     def slices(self, spec: ShardSpec) -> list[list[slice]]:
         """Return where each local block lies in this rank's shard: one slice of the sharded dim for each part."""
@@ -60,11 +62,17 @@ class Blocks:
 _BLOCKS_OF: WeakKeyDictionary[ProcessGroup, Blocks] = WeakKeyDictionary()
 
 
-def compute_in_blocks(group: ProcessGroup, count: int, use: Callable[[Tensor], Tensor] = _itself) -> None:
+def compute_in_blocks(
+    group: ProcessGroup, count: int, use: Callable[[Tensor], Tensor] = _itself, sequence_count: int = 1
+) -> None:
     """Let layers on the axis `group` compute in `count` blocks; the group must not serve other models."""
-    share = count // dist.get_world_size(group)
-    rank = dist.get_rank(group)
-    _BLOCKS_OF[group] = Blocks(count, range(rank * share, (rank + 1) * share), use)
+    _BLOCKS_OF[group] = Blocks(count, own_blocks(count, group), use, sequence_count)
+
+
+def own_blocks(count: int, group: ProcessGroup) -> range:
+    """Return the indices of this rank's blocks."""
+    share, rank = count // dist.get_world_size(group), dist.get_rank(group)
+    return range(rank * share, (rank + 1) * share)
 
 
 def blocks_of(group: ProcessGroup | None) -> Blocks | None:

@@ -209,7 +209,7 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
             # Under sequence parallelism the bias is added to this rank's tokens only: its gradient is a partial sum.
             bias = parameter_like(bias, bias.data)
             replicated = ShardSpec(tuple(bias.shape), rank=rank, world_size=world_size)
-            annotate(bias, replicated, process_group if sequence is not None else None)
+            annotate(bias, replicated, None if sequence is None else sequence.grad_group)
         return RowParallelLinear(
             weight, bias, process_group, transposed=transposed, sequence=sequence, splits_input=splits_input
         )

@@ -99,8 +99,8 @@ class QuantisedRowLinear(RowParallelLinear):
         if bias is not None:
             # Under sequence parallelism the bias is added to this rank's tokens only: its gradient is a partial sum.
             whole = ShardSpec(tuple(bias.shape), rank=features.rank, world_size=features.world_size)
-            partial_over = process_group if kwargs.get("sequence") is not None else None
-            bias = annotate(parameter_like(bias, bias.data), whole, partial_over)
+            sequence = kwargs.get("sequence")
+            bias = annotate(parameter_like(bias, bias.data), whole, None if sequence is None else sequence.grad_group)
         layer = QuantisedRowLinear(weight, bias, process_group, **kwargs)
         layer.features, layer.outputs = features, outputs
         _take_over(layer, module, kind)

@@ -190,7 +190,7 @@ def _group_of_inputs(base: ParallelModule) -> ProcessGroup | None:
 
 def _group_of_outputs(base: RowParallelLinear) -> ProcessGroup | None:
     """Return the group for gradient sums on the output side: with sharded tokens, gradients are partial sums."""
-    return base.group if base.sequence is not None else None
+    return None if base.sequence is None else base.sequence.grad_group
 
 
 def _cut_like(base: ParallelModule, native: nn.Linear, dim: int) -> ParallelModule:

@@ -18,6 +18,7 @@ from shardformer.distributed.collectives import copy_to_region, reduce_from_regi
 from shardformer.layers import ParallelDropout
 from shardformer.layers.linear import column_spec, copies_group
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
+from shardformer.utils.parameter_aliases import alias_parameters
 
 _log = logging.getLogger(__name__)
 _ROUNDED_BYTES = 2  # of a 16-bit value
@@ -49,17 +50,11 @@ def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts
 def _read_in_blocks(owner: nn.Module, name: str, dim: int, blocks: Blocks) -> None:
     """Let the forward of `owner` see its blocks of a parameter that is sharded along `dim`."""
     slices = blocks.slices(getattr(owner, name).shard_spec)
-    whole: list[nn.Parameter] = []
 
-    def divide(module: nn.Module, _: tuple) -> None:
-        whole.append(module._parameters[name])
-        module._parameters[name] = split_parameter(whole[-1], dim, slices, blocks)
+    def divided(module: nn.Module, _: tuple[Any, ...]) -> dict[str, Tensor]:
+        return {name: split_parameter(module._parameters[name], dim, slices, blocks)}
 
-    def put_back(module: nn.Module, *_: Any) -> None:
-        module._parameters[name] = whole.pop()
-
-    owner.register_forward_pre_hook(divide)
-    owner.register_forward_hook(put_back, always_call=True)
+    alias_parameters(owner, divided)
 
 
 def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) -> None:

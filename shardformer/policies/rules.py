@@ -55,7 +55,7 @@ class ShardingRules:
             reads_whole: whether the input is not sharded even under sequence parallelism (an encoder's output).
             gathers_sequence: whether the layer itself starts a tensor-parallel region.
         """
-        is_gathered = self.config.sequence is not None and not reads_whole
+        is_gathered = self.config.gathers_sum and not reads_whole
         kwargs = {"num_heads": num_heads, "part_size": part_size, "input_is_gathered": is_gathered}
         options = {"reads": reads or suffixes[0], "gathers_sequence": gathers_sequence}
         return [_replace(suffix, ColumnParallelLinear, kwargs, **options) for suffix in suffixes]
@@ -113,7 +113,7 @@ class ShardingRules:
             names: names of the parameters; they may be missing or be plain numbers.
             partial_gradient: whether a rank applies the parameters to its own heads only.
         """
-        is_partial = self.config.tensor_parallel_size > 1 and (partial_gradient or self.config.sequence is not None)
+        is_partial = self.config.tensor_parallel_size > 1 and (partial_gradient or self.config.cuts_sequence)
         group = self.config.group if is_partial else None
 
         def declare(module: nn.Module) -> None:
@@ -146,7 +146,7 @@ class ShardingRules:
 
     def _norm(self, fused: type, suffixes: tuple[str, ...]) -> list[Replacement]:
         target = fused if self.config.enable_fused_normalization else None
-        partial = self.config.sequence is not None
+        partial = self.config.cuts_sequence
         return [_replace(suffix, target, {}, partial_gradient=partial) for suffix in suffixes]
 
 

@@ -26,7 +26,7 @@ from shardformer.distributed.collectives import (
 )
 from shardformer.shard_spec import pad_to_multiple
 
-_SEQ_DIM = 1  # tensors are [batch, seq, hidden]
+SEQ_DIM = 1  # tensors are [batch, seq, hidden]
 # Queries that tokens which have not arrived yet can answer.
 _OF_SHAPE = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device"))}
 
@@ -37,7 +37,10 @@ class SequenceParallel:
     Attributes:
         group: process group of the axis.
         length: sequence length, before padding, of the pass that is inside the region.
+        sums_gradients: whether `gather` sums the gradient of its output over ranks.
     """
+
+    sums_gradients = True
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -48,15 +51,20 @@ class SequenceParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self
 
+    @property
+    def grad_group(self) -> ProcessGroup | None:
+        """The ranks whose gradients of parameters between regions are partial sums; None if they are whole."""
+        return self.group
+
     def enter(self, x: Tensor) -> Tensor:
         """Split [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
-        self.length = x.shape[_SEQ_DIM]
-        return split_to_region(x, _SEQ_DIM, self.group)
+        self.length = x.shape[SEQ_DIM]
+        return split_to_region(x, SEQ_DIM, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Gather [batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
         length = self.length
-        out = gather_from_region(x, _SEQ_DIM, self.group, length)
+        out = self._gather_whole(x)
 
         def enter_backward(_: Any) -> None:
             self.length = length
@@ -67,6 +75,9 @@ class SequenceParallel:
             out.grad_fn.register_prehook(enter_backward)
         return out
 
+    def _gather_whole(self, x: Tensor) -> Tensor:
+        return gather_from_region(x, SEQ_DIM, self.group, self.length)
+
     def gather(self, x: Tensor) -> Tensor:
         """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], the input of sharded weights.
 
@@ -75,17 +86,17 @@ class SequenceParallel:
         if x.dim() == 2:
             share = pad_to_multiple(self.length, self.world_size) // self.world_size
             return self.gather(x.unflatten(0, (-1, share))).flatten(0, 1)
-        return all_gather(x, _SEQ_DIM, self.group, self.length)
+        return all_gather(x, SEQ_DIM, self.group, self.length)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Apply `g-bar*`: reduce-scatter partial sums [batch, seq, hidden] -> [batch, seq/tp, hidden]."""
         if x.dim() == 2:
             return self.reduce_scatter(x.unflatten(0, (-1, self.length))).flatten(0, 1)
-        return reduce_scatter(x, _SEQ_DIM, self.group)
+        return reduce_scatter(x, SEQ_DIM, self.group)
 
     def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, dist.Work]:
         """Start a reduce-scatter of [batch, seq, hidden]; return this rank's [seq/tp, batch, hidden] and the work."""
-        return start_reduce_scatter(x, _SEQ_DIM, self.group)
+        return start_reduce_scatter(x, SEQ_DIM, self.group)
 
 
 def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
@@ -128,7 +139,7 @@ class PendingGather:
 
     def __init__(self, local: Tensor, region: SequenceParallel) -> None:
         self.local, self.region, self.length = local, region, region.length
-        self.own = local.detach().movedim(_SEQ_DIM, 0).contiguous()
+        self.own = local.detach().movedim(SEQ_DIM, 0).contiguous()
         share, rank = len(self.own), dist.get_rank(region.group)
         self.rows = slice(rank * share, (rank + 1) * share)
         self.other_rows = [slice(0, self.rows.start), slice(self.rows.stop, share * region.world_size)]
@@ -145,14 +156,14 @@ class PendingGather:
 
     def placeholder(self) -> Tensor:
         """Return a placeholder [batch, seq, hidden]: column-parallel layers recognize it, other readers wait."""
-        whole = self._gathered.movedim(0, _SEQ_DIM)[:, : self.length].as_subclass(PendingTokens)
+        whole = self._gathered.movedim(0, SEQ_DIM)[:, : self.length].as_subclass(PendingTokens)
         whole.pending_gather = self
         return whole
 
     def tokens(self) -> Tensor:
         """Return the gathered tokens, [batch, seq, hidden], differentiable; not used by column-parallel layers."""
         if self._tokens is None:
-            self._tokens = all_gather(self.local, _SEQ_DIM, self.region.group, self.length, gathered=self.wait())
+            self._tokens = all_gather(self.local, SEQ_DIM, self.region.group, self.length, gathered=self.wait())
         return self._tokens
 
     @staticmethod

@@ -13,7 +13,7 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.campaigns.bits.training import Bits
-from zoo_tests.campaigns.bits.trials import Trial, recipe_of, reference_of
+from zoo_tests.campaigns.bits.trials import CUT, Trial, recipe_of, reference_of
 from zoo_tests.harness.case import Recipe
 from zoo_tests.harness.optimizers import Lamb
 from zoo_tests.harness.ranks import distributed
@@ -36,9 +36,13 @@ def _reference(recipe: Recipe, trial: Trial) -> Bits:
         ("llama", "bf16", Trial("dp2", options=(("gradient_checkpointing", "full"),), resumed_from="pp2")),
         ("llama", "bf16", Trial("tp4")),
         ("bert", "fp32", Trial("tp2", 3, ordinary_loop=True)),
+        ("bert", "fp32", Trial("tp2", options=CUT)),
         pytest.param("gpt2", "fp32", Trial("tp2pp2"), marks=pytest.mark.slow),
         pytest.param("t5", "bf16", Trial("tp2pp2"), marks=pytest.mark.slow),
         pytest.param("mixtral", "fp32", Trial("tp2dp2", 2), marks=pytest.mark.slow),
+        pytest.param("gpt2", "fp32", Trial("tp4", options=CUT), marks=pytest.mark.slow),
+        pytest.param("t5", "bf16", Trial("tp2", 2, options=CUT, ordinary_loop=True), marks=pytest.mark.slow),
+        pytest.param("mixtral", "bf16", Trial("tp2pp2", options=CUT), marks=pytest.mark.slow),
         pytest.param("bert", "fp32", Trial("pp2dp2"), marks=pytest.mark.slow),
         pytest.param(
             "t5", "fp32", Trial("pp2", options=(("pp_style", "zbv"),), ordinary_loop=True), marks=pytest.mark.slow
@@ -66,8 +70,18 @@ def test_without_the_option_bits_differ() -> None:
     ("options", "said"),
     [
         (
+            {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
+            | {"tp_size": 2, "reproducible_sequence_blocks": 2},
+            "sequence_parallelism_mode='all_to_all' multiplies parts of sequences by whole weights",
+        ),
+        (
+            {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
+            | {"tp_size": 2, "reproducible_sequence_blocks": 2},
+            "enable_sequence_overlap=True multiplies the tokens of each rank",
+        ),
+        (
             {"enable_sequence_parallelism": True, "tp_size": 2},
-            "enable_sequence_parallelism=True adds up",
+            "tp_size=2 does not divide reproducible_sequence_blocks=1, as enable_sequence_parallelism=True needs",
         ),
         ({"cp_size": 2}, "cp_size=2 adds up attention over parts of sequences"),
         ({"precision": "fp16"}, "precision='fp16' has a loss scale that overflows at other steps"),
@@ -102,22 +116,34 @@ def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
     for each, optimizer, said in cases:
         with pytest.raises(ConfigurationError, match=said):
             Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(each, optimizer)
+    hooked = recipe_of("llama", "fp32", 1).model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    for each, why in ((toy(), ""), (hooked, "model.layers.0 has .* a part of each sequence")):
+        plugin = HybridParallelPlugin(reproducible=True, reproducible_sequence_blocks=2)
+        said = f"reproducible_sequence_blocks=2 cannot divide the sequences of {type(each).__name__}: .*{why}"
+        with pytest.raises(ConfigurationError, match=said) as caught:
+            Booster(plugin=plugin).boost(each, torch.optim.SGD(each.parameters(), lr=0.1))
+        assert str(caught.value).count("; ") == 1
 
 
 @distributed(2)
-@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}, {"reproducible_sequence_blocks": 3}], ids=str)
 def test_outputs_are_whole_while_layers_run_in_blocks(layout: dict[str, int]) -> None:
-    """In training, in evaluation and in `generate`; 67 tokens are no whole blocks."""
+    """In training, in evaluation and in `generate`; 67 tokens and 7 positions are no whole blocks."""
     torch.manual_seed(0)
     model = recipe_of("llama", "fp32", 1).model()
     ids = torch.randint(model.config.vocab_size, (2, 7))
     with torch.no_grad():
-        logits = model.eval()(ids).logits
+        expected = model.eval()(ids, output_hidden_states=True)
+        logits = expected.logits
         tokens = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _ = Booster(plugin=HybridParallelPlugin(reproducible=True, **layout)).boost(model, optimizer)
     with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids).logits, logits)
+        found = model(input_ids=ids, output_hidden_states="pp_size" not in layout)
+    torch.testing.assert_close(found.logits, logits)
+    if "pp_size" not in layout:
+        torch.testing.assert_close(found.hidden_states, expected.hidden_states)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0), tokens)
     torch.testing.assert_close(model(input_ids=ids, labels=ids).logits.detach(), logits)
 

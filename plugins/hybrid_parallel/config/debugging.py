@@ -42,6 +42,8 @@ class DebugOptions(OptionGroup):
         reproducible_unit: number of samples of each pass under `reproducible=True`, the same for all layouts.
         reproducible_blocks: number of blocks that tensor-parallel layers are computed in under `reproducible=True`, the
             same for all layouts; `tp_size` divides it. None for 4, or fewer if the model cannot be divided so.
+        reproducible_sequence_blocks: number of blocks that sequences are divided into between these layers, the same
+            for all layouts; under sequence parallelism `tp_size` divides it.
     """
 
     nonfinite: str = option("raise", one_of("raise", "skip", "ignore"))
@@ -64,12 +66,13 @@ class DebugOptions(OptionGroup):
     reproducible: bool = option(False, SWITCH)
     reproducible_unit: int = option(1, COUNT)
     reproducible_blocks: int | None = option(None, _POWER_OF_TWO)
+    reproducible_sequence_blocks: int = option(1, COUNT)
 
     def conflicts(self) -> list[str]:
         """Return one sentence for each broken rule between these options."""
         if self.reproducible:
             return []
-        defaults = {"reproducible_unit": 1, "reproducible_blocks": None}
+        defaults = {"reproducible_unit": 1, "reproducible_blocks": None, "reproducible_sequence_blocks": 1}
         return [
             f"{name}={getattr(self, name)} needs reproducible=True; use it, or {name}={default}"
             for name, default in defaults.items()

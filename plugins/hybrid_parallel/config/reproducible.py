@@ -8,7 +8,7 @@ from typing import Any
 # Option -> the value it needs, and why another one is refused.
 _NEEDED: dict[str, tuple[Any, str]] = {
     "cp_size": (1, "adds up attention over parts of sequences"),
-    "enable_sequence_parallelism": (False, "adds up gradients over parts of sequences"),
+    "enable_sequence_overlap": (False, "multiplies the tokens of each rank by themselves"),
     "ep_size": (1, "multiplies the tokens of several ranks at once"),
     "expert_capacity_factor": (None, "drops tokens by the whole batch of a rank"),
     "compile_layers": (False, "chooses kernels by measured time"),
@@ -34,11 +34,23 @@ def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
         for name, (needed, why) in _NEEDED.items()
         if options[name] != needed
     ]
+    if options["enable_sequence_parallelism"] and options["sequence_parallelism_mode"] != "split_gather":
+        mode = options["sequence_parallelism_mode"]
+        problems.append(
+            f"sequence_parallelism_mode={mode!r} multiplies parts of sequences by whole weights, so that "
+            "reproducible=True refuses it; use 'split_gather', or reproducible=False"
+        )
     blocks, tp_size = options["reproducible_blocks"], options["tp_size"]
     if blocks is not None and blocks % tp_size:
         problems.append(
             f"tp_size={tp_size} does not divide reproducible_blocks={blocks}; use "
             f"reproducible_blocks={1 << (tp_size - 1).bit_length()} in every layout, or another tp_size"
+        )
+    parts = options["reproducible_sequence_blocks"]
+    if options["enable_sequence_parallelism"] and parts % tp_size:
+        problems.append(
+            f"tp_size={tp_size} does not divide reproducible_sequence_blocks={parts}, as enable_sequence_parallelism="
+            f"True needs; use reproducible_sequence_blocks={tp_size} in every layout, or no sequence parallelism"
         )
     precision = options["precision"]
     if precision in _PRECISIONS:

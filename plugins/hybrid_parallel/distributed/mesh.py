@@ -212,21 +212,21 @@ def stage_group(mesh: HybridMesh) -> ProcessGroup:
     return mesh.later_groups.get_or_create(("stage",), lambda: _own_group(stages))
 
 
-def block_group(mesh: HybridMesh, count: int, use: Callable[[Tensor], Tensor]) -> ProcessGroup:
+def block_group(mesh: HybridMesh, count: int, use: Callable[[Tensor], Tensor], sequence_count: int) -> ProcessGroup:
     """Return a group of this rank's tensor-parallel axis that computes in `count` blocks.
 
     All ranks of the world must call this.
 
     Args:
-        use: see `Blocks`.
+        use, sequence_count: see `Blocks`.
     """
 
     def build() -> ProcessGroup:
         group = _own_group(mesh.device_mesh.mesh.flatten(0, 2).tolist())
-        compute_in_blocks(group, count, use)
+        compute_in_blocks(group, count, use, sequence_count)
         return group
 
-    return mesh.later_groups.get_or_create(("blocks", count), build)
+    return mesh.later_groups.get_or_create(("blocks", count, sequence_count), build)
 
 
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:

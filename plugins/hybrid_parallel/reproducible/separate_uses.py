@@ -8,13 +8,15 @@ parameter read it through an alias, whose gradient is given to the bucket direct
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.zero.bucket_parameter import give_gradient
+from shardformer.utils.parameter_aliases import alias_parameters
 
 
 class _Use(torch.autograd.Function):
@@ -56,26 +58,12 @@ def separate_uses(modules: Collection[tuple[str, nn.Module]]) -> None:
             for module, name in places:
                 shared[module].append(name)
     for module, own in shared.items():
-        _Aliases(own).attach(module)
+        alias_parameters(module, partial(_aliases_of, own))
 
 
-class _Aliases:
-    """The aliases of one module's parameters during a call."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._calls: list[dict[str, nn.Parameter]] = []  # the parameters themselves, by nested calls
-
-    def attach(self, module: nn.Module) -> None:
-        """Have each call of `module` use aliases."""
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        own = {name: module._parameters[name] for name in self._names}
-        self._calls.append(own)
-        if torch.is_grad_enabled():
-            module._parameters.update({name: _Use.apply(parameter) for name, parameter in own.items()})
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        module._parameters.update(self._calls.pop())
+def _aliases_of(names: Sequence[str], module: nn.Module, _: tuple[Any, ...]) -> dict[str, Tensor]:
+    if not torch.is_grad_enabled():
+        return {}
+    parameters = {name: module._parameters[name] for name in names}
+    # Others have been replaced by aliases.
+    return {name: one_use(each) for name, each in parameters.items() if isinstance(each, nn.Parameter)}

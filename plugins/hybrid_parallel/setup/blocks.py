@@ -24,7 +24,11 @@ def tensor_group(model: nn.Module, config: HybridParallelConfig, mesh: HybridMes
     if not config.debugging.reproducible:
         return mesh.group("tp")
     count = _num_blocks(model, config)
-    return mesh.group("tp") if count == 1 else block_group(mesh, count, one_use)
+    return (
+        mesh.group("tp")
+        if count == 1
+        else block_group(mesh, count, one_use, config.debugging.reproducible_sequence_blocks)
+    )
 
 
 def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
@@ -33,6 +37,13 @@ def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
     counts = _COUNTS if asked is None else (asked,)
     reasons = {count: _problem(model, config, count) for count in counts if count > 1}
     count = next((count for count, reason in reasons.items() if not reason), 1)
+    sequence_blocks = config.debugging.reproducible_sequence_blocks
+    if sequence_blocks > 1 and count == 1:
+        reason = next(iter(reasons.values()), "its layers are computed at once").split(";")[0]
+        raise ConfigurationError(
+            f"reproducible_sequence_blocks={sequence_blocks} cannot divide the sequences of {name}: {reason}; use "
+            "reproducible_sequence_blocks=1 without sequence parallelism, or reproducible=False"
+        )
     if asked is not None and count != asked:
         raise ConfigurationError(
             f"reproducible_blocks={asked} cannot divide the layers of {name}: {reasons[asked]}; use "
@@ -62,7 +73,8 @@ def _problem(model: nn.Module, config: HybridParallelConfig, count: int) -> str:
     opaque = next((option for option, is_set in options.items() if is_set), None)
     if opaque is not None:
         return f"{opaque} does not tell how to compute a layer in blocks"
-    shard_config = InBlocks()
+    # Blocks of the sequence need what sequence parallelism needs.
+    shard_config = InBlocks(enable_sequence_parallelism=config.debugging.reproducible_sequence_blocks > 1)
     shard_config.count = count
     try:
         sharder = ModelSharder(model, shard_config)
@@ -70,4 +82,5 @@ def _problem(model: nn.Module, config: HybridParallelConfig, count: int) -> str:
         problems = block_problems(sharder, count)
     except ValueError as error:  # no policy, or a layer that cannot be divided
         problems = [str(error)]
-    return next(iter(problems), "").replace("tp_size=", "reproducible_blocks=")
+    problem = next(iter(problems), "").replace("tp_size=", "reproducible_blocks=")
+    return problem.replace("enable_sequence_parallelism=True", "reproducible_sequence_blocks")

@@ -117,7 +117,7 @@ class FalconPolicy(BloomPolicy):
                     {
                         "num_heads": heads,
                         "head_dim": config.hidden_size // heads,
-                        "input_is_gathered": self.shard_config.sequence is not None,
+                        "input_is_gathered": self.shard_config.gathers_sum,
                     },
                 )
             ]

@@ -73,7 +73,7 @@ class ChatGLM2Policy(Policy):
     def _fused_projection(self) -> SubModuleReplacementDescription:
         config = self.model.config
         heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.kv_channels
-        gathered = {"input_is_gathered": self.shard_config.sequence is not None}
+        gathered = {"input_is_gathered": self.shard_config.gathers_sum}
         if not config.multi_query_attention:
             options = {"num_heads": heads, **gathered}
         elif groups % self.tp_size == 0:

@@ -184,7 +184,9 @@ class PlanPolicy(Policy):
             f"{layers}.{index}": ModulePolicyDescription(
                 param_replacement=own_parameters_per_token(layer, self.shard_config),
                 sub_module_replacement=[
-                    change for name, child in layer.named_children() for change in per_token(name, child)
+                    change
+                    for name, child in layer.named_children()
+                    for change in per_token(name, child, self.shard_config)
                 ],
             )
             for index, layer in enumerate(self.model.get_submodule(layers))

@@ -32,7 +32,7 @@ def add_sequence_regions(table: Table, model: nn.Module, layers: str, config: Sh
         for name, child in _parts(layer):
             inside = _below(table, f"{path}.{name}")
             if not inside and all(parameter.dim() <= 1 for parameter in child.parameters()):  # a norm, an activation
-                described.sub_module_replacement += per_token(name, child)
+                described.sub_module_replacement += per_token(name, child, config)
             elif inside and _is_made_of_linears(model, inside):
                 for each in inside.values():
                     _gather_and_scatter(each, config.sequence)
@@ -55,11 +55,11 @@ def own_parameters_per_token(layer: nn.Module, config: ShardConfig) -> list[Call
     return ShardingRules(config).module_parameters(*layer._parameters)
 
 
-def per_token(name: str, child: nn.Module) -> list[SubModuleReplacementDescription]:
+def per_token(name: str, child: nn.Module, config: ShardConfig) -> list[SubModuleReplacementDescription]:
     """Return the changes to a child that sees a slice of the sequence: partial gradients and per-rank dropout."""
     found = []
     if any(True for _ in child.parameters()):
-        found.append(SubModuleReplacementDescription(name, None, partial_gradient=True))
+        found.append(SubModuleReplacementDescription(name, None, partial_gradient=config.cuts_sequence))
     for path, module in child.named_modules():
         if type(module) is nn.Dropout:
             found.append(SubModuleReplacementDescription(f"{name}.{path}".rstrip("."), ParallelDropout, {}))
@@ -98,7 +98,7 @@ def _gather_and_scatter(description: ModulePolicyDescription, region: SequencePa
     for change in description.sub_module_replacement:
         options: dict[str, Any] = {}
         if change.target_module is ColumnParallelLinear:
-            options = {"input_is_gathered": True}
+            options = {"input_is_gathered": region.sums_gradients}
         elif change.target_module is RowParallelLinear:
             options = {"sequence": region}
         change.kwargs = {**(change.kwargs or {}), **options}

@@ -49,6 +49,12 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         "(index + 1) % 2**62",
         (f"{_SAME}[llama-bf16-tp4]",),
     ),
+    "blocks of a sequence add up the gradients of a norm in floating point": Edit(
+        "shardformer.sequence_parallel.blocked",
+        "BlockedTensor([blocks.use(each) for _ in blocks.local], blocks)",
+        "BlockedTensor([blocks.use(each)] * len(blocks.local), blocks)",
+        (f"{_SAME}[bert-fp32-tp2, reproducible_sequence_blocks=4, enable_sequence_parallelism=True]",),
+    ),
     "blocks that copy a key/value head add up their gradients in floating point": Edit(
         "shardformer.layers.blocked_linear",
         "parameters = [region.use(weight) for _ in range(num_uses)]",

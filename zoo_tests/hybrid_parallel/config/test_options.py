@@ -109,7 +109,9 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
         ("sp_size", "dp_size", "zero_size", "num_microbatches", "microbatch_size", "num_model_chunks"), COUNT
     ),
     **dict.fromkeys(
-        ("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval", "reproducible_unit"), (*COUNT, None)
+        ("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval")
+        + ("reproducible_unit", "reproducible_sequence_blocks"),
+        (*COUNT, None),
     ),
     **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
     "moe_router_bias_update_rate": (-1.0, "0.1", True, float("nan"), float("inf"), None),
@@ -136,7 +138,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 50
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 51
 
 
 @pytest.mark.parametrize("name", OPTIONS)
