@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+from shardformer.utils.source import syntax_of
 
 Forward = Callable[..., Any]
 
@@ -38,11 +38,10 @@ def uses(forward: Forward, name: str) -> bool:
     return any(name in (getattr(node, field, None) for field in ("id", "arg", "value")) for node in nodes)
 
 
-@cache
 def _tree(forward: Forward) -> ast.AST:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError):  # the source is not available
+        return syntax_of(forward)
+    except OSError:
         return ast.Module([], [])
 
 
