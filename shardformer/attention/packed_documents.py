@@ -10,13 +10,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardformer.utils.source import names_read_by, syntax_of
 
 # Kinds of layers, as configurations name them, that mix tokens in attention alone.
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -92,13 +93,12 @@ def _is_of_torch(kind: type) -> bool:
 
 @cache  # of a method, not of its class: sharding derives new classes for each model
 def _calls_in(method: Any) -> tuple[bool, ...]:
+    if not any(map(_CAUSAL_MASK.search, names_read_by(method))):  # most methods, whose source need not be read
+        return ()
     try:
-        text = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
-    except (OSError, TypeError):  # the source is not available
+        tree = syntax_of(method)
+    except OSError:
         return ()
-    if not _CAUSAL_MASK.search(text):
-        return ()
-    tree = ast.parse(text)
     keys = {key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if _is_text(key)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     made = [call for call in calls if _MASK_FUNCTION.fullmatch(call.func.id)]

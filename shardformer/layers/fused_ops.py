@@ -51,7 +51,9 @@ def _run(body: Callable[..., Any], x: Tensor, *rest: Tensor, kind: str | None = 
     # Detached: if inputs required a gradient, the compiler would trace its own backward pass, including the hooks of
     # activation checkpointing.
     body = body if kind is None else _of_kind(body, kind)
-    return _compiled(body, x.device.type)(x.detach(), *(value.detach() for value in rest))
+    # Where the compiler is disabled, `torch.compile` would still import all of it, for seconds.
+    run = body if torch._dynamo.config.disable else _compiled(body, x.device.type)
+    return run(x.detach(), *(value.detach() for value in rest))
 
 
 def _silu_slope(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+from shardformer.utils.source import syntax_of
 
 Forward = Callable[..., Any]
 
@@ -31,18 +31,22 @@ def adds_to_loss(forward: Forward) -> bool:
     return len(_loss_calls(forward)) > 1 or not all(map(_is_known, values))
 
 
-@cache
 def uses(forward: Forward, name: str) -> bool:
     """Return whether `forward` has a variable, a parameter or a constant equal to `name`."""
-    nodes = ast.walk(_tree(forward))
-    return any(name in (getattr(node, field, None) for field in ("id", "arg", "value")) for node in nodes)
+    return name in _words(forward)
 
 
 @cache
+def _words(forward: Forward) -> frozenset[str]:
+    """Return the names of variables and parameters of `forward`, and its texts."""
+    found = (getattr(node, field, None) for node in ast.walk(_tree(forward)) for field in ("id", "arg", "value"))
+    return frozenset(each for each in found if isinstance(each, str))
+
+
 def _tree(forward: Forward) -> ast.AST:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError):  # the source is not available
+        return syntax_of(forward)
+    except OSError:
         return ast.Module([], [])
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from types import CodeType
-from typing import Any
 
 from torch import nn
+
+from shardformer.utils.source import names_read_by
 
 # Attribute names of head counts: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
 HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
@@ -37,21 +36,7 @@ def names_read(module: nn.Module) -> set[str]:
     found: set[str] = set()
     todo = ["forward"]
     while todo:
-        code = _code_of(getattr(module, todo.pop(), None))
-        names = set(_names_in(code)) - found if code is not None else set()
+        names = names_read_by(getattr(module, todo.pop(), None)) - found
         found |= names
         todo += [name for name in names if inspect.isroutine(getattr(type(module), name, None))]
     return found
-
-
-def _code_of(function: Any) -> CodeType | None:
-    """Return the code object of `function`; None if it is not written in Python."""
-    function = inspect.unwrap(getattr(function, "func", function))
-    return getattr(getattr(function, "__func__", function), "__code__", None)
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:  # nested functions and comprehensions
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)

@@ -39,8 +39,9 @@ def fuse_operators(model: nn.Module) -> int:
     for module in list(model.modules()):
         if "forward" in vars(module) or any(isinstance(child, StagePlaceholder) for child in module.children()):
             continue
-        for linear, activation in activated_linears(definer(type(module))):
-            count += fuse_bias_activation(module, linear, activation)
+        if any(map(_has_kind, module.children())):  # few modules have, so that few forwards are read
+            for linear, activation in activated_linears(definer(type(module))):
+                count += fuse_bias_activation(module, linear, activation)
         methods = _block_of(definer(type(module)))
         if methods is not None and methods.applies_to(module):
             change_module(model, module, lambda native, methods=methods: derive(native, methods))
@@ -51,13 +52,22 @@ def fuse_operators(model: nn.Module) -> int:
 def fuse_bias_activation(module: nn.Module, linear: str, activation: str) -> bool:
     """Let the activation after a linear layer of `module` add that layer's bias; return whether it does now."""
     native = getattr(module, activation, None)
-    is_followed = isinstance(native, nn.Sequential) and len(native) > 0  # by the dropout of its region
-    kind = activation_kind(native[0] if is_followed else native)
+    kind = activation_kind(_first_of(native))
     if kind is None or not _leave_bias_out(module, linear):
         return False
     fused = _BiasActivation(getattr(module, linear), kind)
-    setattr(module, activation, nn.Sequential(fused, *native[1:]) if is_followed else fused)
+    setattr(module, activation, fused if _first_of(native) is native else nn.Sequential(fused, *native[1:]))
     return True
+
+
+def _has_kind(child: nn.Module) -> bool:
+    return activation_kind(_first_of(child)) is not None
+
+
+def _first_of(activation: Any) -> Any:
+    """Return an activation itself, or the one that is followed by the dropout of its region."""
+    is_followed = isinstance(activation, nn.Sequential) and len(activation) > 0
+    return activation[0] if is_followed else activation
 
 
 def activation_kind(activation: Any) -> str | None:

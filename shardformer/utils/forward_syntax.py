@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+
+from shardformer.utils.source import syntax_of
 
 
 def definer(cls: type) -> type:
@@ -84,8 +84,7 @@ def _own_name(node: ast.AST) -> str | None:
 def _methods(cls: type) -> list[ast.FunctionDef]:
     """Return the syntax trees of the methods of a class but `__init__`; none without its source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):  # classes from a prompt, or in C
+        body = syntax_of(cls).body
+    except OSError:  # classes from a prompt, or in C
         return []
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     return [each for each in body if isinstance(each, ast.FunctionDef) and each.name != "__init__"]

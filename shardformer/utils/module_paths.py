@@ -57,4 +57,7 @@ def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
 
 def has_module(root: nn.Module, path: str) -> bool:
     """Return whether `path` names a module below `root`; an attribute that is None (no pooler) does not count."""
-    return any(name == path for name, _ in root.named_modules(remove_duplicate=False))
+    module: nn.Module | None = root
+    for name in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(name)
+    return module is not None

@@ -7,7 +7,6 @@ names the layer list, and modules are assumed to run in the order in which they 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from math import prod
@@ -37,6 +36,7 @@ from shardformer.policies.plans.styles import STYLES
 from shardformer.shard_spec import spec_of
 from shardformer.utils.module_paths import starred
 from shardformer.utils.phrases import divisors_phrase
+from shardformer.utils.source import names_read_by
 
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -364,7 +364,7 @@ def _attends(module: nn.Module) -> bool:
     return (
         uses_registry(module)
         and _is_attention(module)
-        and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)
+        and "ALL_ATTENTION_FUNCTIONS" in names_read_by(type(module).forward)
     )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,6 +20,7 @@ from shardformer.stages.stage import (
     UnreachablePlaceholder,
     ZeroEmbedding,
 )
+from shardformer.utils.source import syntax_of
 
 # Inputs that the first stage turns into embeddings; later stages do not read them.
 ENCODED_INPUTS = (
@@ -152,7 +151,7 @@ def num_outputs(layer: nn.Module) -> int:
 
     It is read from the source, because annotations are often out of date.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(type(layer).forward)))
+    tree = syntax_of(type(layer).forward)
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
     if not returned:
         return 0

@@ -1,0 +1,76 @@
+"""What functions and classes consist of: the syntax tree of their source, and the names that their code looks up.
+
+`inspect.getsource` reads a file's tokens or its whole tree for every function and class that it is asked for. A model
+has dozens of them in a file or two, so each file is parsed once.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from itertools import chain
+from types import CodeType
+from typing import Any
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+_FILES = 16  # a tree takes megabytes
+_BODIES = ("body", "orelse", "handlers", "finalbody", "cases")
+
+
+def syntax_of(defined: type | Callable[..., Any]) -> Definition:
+    """Return the syntax tree of a class or function, which is shared: it must not be changed.
+
+    Raises:
+        OSError: if the source is not available: C code, code from a prompt or from `exec`, and lambdas.
+    """
+    defined = inspect.unwrap(defined)
+    try:
+        file = inspect.getsourcefile(defined) or inspect.getfile(defined)
+        module = sys.modules.get(defined.__module__)
+        definitions = _definitions("".join(linecache.getlines(file, module and vars(module))))
+    except (TypeError, SyntaxError) as error:
+        raise OSError(f"the source of {defined!r} is not available") from error
+    code = getattr(defined, "__code__", None)
+    found = definitions.get(defined.__qualname__ if code is None else code.co_firstlineno)
+    if found is None or (code is not None and found.name != code.co_name):
+        raise OSError(f"the source of {defined!r} is not available")
+    return found
+
+
+@lru_cache(_FILES)
+def _definitions(text: str) -> dict[str | int, Definition]:
+    """Return the definitions in a file: classes by their qualified names, functions by their first lines."""
+    found: dict[str | int, Definition] = {}
+    for name, node in _nested(ast.parse(text).body):
+        is_class = isinstance(node, ast.ClassDef)
+        found.setdefault(name if is_class else min(each.lineno for each in (node, *node.decorator_list)), node)
+    return found
+
+
+def _nested(statements: Iterable[ast.AST], prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    """Yield the qualified name and the tree of every class and function in `statements`, at any depth."""
+    for node in statements:
+        within = prefix
+        if isinstance(node, Definition):
+            yield prefix + node.name, node
+            within += f"{node.name}." if isinstance(node, ast.ClassDef) else f"{node.name}.<locals>."
+        yield from _nested(chain.from_iterable(getattr(node, field, ()) for field in _BODIES), within)
+
+
+def names_read_by(function: Any) -> set[str]:
+    """Return the globals and attributes that a function looks up by name; none if it is not written in Python."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return set() if code is None else set(_names_in(code))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:  # nested functions and comprehensions
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
