@@ -98,11 +98,11 @@ def rank_context() -> Any:
 
 
 def start_server(modules: Iterable[str]) -> None:
-    """Start the server that forks all ranks of this process, with these modules imported as well.
+    """Start the server that forks all ranks of this process, with these modules and all models imported as well.
 
     Without it, each rank imports the modules of the tests that it runs. That pays where few tests are to run.
     """
-    _PRELOAD.extend(modules)
+    _PRELOAD.extend((*modules, "zoo_tests.harness.preloaded_models"))
     rank_context()
     forkserver.ensure_running()
 
