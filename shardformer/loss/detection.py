@@ -46,7 +46,7 @@ def detection(model: nn.Module) -> HeadLoss | None:
 
 
 def _by_boxes(model: nn.Module) -> LossTerm:
-    """Return the loss whose parts are all divided by the number of boxes, in training once for each group of queries."""
+    """Return the loss that is divided by the number of boxes; in training each group of queries counts them."""
     groups = getattr(model.config, "group_detr", 1)
 
     def copies() -> int:

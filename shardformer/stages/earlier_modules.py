@@ -95,7 +95,9 @@ class MetaModule(StagePlaceholder):
 class _ChecksPass(TorchFunctionMode):
     """Lets modules check their inputs on the meta device, where a condition has no value: it holds."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func in (Tensor.item, Tensor.__bool__) and args[0].is_meta and args[0].dtype == torch.bool:
             return True
         return func(*args, **(kwargs or {}))

@@ -66,7 +66,8 @@ def test_parts_add_up_to_the_whole(family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("lw_detr", "LwDetrForObjectDetection"), ("deformable_detr", "DeformableDetrForObjectDetection")]
+    ("family", "name"),
+    [("lw_detr", "LwDetrForObjectDetection"), ("deformable_detr", "DeformableDetrForObjectDetection")],
 )
 def test_no_loss_waits_for_other_ranks(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers sums the boxes of all ranks of a job; those without the last stage compute no loss."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, with_further_entries
-from shardformer.loss.several import codebooks_of_sound, words_and_answers
+from shardformer.loss.several import words_and_answers
 from shardformer.loss.terms import HeadLoss
 from shardformer.loss.text import causal_lm, causal_lm_of_tokens, conditional_generation
 
@@ -27,7 +27,6 @@ HEAD_LOSSES = {
         )
     },
     "bamba": {"BambaForCausalLM": _without_z_loss},
-    "higgs_audio_v2": {"HiggsAudioV2ForConditionalGeneration": codebooks_of_sound},
     "lxmert": {"LxmertForPreTraining": words_and_answers},
     "vibevoice": {
         "VibeVoiceForConditionalGeneration": with_further_entries(conditional_generation, "acoustic_loss_mask")
