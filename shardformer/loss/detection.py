@@ -29,9 +29,7 @@ def detection(model: nn.Module) -> HeadLoss | None:
     """Return the loss of a detector; None if parts of it are divided by what a part of the batch does not tell."""
     name = getattr(model.loss_function, "__name__", "")
     if name in _BY_BOXES:
-        return HeadLoss(
-            LossTerm("labels", _boxes, lambda outputs, labels: outputs.loss * _divisor(labels), is_input=True)
-        )
+        return HeadLoss(_by_boxes(model))
     if name not in _BY_QUERIES:
         return None
 
@@ -45,6 +43,22 @@ def detection(model: nn.Module) -> HeadLoss | None:
         LossTerm("labels", lambda labels, _: torch.tensor(_weights(model, labels)), by_query, is_input=True),
         LossTerm("labels", _boxes, by_box, is_input=True),
     )
+
+
+def _by_boxes(model: nn.Module) -> LossTerm:
+    """Return the loss that is divided by the number of boxes; in training each group of queries counts them."""
+    groups = getattr(model.config, "group_detr", 1)
+
+    def copies() -> int:
+        return groups if model.training else 1
+
+    def count(labels: Targets, batch: Batch) -> Tensor:
+        return _boxes(labels, batch) * copies()
+
+    def total(outputs: Any, labels: Targets) -> Tensor:
+        return outputs.loss * max(float(count(labels, {})), 1.0)
+
+    return LossTerm("labels", count, total, is_input=True)
 
 
 def _boxes(labels: Targets, _: Batch) -> Tensor:

@@ -48,7 +48,7 @@ FORWARD_LOSSES = {
 
 
 def _of_forward(loss: HeadLoss) -> HeadLoss:
-    loss.is_of_forward = True
+    loss.reads_whole_logits = True
     return loss
 
 

@@ -81,7 +81,7 @@ class HeadLoss:
     """Loss that a head computes when labels are given: a weighted sum of means.
 
     Args:
-        terms: the means; the batch must have all of their labels, as in transformers.
+        terms: the means.
         function: equivalent function of transformers' `loss_utils`, for forwards that call one.
         decoder_inputs: labels -> decoder inputs of an encoder-decoder that is given only labels.
         routers: the load-balancing loss to add.
@@ -91,11 +91,14 @@ class HeadLoss:
         coupled_outputs: names of outputs whose rows depend on other samples.
         reads_keywords: whether the head's forward passes `LOSS_KEYWORDS` on to its loss function.
         further_entries: optional batch entries that the head's forward reads for its loss and this class does not.
-        is_of_forward: whether the loss is computed by the model's forward, of whole logits, and only weighted here.
+        reads_whole_logits: whether logits may not be sharded, as where the model's forward computes the loss.
+        needs_all_labels: whether the head computes a loss only if the batch has the labels of all terms; if not, it
+            adds the means whose labels are given.
     """
 
     couples_samples = False
-    is_of_forward = False
+    reads_whole_logits = False
+    needs_all_labels = True
     coupled_outputs: tuple[str, ...] = ()
     further_entries: tuple[str, ...] = ()
 
@@ -115,8 +118,9 @@ class HeadLoss:
         return tuple(term.labels for term in self.terms if not term.is_input)
 
     def applies_to(self, batch: Batch) -> bool:
-        """Return whether the batch has all the labels; without them transformers returns no loss."""
-        return all(batch.get(term.labels) is not None for term in self.terms)
+        """Return whether the batch has the labels without which transformers returns no loss."""
+        given = [_is_given(term, batch) for term in self.terms]
+        return all(given) if self.needs_all_labels else any(given)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the model's inputs: the batch without labels, plus the decoder inputs derived from them."""
@@ -135,14 +139,16 @@ class HeadLoss:
         return next((name for name in asked if any(name not in term.keywords for term in self.terms)), None)
 
     def counts(self, batch: Batch) -> Tensor:
-        """Return [terms], float64: the number of values in this batch that each mean is over."""
+        """Return [terms], float64: the number of values in this batch that each mean is over, 0 without its labels."""
         batch = self._seen(batch)
-        return torch.stack([term.count(term.labels_of(batch), batch).double() for term in self.terms])
+        found = {term: term.count(term.labels_of(batch), batch).double() for term in self._given(batch)}
+        none = torch.zeros_like(next(iter(found.values())))
+        return torch.stack([found.get(term, none) for term in self.terms])
 
     def token_labels(self, batch: Batch) -> list[Tensor]:
-        """Return the labels of each term as its sum reads them, -100 where ignored."""
+        """Return the labels of each term that the batch has, as its sum reads them, -100 where ignored."""
         batch = self._seen(batch)
-        return [term.labels_of(batch) for term in self.terms]
+        return [term.labels_of(batch) for term in self._given(batch)]
 
     def divisor(self, batch: Batch) -> Any:
         """Return the user's divisor of the sum over the global batch; None if not given or not read by the model."""
@@ -164,12 +170,21 @@ class HeadLoss:
         labels = self.token_labels(batch)
         batch = self._seen(batch)
         labels = labels if part is None else [part(each) for each in labels]
-        totals = [term.total(outputs, each) for term, each in zip(self.terms, labels, strict=True)]
-        factors = [term.factor(batch, count) for term, count in zip(self.terms, global_counts, strict=True)]
+        terms, counts = self._given(batch), dict(zip(self.terms, global_counts, strict=True))
+        totals = [term.total(outputs, each) for term, each in zip(terms, labels, strict=True)]
+        factors = [term.factor(batch, counts[term]) for term in terms]
         return sum(total * factor.to(total.dtype) for total, factor in zip(totals, factors, strict=True))
+
+    def _given(self, batch: Batch) -> list[LossTerm]:
+        """Return the terms of the loss of this batch."""
+        return [term for term in self.terms if self.needs_all_labels or _is_given(term, batch)]
 
     def _seen(self, batch: Batch) -> Batch:
         """Return the batch as the model's loss sees it: `LOSS_KEYWORDS` only if the forward passes them on."""
         if self.reads_keywords:
             return batch
         return {name: value for name, value in batch.items() if name not in LOSS_KEYWORDS}
+
+
+def _is_given(term: LossTerm, batch: Batch) -> bool:
+    return batch.get(term.labels) is not None

@@ -207,7 +207,8 @@ class Policy(ABC):
     def check_hidden_states(self, classes: Collection[str]) -> list[str]:
         """Return the problems of a model in `classes`, whose heads read the hidden states of all layers."""
         name, problems = type(self.model).__name__, []
-        if name in classes and self.shard_config.stage_manager.num_stages > 1:
+        are_kept = self.stages is not None and self.stages.kept_outputs
+        if name in classes and self.shard_config.stage_manager.num_stages > 1 and not are_kept:
             problems.append(f"{name} reads hidden states that lie on several pipeline stages; use pp_size=1")
         if name in classes and self.shard_config.sequence is not None:
             problems.append(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardformer.stages.placeholders import StageInput, StagePlaceholder
@@ -84,11 +85,22 @@ class MetaModule(StagePlaceholder):
             is_cast = parameter is not None and tensor.is_floating_point()
             return tensor.detach().to("meta", parameter.dtype if is_cast else tensor.dtype)
 
-        with torch.no_grad(), torch.device("meta"), _no_autocast():
+        with torch.no_grad(), torch.device("meta"), _no_autocast(), _ChecksPass():
             args, kwargs = tree_map_only(Tensor, to_meta, (args, dict(kwargs)))
             kwargs = {name: _no_cache(value) for name, value in kwargs.items()}
             # Not called: a stage of the same rank may start with the module, whose calls then read what arrived.
             return module.forward(*map(_no_cache, args), **kwargs)
+
+
+class _ChecksPass(TorchFunctionMode):
+    """Lets modules check their inputs on the meta device, where a condition has no value: it holds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.item, Tensor.__bool__) and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardformer.stages.placeholders import StagePlaceholder
 
@@ -67,3 +67,14 @@ class StageLayout:
     def chain(self) -> list[StageLayout]:
         """This layout and all layouts that follow it."""
         return [self, *(self.next_layers.chain if self.next_layers is not None else ())]
+
+    def keeping_hidden_states(self, numbers: Collection[int]) -> StageLayout:
+        """Return the layout of a head that reads hidden states of several stages.
+
+        Args:
+            numbers: of the hidden states that it reads: 0 for the output of the modules before the layers, 1 for that
+                of the first layer.
+        """
+        layers = {f"{self.layers}.{number - 1}": 0 for number in numbers if number}
+        kept = layers | (dict.fromkeys(self.first, 0) if 0 in numbers else {})
+        return replace(self, kept_outputs={**self.kept_outputs, **kept}, changes_shapes=True, skips_layers=True)

@@ -302,13 +302,22 @@ def keep_output(module: nn.Module, path: str, fields: Sequence[str], stage_input
 def hook_captured_outputs(model: nn.Module) -> None:
     """Register the hooks that collect hidden states now: later, layers of other stages are placeholders.
 
-    transformers registers them in the first pass that asks for hidden states.
+    transformers registers them in the first pass that asks for hidden states, and those of a backbone when it is built:
+    the hooks of a part of the model are removed first, because a second one would collect each hidden state twice.
     """
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-    if isinstance(model, PreTrainedModel):
-        maybe_install_capturing_hooks(model)
+    if not isinstance(model, PreTrainedModel) or getattr(model, "_output_capturing_hooks_installed", False):
+        return
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if _collects_outputs(hook)]:
+            del module._forward_hooks[key]
+    maybe_install_capturing_hooks(model)
+
+
+def _collects_outputs(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
@@ -317,7 +326,7 @@ def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlace
     The hooks that collect hidden states collect the output of the placeholder.
     """
     for key, hook in native._forward_hooks.items():
-        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+        if _collects_outputs(hook):
             stand_in._forward_hooks[key] = hook
     known = {name: value for cls in reversed(type(native).__mro__) for name, value in vars(cls).items()} | vars(native)
     known = {name: value for name, value in known.items() if not name.startswith("__") and not hasattr(nn.Module, name)}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, matching_key
+from shardformer.policies.head_losses import head_loss_of
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.tables import proposed
 from shardformer.policies.plans.tables.proposed import LOSSES, USUAL, head_loss_builder
@@ -52,7 +53,7 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
     if layout is None:
         return "no list of layers that run once each and in order"
     cuts = _cuts(sum(len(model.get_submodule(each.layers)) for each in layout.chain))
-    reasons = []
+    reasons, has_own_loss = [], head_loss_of(model) is None
     for kind in (None, *LOSSES):
         if kind == USUAL and matching_key(head.name, USUAL_HEAD_LOSSES) is None:
             continue
@@ -66,7 +67,8 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
         if first is None:
             return {"stages": order.to_dict(), "loss": kind}
         reasons.append(first)
-        if kind is None and OWN_LOSS not in first and not first.partition(": ")[2].startswith("the loss differs"):
+        is_of_loss = OWN_LOSS in first or first.partition(": ")[2].startswith("the loss differs")
+        if kind is None and not has_own_loss and not is_of_loss:
             break
     return "; ".join(reasons)
 

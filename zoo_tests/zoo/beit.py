@@ -72,9 +72,9 @@ BEIT = Family(
         "masked_image": Head(
             "BeitForMaskedImageModeling", _visual_tokens, {"use_mask_token": True}, native_labels=_list_of_masked
         ),
-        # Its batch norms read all samples, and its head hidden states of all stages.
+        # Its batch norms read all samples, and its head hidden states of both stages.
         "segmentation": Head(
-            "BeitForSemanticSegmentation", _segments, _SEGMENTATION, layout="tp2", samples_are_coupled=True
+            "BeitForSemanticSegmentation", _segments, _SEGMENTATION, layout="tp2pp2", samples_are_coupled=True
         ),
         "bare": Head("BeitModel", no_labels, {"use_absolute_position_embeddings": True}, criterion=mean_features),
         "backbone": Head(
@@ -82,7 +82,7 @@ BEIT = Family(
             no_labels,
             {"out_indices": [1, 3, 5], "add_fpn": False},
             criterion=mean_feature_maps,
-            layout="tp2",
+            layout="tp2pp2",
         ),
     },
     inputs=images(IMAGE_SIZE),

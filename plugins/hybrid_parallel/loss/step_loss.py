@@ -155,7 +155,7 @@ class HeadStepLoss(StepLoss):
                 f"micro-batches on each of dp_size={mesh.size('dp')} replicas; use num_microbatches=1 and dp_size=1"
             )
         self.head_loss, self.routers = head_loss, head_loss.routers if adds_routers else None
-        self.reads_parallel_logits = not head_loss.is_of_forward
+        self.reads_parallel_logits = not head_loss.reads_whole_logits
         counts = torch.zeros(len(head_loss.terms), dtype=torch.float64, device=mesh.device)
         for microbatch in microbatches:
             counts += head_loss.counts(microbatch)

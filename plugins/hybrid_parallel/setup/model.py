@@ -62,6 +62,7 @@ from shardformer.lazy import (
     waits_for_values,
     weight_reader_of,
 )
+from shardformer.loss.one_process import count_own_boxes
 from shardformer.peft import model_inside
 from shardformer.policies.registry import needs_policy_in_16_bit
 from shardformer.policies.user.tp_info import TPInfoPolicy
@@ -189,6 +190,7 @@ def build_model(
     if config.policy.moe_router_bias_update_rate:
         keep_biases_from_optimizer(model_inside(model))
     recompute(config.kernels.gradient_checkpointing, model)
+    count_own_boxes(model_inside(model))
     shared = shard_model(model, config, mesh)
     held = {}
     if trains and config.zero.zero_stage == 3:

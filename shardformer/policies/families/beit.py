@@ -14,7 +14,8 @@ from shardformer.policies.families.vit import ViTPolicy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
 
-_READ_HIDDEN_STATES = ("BeitForSemanticSegmentation", "BeitBackbone")
+# Heads that read hidden states -> what `out_indices` calls the output of the embeddings.
+_FIRST_HIDDEN_STATE = {"BeitForSemanticSegmentation": 1, "BeitBackbone": 0}
 
 
 class BeitPolicy(ViTPolicy):
@@ -27,18 +28,26 @@ class BeitPolicy(ViTPolicy):
     supports_ulysses = False  # attention has per-head biases
     family, prefix = "beit", "Beit"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
-    stages = StageLayout(
-        layers="layers",
-        first={"embeddings": Received},
-        every=("shared_position_bias",),
-        last=("layernorm", "pooler"),
-    )
     supports_sequence_parallel = True
     head_losses = {**USUAL_HEAD_LOSSES, "ForMaskedImageModeling": masked_visual_tokens}
 
+    @property
+    def stages(self) -> StageLayout:
+        """Return the stage layout; the hidden states that a head reads of earlier stages travel to the last one."""
+        layout = StageLayout(
+            layers="layers",
+            first={"embeddings": Received},
+            every=("shared_position_bias",),
+            last=("layernorm", "pooler"),
+        )
+        first = _FIRST_HIDDEN_STATE.get(type(self.model).__name__)
+        if first is None:
+            return layout
+        return layout.keeping_hidden_states([number - first for number in self.model.config.out_indices])
+
     def check(self) -> list[str]:
         """Return why the model cannot be sharded; some heads read the outputs of all layers."""
-        return [*super().check(), *self.check_hidden_states(_READ_HIDDEN_STATES)]
+        return [*super().check(), *self.check_hidden_states(_FIRST_HIDDEN_STATE)]
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         """Return ViT's table, with layer scales, position biases, the image head and batch norms."""

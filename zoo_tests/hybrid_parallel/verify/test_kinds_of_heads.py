@@ -20,6 +20,7 @@ from zoo_tests.harness.ranks import run_on_ranks
 
 _TP2, _PARTS, _DP2 = {"tp_size": 2}, {"tp_size": 2, "num_microbatches": 4}, {"dp_size": 2, "num_microbatches": 2}
 _PP2 = {"pp_size": 2, "num_microbatches": 2}
+_PP2_WHOLE = {"pp_size": 2, "num_microbatches": 1}  # for batch norms
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ _PP2 = {"pp_size": 2, "num_microbatches": 2}
         ("dia", "DiaForConditionalGeneration", _TP2),  # labels of codebooks, which the decoder does not read
         ("kosmos2", "Kosmos2ForConditionalGeneration", _PP2),  # calls a part of a tower of the first stage
         ("perceiver", "PerceiverForMaskedLM", _PP2),  # decodes with the embeddings of the first stage
+        ("lw_detr", "LwDetrForObjectDetection", _PP2_WHOLE),  # its loss sums over ranks, its backbone collects outputs
+        ("lxmert", "LxmertForPreTraining", _PP2),  # a sum of three means
         ("wav2vec2", "Wav2Vec2ForXVector", _PP2),  # its head has a feature_extractor, too
         ("neomme", "NeoMMEForMaskedLM", _TP2),  # adds embeddings to the values of each rank's heads
         ("glm5_next", "Glm5NextForConditionalGeneration", _TP2),  # the plan of an attention that has no shards

@@ -7,12 +7,16 @@ What breaks here first: a release of transformers that divides a part of the los
 from __future__ import annotations
 
 import importlib
+import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
+from shardformer.loss.one_process import count_own_boxes
+from shardformer.loss.replaced import own_loss_reason
 from shardformer.policies.head_losses import head_loss_of
 
 ROWS = (1, 2, 3)  # of the parts
@@ -59,6 +63,33 @@ def test_parts_add_up_to_the_whole(family: str, name: str) -> None:
     assert found.keys() == gradients.keys()
     for key, gradient in gradients.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("lw_detr", "LwDetrForObjectDetection"), ("deformable_detr", "DeformableDetrForObjectDetection")],
+)
+def test_no_loss_waits_for_other_ranks(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers sums the boxes of all ranks of a job; those without the last stage compute no loss."""
+    tiny = _tiny(family, name)
+    model = tiny.build()
+    batch = tiny.batch(model, 0, 2)
+    expected = model(**batch).loss
+    plain, known = model.loss_function, head_loss_of(model)
+
+    def wait(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", wait)
+    monkeypatch.setattr("transformers.loss.loss_for_object_detection.reduce", wait)
+    monkeypatch.setattr("accelerate.PartialState._shared_state", {"num_processes": 2})
+    with pytest.raises(TimeoutError):
+        model(**batch)
+    count_own_boxes(model)
+    assert own_loss_reason(model, known, batch) is None
+    torch.testing.assert_close(model(**batch).loss, expected)
+    assert pickle.loads(pickle.dumps(model.loss_function)).function is plain
 
 
 def test_a_loss_with_parts_that_do_not_add_up_is_the_models_own() -> None:

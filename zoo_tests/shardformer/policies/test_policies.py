@@ -180,7 +180,6 @@ def test_fewer_key_value_heads_than_ranks_are_fine(monkeypatch: pytest.MonkeyPat
     ("family", "head", "options", "message"),
     [
         ("swin", "image", {"sequence": True}, "does not support the windows of SwinForImageClassification; use enable"),
-        ("beit", "segmentation", {"stages": 2}, "BeitForSemanticSegmentation reads hidden states that lie on several"),
         ("swinv2", "backbone", {"stages": 2}, "Swinv2Backbone reads hidden states that lie on several pipeline stages"),
         ("beit", "backbone", {"sequence": True}, "leaves BeitBackbone parts of the hidden states that it reads; use"),
     ],

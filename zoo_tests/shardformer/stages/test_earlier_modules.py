@@ -143,6 +143,18 @@ def test_dummies_have_the_shapes_of_the_module_and_are_not_numbers() -> None:
     assert placeholder.conv.weight.dtype == torch.float32  # models read it to cast images
 
 
+class Checked(nn.Linear):
+    """Checks its input, as some attention checks the sizes of images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check_tensor_all(x == x)
+        return super().forward(x) if (x > -1).all() else x
+
+
+def test_checks_of_values_pass_where_there_are_only_shapes() -> None:
+    assert MetaModule(Checked(3, 5))(torch.zeros(2, 3)).shape == (2, 5)
+
+
 def test_models_look_up_the_parts_of_a_layer_that_is_elsewhere() -> None:
     """X-MOD finds the number of its default language among the adapters of its first layer."""
     layer = nn.Module()

@@ -7,8 +7,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from shardformer.loss.heads import own_loss
+from shardformer.loss.several import codebooks_of_sound
 from shardformer.loss.text import causal_lm, classes_of_tokens, masked_lm
 from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded, ZeroEmbedding
 
@@ -203,6 +205,12 @@ PLANS = {
     "hy_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}, carried_inputs=("prev_topk_indices",)),
     "inkling": DeclaredPlan(None, first={"embed_norm": IdentityPlaceholder}),  # registered after the layers in 5.17
     "inkling2": DeclaredPlan(None, kept_outputs=_block_inputs),
+    "higgs_audio_v2": DeclaredPlan(
+        None,
+        # Frames of sound are picked from an embedding of their own, which is registered after the layers.
+        execution={"*": ExecutionOrder([["embed_tokens"], ["embed_audio_tokens"], ["layers"]], {"layers": 0})},
+        head_losses={"HiggsAudioV2ForConditionalGeneration": codebooks_of_sound},
+    ),
     "hrm_text": DeclaredPlan(None, pipelined=False),  # alternates between its two layer lists
     # Attention is replicated if heads are mixed in another way.
     "doge": DeclaredPlan(GATED),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, with_further_entries
+from shardformer.loss.several import words_and_answers
 from shardformer.loss.terms import HeadLoss
 from shardformer.loss.text import causal_lm, causal_lm_of_tokens, conditional_generation
 
@@ -26,6 +27,7 @@ HEAD_LOSSES = {
         )
     },
     "bamba": {"BambaForCausalLM": _without_z_loss},
+    "lxmert": {"LxmertForPreTraining": words_and_answers},
     "vibevoice": {
         "VibeVoiceForConditionalGeneration": with_further_entries(conditional_generation, "acoustic_loss_mask")
     },
