@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softsign
 
 from booster.errors import ConfigurationError
 
@@ -15,7 +16,8 @@ def distance_from_wave(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, 
     """Return the sum over samples of the squared distance of each differentiable output from a wave, and their number.
 
     The distance is a mean over the elements of an output. Squares alone would not do: those of an output behind a
-    norm add up to a constant, whose gradient is rounding.
+    norm add up to a constant, whose gradient is rounding. Outputs are squashed to -1 … 1, because some are masked with
+    large numbers.
 
     Args:
         outputs: outputs of the model.
@@ -33,7 +35,7 @@ def distance_from_wave(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, 
 
 def _distance(output: Tensor) -> Tensor:
     wave = torch.arange(output.shape[1], device=output.device).to(output.dtype).cos()
-    return (output - wave).square().mean(1).sum()
+    return (softsign(output) - wave).square().mean(1).sum()
 
 
 def _differentiable(value: Any) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import traceback
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,8 @@ def plain_run(head: HeadClass) -> PlainRun | str:
     if isinstance(own, PlainRun):
         return own
     other = _trained(head, distance_from_wave)
+    if isinstance(other, PlainRun) and not _largest_gradient(other.trace):
+        other = "its outputs depend on no parameter"
     if isinstance(other, PlainRun):
         return replace(other, criterion=_short(own))
     return _short(own if other == own else f"{own}; with a criterion: {other}")
@@ -104,10 +107,11 @@ def sharded_verdict(head: HeadClass, layout: str, plain: PlainRun, **options: An
 def sharded_run(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -> tuple[str, list[Trace]]:
     """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
     reason, ranks, worst = _run(layout, plain, TOLERANCE, options)
-    if ranks and 1 <= worst < _MAY_BE_ROUNDING:
+    # Gradients of a criterion may be small against activations, and so against what single precision rounds.
+    if ranks and 1 <= worst < (math.inf if plain.criterion else _MAY_BE_ROUNDING):
         case = replace(plain.case, tiny_model=twin_of(head, torch.float64, plain.case.tiny_model.has_labels))
         try:
-            plain = PlainRun(case, train_reference(case))
+            plain = PlainRun(case, train_reference(case), plain.criterion)
         except Exception:  # it does not train in fp64
             return reason, ranks
         reason, ranks, _ = _run(layout, plain, _EXACT_IN_FP64, options)
@@ -121,6 +125,8 @@ def _run(layout: str, plain: PlainRun, tolerance: Tolerance, options: dict[str, 
     if plain.case.draws_alike or _normalises_over_batch(plain.case.tiny_model):
         sharding["num_microbatches"] = 1
     case = replace(plain.case, options=sharding | options)
+    if plain.criterion:
+        tolerance = replace(tolerance, floor=tolerance.floor * min(_largest_gradient(plain.trace), 1.0))
     try:
         ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, timeout_s=_TIMEOUT_S)
     except RankError as error:
@@ -164,6 +170,10 @@ def judge(head: HeadClass, layouts: list[str], known: Verdict | None = None) -> 
     if any(verdict.exact_under(layout) for layout in ("tp2", "sp2")):
         _measure(plain.case.tiny_model, verdict.share)
     return verdict
+
+
+def _largest_gradient(plain: Trace) -> float:
+    return max(float(abs(each).max(initial=0.0)) for each in plain.steps[0].gradients.values())
 
 
 def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
