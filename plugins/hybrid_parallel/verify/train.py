@@ -149,8 +149,9 @@ def train_on_rank(trial: VerifyCase) -> Trace:
     log = OutputLog(model.unwrap())
     model.runtime.register_microbatch_hook(log.begin_microbatch)
     trace = Trace(plugin.stage_index, plugin.dp_rank, plugin.tp_rank)
-    for step, batch in enumerate(batches):
-        _seed(trial, step)
+    if trial.draws_alike:  # in the pass, which has a generator of the model's own
+        model.runtime.register_microbatch_hook(lambda _: _seed(trial, len(trace.steps)))
+    for batch in batches:
         share = _share(batch, trial.rows, plugin.dp_rank, plugin.dp_size)
         loss = booster.execute_pipeline(iter([share]), model, trial.criterion, optimizer).loss.item()
         gradients = _arrays(optimizer.full_gradients())
