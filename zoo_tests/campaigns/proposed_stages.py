@@ -29,7 +29,7 @@ from shardformer.policies.plans.tables.proposed import LOSSES, USUAL, head_loss_
 from shardformer.policies.proposed.execution import execution_order
 from shardformer.policies.proposed.plan import ProposedPlan
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
-from zoo_tests.campaigns.census.trained import plain_run, sharded_run, twin_of
+from zoo_tests.campaigns.census.trained import plain_run, sharded_run
 from zoo_tests.campaigns.census.verdict import EXACT
 from zoo_tests.harness.ranks import stop_pools
 
@@ -43,7 +43,7 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
     plain = plain_run(head)
     if isinstance(plain, str):
         return f"plain: {plain}"
-    twin = twin_of(head)
+    twin = plain.case.tiny_model
     model = twin.build()
     try:
         order = execution_order(model, twin.batch(model, 0, _ROWS))

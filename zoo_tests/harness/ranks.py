@@ -30,6 +30,7 @@ from typing import Any
 from plugins.hybrid_parallel.distributed.local_ranks import PRELOAD, LocalRanks, RankResult, fork_server
 
 _PRELOAD = [
+    "zoo_tests.harness",  # it lets transformers import torchvision
     *PRELOAD,
     "torch._dynamo",
     "transformers.models.bert.modeling_bert",

@@ -73,6 +73,12 @@ _UNITS = {"t2u_vocab_size": 101, "t2u_decoder_start_token_id": 2} | {
     for name, size in (("layers", 4), ("ffn_dim", 48), ("attention_heads", 4))
 }
 _NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}
+_PATCHES = {**_ALL_STAGES, "reshape_hidden_states": False}
+_DEPTH = {**_NECK, "reassemble_hidden_size": 32, "head_hidden_size": 8, "backbone_config": _PATCHES}
+_KEYPOINTS = {"encoder_hidden_sizes": [8, 8, 16, 16], "decoder_hidden_size": 16, "descriptor_decoder_dim": 32} | {
+    "max_keypoints": 8,
+    "border_removal_distance": 1,
+}
 _MEL = {"num_mel_bins": 24, "subsampling_conv_channels": 8}
 _TRANSDUCER = {"blank_token_id": 100, "decoder_hidden_size": 16}
 _INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 4}
@@ -106,7 +112,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "squeezebert": {"embedding_size": 32},
     "swin": {"num_heads": [2, 2], "depths": [2, 2], "embed_dim": 16, "window_size": 2},
     "zaya": {"num_experts_per_tok": 1},
-    "swin2sr": {"num_heads": [2, 2, 2, 2], "depths": [1, 1, 1, 1], "embed_dim": 16},
+    "swin2sr": {"num_heads": [2, 2, 2, 2], "depths": [1, 1, 1, 1], "embed_dim": 16}
+    | {"patch_size": 1, "window_size": 4},
     "swinv2": {
         "num_heads": [2, 2],
         "depths": [2, 2],
@@ -164,7 +171,13 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "d_fine": {**_LEVELS, "encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
     | {"encoder_hidden_dim": 32, "lqe_hidden_dim": 8, "max_num_bins": 8, "backbone_config": _LEVELS["backbone_config"]},
     "lw_detr": {"projector_scale_factors": [1.0], "num_queries": 5, "group_detr": 2, "num_labels": 3, "image_size": 64},
-    "omdet-turbo": {**_LEVELS, "class_distance_type": "cosine"},
+    "omdet-turbo": {**_LEVELS, "apply_layernorm_after_vision_backbone": False, "encoder_in_channels": [8, 16, 16]}
+    | {"vision_features_channels": [32, 32, 32], "encoder_layers": 1, "decoder_num_layers": 4, "decoder_num_heads": 4}
+    | dict.fromkeys(("encoder_hidden_dim", "decoder_hidden_dim", "task_encoder_hidden_dim"), 32)
+    # transformers has no projection of tasks if they are as wide as the decoder, and looks for it.
+    | dict.fromkeys(("class_embed_dim", "text_projection_in_dim", "text_projection_out_dim"), 16)
+    | dict.fromkeys(("encoder_dim_feedforward", "decoder_dim_feedforward"), 48)
+    | {"text_config": {"hidden_size": 16}},
     "deformable_detr": {**_LEVELS, "num_feature_levels": 3},
     "yolos": {"num_detection_tokens": 5, "num_labels": 3, "image_size": [32, 32], "patch_size": 8},
     "ernie4_5_vl_moe_text": {
@@ -201,7 +214,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "reformer": {"axial_pos_embds": False, "attention_head_size": 8, "attn_layers": ["local", "local"]}
     | {"local_attn_chunk_length": 1, "local_num_chunks_before": 3, "is_decoder": False},
-    "sapiens2": {"head_config": {"upsample_out_channels": [8, 8], "conv_out_channels": [8]}, "num_labels": 3}
+    "sapiens2": {"head_config": {"upsample_out_channels": [8, 8], "conv_out_channels": [8]}, "num_labels": 4}
     | {"pos_embed_rescale": None}  # random in training
     | {"num_first_full_attention_layers": 2, "num_last_full_attention_layers": 1, "num_key_value_attention_heads": 4},
     "tapas": {"num_aggregation_labels": 0},
@@ -228,10 +241,30 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "neomme": {"rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "partial_rotary_factor": 0.5}}},
     "lw_detr_vit": {"image_size": 64, "pretrain_image_size": 64, "num_windows": 4, "window_block_indices": [0, 2]}
     | {"out_indices": [2, 4]},
-    "efficientloftr": {"hidden_size": DEFAULT, "num_attention_heads": DEFAULT},
-    "vitmatte": {"fusion_hidden_sizes": [16, 8, 8, 8], "convstream_hidden_sizes": [8, 8, 8]},
+    "efficientloftr": dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), DEFAULT),
+    "vitmatte": {"fusion_hidden_sizes": [16, 8], "convstream_hidden_sizes": [8]},
+    **dict.fromkeys(("depth_anything", "prompt_depth_anything"), _DEPTH),
+    "chmv2": {"post_process_channels": [8, 8, 16, 16], "fusion_hidden_size": 16, "head_hidden_size": 8}
+    | {"number_output_channels": 8, "backbone_config": {**_ALL_STAGES, "return_class_token": True}},
+    "depth_pro": {"patch_size": 16, "fusion_hidden_size": 16, "merge_padding_value": 0, "intermediate_hook_ids": [2, 1]}
+    | {"intermediate_feature_dims": [16, 16], "scaled_images_feature_dims": [32, 32, 16]},
+    "zoedepth": {**_NECK, "backbone_config": {**_PATCHES, "use_relative_position_bias": True}}
+    | {"bottleneck_features": 16, "bin_embedding_dim": 16, "num_relative_features": 8},
+    "superglue": {"keypoint_detector_config": _KEYPOINTS, "keypoint_encoder_sizes": [8, 16], "sinkhorn_iterations": 5}
+    | {"gnn_layers_types": ["self", "cross", "self", "cross"]},
+    "lightglue": {"keypoint_detector_config": _KEYPOINTS, "descriptor_dim": 32},
+    "pp_doclayout_v2": {**_REAL_TIME, "class_thresholds": [0.1, 0.2, 0.3], "class_order": [1, 0, 2]},
+    "pp_doclayout_v3": {**_REAL_TIME, "backbone_config": {**_RESNET, **_ALL_STAGES}, "x4_feat_dim": 8}
+    | {"mask_feature_channels": [8, 8]},
+    "pp_doclayout_v4": _REAL_TIME,
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
-    "perceiver": {"image_size": 16, "d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
+    "perceiver": {
+        "image_size": 16,
+        "train_size": [16, 16],
+        "d_latents": 32,
+        "num_latents": 8,
+        "num_self_attends_per_block": 4,
+    }
     | {"num_cross_attention_heads": 4, "num_self_attention_heads": 4, "qk_channels": 32, "v_channels": 32},
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 100},
     "kosmos-2": {"latent_query_num": 2},
@@ -262,12 +295,9 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "dia_decoder": {"num_channels": 3, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4}
     | {"cross_head_dim": 8},
     "dpt": {**_NECK, "backbone_out_indices": [0, 1, 2, 3], "num_labels": 3},
-    "tipsv2_dpt": {
-        **_NECK,
-        "initializer_range": 0.02,
-        "backbone_config": {**_ALL_STAGES, "reshape_hidden_states": False},
-        "num_labels": 3,
-    },
+    # Its weights double the variance in each convolution: narrow ones, or features of unit size, make losses explode.
+    "tipsv2_dpt": {"neck_hidden_sizes": [32] * 4, "fusion_hidden_size": 32, "num_labels": 16}
+    | {"initializer_range": 0.02, "backbone_config": {**_PATCHES, "apply_layernorm": False}},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 8},
     "encodec": {"num_filters": 2, "codebook_size": 8, "upsampling_ratios": [2, 2]},
     **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDED),

@@ -37,10 +37,13 @@ def kind_of(model: nn.Module) -> str:
     return "For" + name.rpartition("For")[2] if "For" in name else "other"
 
 
-def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Any]:
+def batch_for(model: nn.Module, step: int, rows: int = 6, has_labels: bool = True) -> dict[str, Any]:
     """Make a batch of ragged text (padded on either side), images or sound, with different data at every step.
 
     Sequence lengths also differ between steps.
+
+    Args:
+        has_labels: whether the batch has the labels of the head.
 
     Raises:
         ConfigurationError: there are no random inputs or labels for this kind of model.
@@ -52,7 +55,9 @@ def batch_for(model: nn.Module, step: int, rows: int = 6) -> dict[str, Any]:
         batch["input_ids"][torch.arange(rows), ends] = model.config.eos_token_id
     modules = type(model).__module__.split(".")  # transformers.models.FAMILY.modeling_FAMILY
     further = further_inputs(modules[2] if len(modules) > 2 else "", model, batch, generator)
-    if "labels" not in further:
+    if not has_labels:
+        further = {name: value for name, value in further.items() if name not in _LABELS}
+    elif "labels" not in further:
         seen = batch if "input_ids" in batch and "input_ids" in further else batch | further
         batch = _labels(model, seen, rows, generator) | batch
     return {name: value for name, value in (batch | further).items() if value is not None}

@@ -107,6 +107,7 @@ class TinyModel:
         config: the small configuration.
         dtype: dtype of the weights.
         most_parameters: largest size; None for any, as some families have layers of a fixed size.
+        has_labels: whether its batches have labels.
     """
 
     module: str
@@ -114,6 +115,7 @@ class TinyModel:
     config: Any
     dtype: torch.dtype = torch.float64
     most_parameters: int | None = _MOST_PARAMETERS
+    has_labels: bool = True
 
     def build(self) -> nn.Module:
         """Build the model in training mode, without dropout.
@@ -133,7 +135,7 @@ class TinyModel:
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step."""
-        return {key: self._cast(value) for key, value in batch_for(model, step, rows).items()}
+        return {key: self._cast(value) for key, value in batch_for(model, step, rows, self.has_labels).items()}
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, list):  # one target for each sample

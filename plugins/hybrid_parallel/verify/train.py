@@ -20,6 +20,10 @@ _ROUNDING = 1e-5  # relative, of a loss in fp32
 Arrays = dict[str, numpy.ndarray]
 
 
+class RandomLossError(ConfigurationError):
+    """The training loss of a model depends on random numbers."""
+
+
 class Subject(Protocol):
     """Model to be trained; every process builds an identical copy."""
 
@@ -44,6 +48,8 @@ class VerifyCase:
         steps: number of optimizer steps (plain SGD).
         options: options of `HybridParallelPlugin`.
         criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
+        draws_alike: seed the generator of random numbers before each step. Both trainings draw the same numbers if
+            only the loss draws any, and the batch has one part.
     """
 
     tiny_model: Subject
@@ -51,6 +57,7 @@ class VerifyCase:
     steps: int
     options: dict[str, Any]
     criterion: Callable[[Any, Any], Any] | None = None
+    draws_alike: bool = False
 
 
 @dataclass
@@ -96,7 +103,8 @@ def train_reference(trial: VerifyCase) -> Trace:
     """Train the whole model unsharded, with plain torch.
 
     Raises:
-        ConfigurationError: the model returns no loss, or its loss is not finite, too large, or random.
+        ConfigurationError: the model returns no loss, or its loss is not finite or too large.
+        RandomLossError: its loss is random, and `draws_alike` is off.
     """
     model = trial.tiny_model.build()
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -104,7 +112,8 @@ def train_reference(trial: VerifyCase) -> Trace:
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
     batches = [trial.tiny_model.batch(model, step, trial.rows) for step in range(trial.steps)]
     log, state = OutputLog(model), torch.get_rng_state()
-    for batch in batches:
+    for step, batch in enumerate(batches):
+        _seed(trial, step)
         loss = _loss(trial, model, batch)
         loss.backward()
         gradients = _arrays({name: param.grad for name, param in named.items() if param.grad is not None})
@@ -118,8 +127,10 @@ def train_reference(trial: VerifyCase) -> Trace:
             f"the tiny model of {trial.tiny_model.name} has losses {losses} unsharded, which nothing can be compared "
             "with; use --head with another class, or --precision fp64"
         )
+    if trial.draws_alike:
+        return trace
     if not torch.equal(torch.get_rng_state(), state) and _draws_numbers(trial, batches[0]):
-        raise ConfigurationError(
+        raise RandomLossError(
             f"{trial.tiny_model.name} draws random numbers in training, so that no two runs agree; "
             "switch that off in its configuration"
         )
@@ -138,6 +149,8 @@ def train_on_rank(trial: VerifyCase) -> Trace:
     log = OutputLog(model.unwrap())
     model.runtime.register_microbatch_hook(log.begin_microbatch)
     trace = Trace(plugin.stage_index, plugin.dp_rank, plugin.tp_rank)
+    if trial.draws_alike:  # in the pass, which has a generator of the model's own
+        model.runtime.register_microbatch_hook(lambda _: _seed(trial, len(trace.steps)))
     for batch in batches:
         share = _share(batch, trial.rows, plugin.dp_rank, plugin.dp_size)
         loss = booster.execute_pipeline(iter([share]), model, trial.criterion, optimizer).loss.item()
@@ -146,6 +159,11 @@ def train_on_rank(trial: VerifyCase) -> Trace:
         optimizer.zero_grad()
         trace.steps.append(RecordedStep(loss, log.take(), gradients, _whole_weights(model.unwrap(), plugin)))
     return trace
+
+
+def _seed(trial: VerifyCase, step: int) -> None:
+    if trial.draws_alike:
+        torch.manual_seed(_SEEDS[0] + step)
 
 
 def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:

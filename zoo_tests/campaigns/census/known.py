@@ -29,11 +29,13 @@ def _read_page(page: Path, layouts: list[str]) -> dict[str, Verdict]:
         for name in (each.strip("`") for each in names.split(", ")):
             failures.setdefault(name, {})[where] = reason.replace(CLASS, name).replace(r"\[", "[")
     shares = {name.strip("`"): Share(*map(_fraction, cells)) for name, *cells in rows_of(page, "Divided")}
+    criteria = {name.strip("`"): why.replace(r"\[", "[") for name, why in rows_of(page, "Trained with a criterion")}
     trained = {layout for layout, *_ in rows_of(page, "Layout")}
     found = {}
     for head in head_classes():
         listed = dict(failures.get(head.name, {}))
         verdict = Verdict(listed.pop("plain", EXACT), share=shares.get(head.name, Share()))
+        verdict.criterion = criteria.get(head.name, "")
         for layout in verdict.missing(layouts):
             if layout in trained and not verdict.exact_under(layout):
                 verdict.layouts[layout] = listed.get(layout, EXACT)

@@ -24,7 +24,10 @@ def main() -> None:
     for number, head in enumerate(chosen, start=1):
         outcome = plain_run(head)
         trained += not isinstance(outcome, str)
-        reason = f"plain: {outcome}" if isinstance(outcome, str) else "trains"
+        if isinstance(outcome, str):
+            reason = f"plain: {outcome}"
+        else:
+            reason = f"trains with a criterion: {outcome.criterion}" if outcome.criterion else "trains"
         sys.stdout.write(f"{number}/{len(chosen)} {head.family}/{head.name}: {reason}\n")
         sys.stdout.flush()
     sys.stdout.write(f"{trained} of {len(chosen)} head classes train plainly\n")

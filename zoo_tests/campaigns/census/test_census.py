@@ -58,14 +58,16 @@ def test_a_log_that_was_cut_short_is_read_and_continued(tmp_path: Path) -> None:
 
 
 def test_the_page_reads_back(tmp_path: Path) -> None:
-    page, heads = tmp_path / "page.md", head_classes()[:4]
+    page, heads = tmp_path / "page.md", head_classes()[:5]
     told = [_FAILING, Verdict("needs [a][b]"), Verdict("exact", {"tp2pp2": "exact"}, Share(0.25, None, 0.75))]
     refused = [f"booster.errors.ConfigurationError: cp_size=2 cannot share {head.name}[0]" for head in heads]
     told.append(Verdict("exact", {"tp2pp2": "exact", "cp2": refused[3]}))
+    told.append(Verdict("exact", {"tp2pp2": "exact", "cp2": "exact"}, criterion="transformers: [a][b] has no loss"))
     told[0].layouts["cp2"], told[2].layouts["cp2"] = refused[0], "exact"
     write_page(page, dict(zip(heads, told, strict=True)), "5.0", [*_LAYOUTS, "cp2"])
-    assert "| tp2 | 3 | 0 | 0 | 0 | 0 | 1 |" in page.read_text()
-    assert "| cp2 | 1 | 0 | 2 | 0 | 0 | 1 |" in page.read_text()
+    assert "| tp2 | 3 | 1 | 0 | 0 | 0 | 0 | 1 |" in page.read_text()
+    assert "| cp2 | 1 | 1 | 0 | 2 | 0 | 0 | 1 |" in page.read_text()
+    assert "**2** of them" in page.read_text() and "3 together" in page.read_text()
     both = f"| 2 | `{heads[0].name}`, `{heads[3].name}` |"
     assert rf"| cp2 | booster.errors.ConfigurationError: cp_size=2 cannot share CLASS\[0] {both}" in page.read_text()
     found = known_from(page, [*_LAYOUTS, "sp2", "cp2"])  # the page says nothing of sp2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import traceback
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
+from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank, train_reference
+from plugins.hybrid_parallel.verify.train import (
+    RandomLossError,
+    Trace,
+    VerifyCase,
+    train_on_rank,
+    train_reference,
+)
 from zoo_tests.campaigns.census.classes import HeadClass, training_refused
 from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, NO_PLAN, Share, Verdict
 from zoo_tests.harness.case import LAYOUTS, Layout
@@ -30,12 +39,25 @@ _EXACT_IN_FP64 = Tolerance(loss=1e-7, tensor=1e-7, floor=1e-8)
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
 
+@dataclass(frozen=True)
+class PlainRun:
+    """A plain training.
+
+    Attributes:
+        case: what was trained, without options of a layout.
+        trace: what was recorded.
+        criterion: why the loss is a criterion of the script's; empty if it is the model's own.
+    """
+
+    case: VerifyCase
+    trace: Trace
+    criterion: str = ""
+
+
 def refusal(head: HeadClass) -> str | None:
     """Why the class cannot be sharded at all, or None; also where the model cannot be built, which comes later."""
     from shardformer.policies.registry import policy_for
 
-    if training_refused(head) is not None:  # told by plain_run
-        return None
     try:
         model = twin_of(head).build()
     except Exception:  # told by plain_run
@@ -47,45 +69,64 @@ def refusal(head: HeadClass) -> str | None:
     return None
 
 
-def plain_run(head: HeadClass, dtype: torch.dtype = torch.float32) -> Trace | str:
-    """Plain training, or why there is none."""
+def plain_run(head: HeadClass) -> PlainRun | str:
+    """Plain training, or why there is none.
+
+    A class whose own loss does not train, most often because transformers has none, is trained without labels and with
+    a criterion.
+    """
     refused = training_refused(head)
-    if refused is not None:
-        return _short(f"transformers: {refused}")
+    own = f"transformers: {refused}" if refused is not None else _trained(head, None)
+    if isinstance(own, PlainRun):
+        return own
+    other = _trained(head, distance_from_wave)
+    if isinstance(other, PlainRun) and not _largest_gradient(other.trace):
+        other = "its outputs depend on no parameter"
+    if isinstance(other, PlainRun):
+        return replace(other, criterion=_short(own))
+    return _short(own if other == own else f"{own}; with a criterion: {other}")
+
+
+def _trained(head: HeadClass, criterion: Any) -> PlainRun | str:
     try:
-        return train_reference(VerifyCase(twin_of(head, dtype), _ROWS, _STEPS, {}))
+        case = VerifyCase(twin_of(head, has_labels=criterion is None), _ROWS, _STEPS, {}, criterion)
+        try:
+            return PlainRun(case, train_reference(case))
+        except RandomLossError:
+            case = replace(case, draws_alike=True)
+            return PlainRun(case, train_reference(case))
     except Exception as error:  # any of a thousand classes may fail in its own way
-        return _short(error)
+        return _text(error)
 
 
-def sharded_verdict(head: HeadClass, layout: str, plain: Trace, **options: Any) -> str:
+def sharded_verdict(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -> str:
     """ "exact" if all losses and the first gradients agree, or the reason; `options` are further ones of the plugin."""
     return sharded_run(head, layout, plain, **options)[0]
 
 
-def sharded_run(head: HeadClass, layout: str, plain: Trace, **options: Any) -> tuple[str, list[Trace]]:
+def sharded_run(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -> tuple[str, list[Trace]]:
     """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
-    reason, ranks, worst = _run(head, layout, plain, torch.float32, TOLERANCE, options)
-    if ranks and 1 <= worst < _MAY_BE_ROUNDING:
-        plain = plain_run(head, torch.float64)
-        if not isinstance(plain, str):
-            reason, ranks, _ = _run(head, layout, plain, torch.float64, _EXACT_IN_FP64, options)
+    reason, ranks, worst = _run(layout, plain, TOLERANCE, options)
+    # Gradients of a criterion may be small against activations, and so against what single precision rounds.
+    if ranks and 1 <= worst < (math.inf if plain.criterion else _MAY_BE_ROUNDING):
+        case = replace(plain.case, tiny_model=twin_of(head, torch.float64, plain.case.tiny_model.has_labels))
+        try:
+            plain = PlainRun(case, train_reference(case), plain.criterion)
+        except Exception:  # it does not train in fp64
+            return reason, ranks
+        reason, ranks, _ = _run(layout, plain, _EXACT_IN_FP64, options)
     return reason, ranks
 
 
-def _run(
-    head: HeadClass,
-    layout: str,
-    plain: Trace,
-    dtype: torch.dtype,
-    tolerance: Tolerance,
-    options: dict[str, Any],
-) -> tuple[str, list[Trace], float]:
+def _run(layout: str, plain: PlainRun, tolerance: Tolerance, options: dict[str, Any]) -> tuple[str, list[Trace], float]:
     """The verdict, what the ranks recorded, and the largest difference in units of the tolerance."""
     sizes, sharding = _sizes_of(layout)
-    if _normalises_over_batch(head):  # statistics of a batch are those of the plain run where it is not split
+    # Statistics of a batch, and numbers that the loss draws, are those of the plain run where the batch is not split.
+    if plain.case.draws_alike or _normalises_over_batch(plain.case.tiny_model):
         sharding["num_microbatches"] = 1
-    case = VerifyCase(twin_of(head, dtype), _ROWS, _STEPS, sharding | options)
+    case = replace(plain.case, options=sharding | options)
+    if plain.criterion:
+        tolerance = replace(tolerance, floor=tolerance.floor * min(_largest_gradient(plain.trace), 1.0))
     try:
         ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, timeout_s=_TIMEOUT_S)
     except RankError as error:
@@ -94,7 +135,7 @@ def _run(
     refusals = [each for each in ranks if isinstance(each, str)]
     if refusals:
         return _short(refusals[0]), [], 0.0
-    verdict = compare(plain, ranks, tolerance)
+    verdict = compare(plain.trace, ranks, tolerance)
     losses, gradients, _ = verdict.worst
     worst = max(losses.value / tolerance.loss, gradients.value / tolerance.tensor)
     return EXACT if worst < 1 else _short(verdict.first.text), ranks, worst
@@ -119,15 +160,20 @@ def judge(head: HeadClass, layouts: list[str], known: Verdict | None = None) -> 
     plain = plain_run(head)
     if isinstance(plain, str):
         return Verdict(plain=plain)
+    verdict.criterion = plain.criterion
     for layout in layouts:
         if layout not in verdict.missing(layouts):
             continue
         verdict.layouts[layout], ranks = sharded_run(head, layout, plain)
         if ranks and _sizes_of(layout)[0].pp_size == 2:
-            verdict.share.stages = _divided_by_stages(plain, ranks)
+            verdict.share.stages = _divided_by_stages(plain.trace, ranks)
     if any(verdict.exact_under(layout) for layout in ("tp2", "sp2")):
-        _measure(head, verdict.share)
+        _measure(plain.case.tiny_model, verdict.share)
     return verdict
+
+
+def _largest_gradient(plain: Trace) -> float:
+    return max(float(abs(each).max(initial=0.0)) for each in plain.steps[0].gradients.values())
 
 
 def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
@@ -141,9 +187,8 @@ def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
     return sizes, options
 
 
-def _measure(head: HeadClass, share: Share) -> None:
+def _measure(twin: TinyModel, share: Share) -> None:
     """Add what two tensor-parallel ranks divide; nothing for a model that does not run without communication."""
-    twin = twin_of(head)
     try:
         cut = share_cut(twin.build, twin.batch(twin.build(), 0, _ROWS))
     except Exception:  # any of a thousand classes may fail in its own way
@@ -159,17 +204,21 @@ def _divided_by_stages(plain: Trace, ranks: list[Trace]) -> float:
     return min(max(2 * (1 - largest / total), 0.0), 1.0)
 
 
-def _normalises_over_batch(head: HeadClass) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in twin_of(head).build().modules())
+def _normalises_over_batch(twin: TinyModel) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in twin.build().modules())
 
 
-def twin_of(head: HeadClass, dtype: torch.dtype = torch.float32) -> TinyModel:
+def twin_of(head: HeadClass, dtype: torch.dtype = torch.float32, has_labels: bool = True) -> TinyModel:
     """The tiny model of a class."""
     config_class = getattr(importlib.import_module(head.module), head.name).config_class
     config = small_config(config_class(), _SIZES)
-    return TinyModel(head.module, head.name, config, dtype, most_parameters=None)
+    return TinyModel(head.module, head.name, config, dtype, None, has_labels)
+
+
+def _text(error: object) -> str:
+    return " ".join(str(error).split()).replace("|", "/") or type(error).__name__
 
 
 def _short(error: object) -> str:
-    text = " ".join(str(error).split()).replace("|", "/") or type(error).__name__
+    text = _text(error)
     return text if len(text) <= _LENGTH else text[: _LENGTH - 1] + "…"

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 EXACT = "exact"
+WITH_CRITERION = "exact with a criterion"
 NO_ANSWER = "a rank did not answer"
 NO_PLAN = "neither a policy nor a plan of its own"
 # In the order of the columns of the page.
-OUTCOMES = ("exact", "differs", "refused", "crashed", "no answer", "does not train plainly")
+OUTCOMES = (EXACT, WITH_CRITERION, "differs", "refused", "crashed", "no answer", "does not train plainly")
 _BOTH_AXES, _EACH_AXIS = "tp2pp2", ("tp2", "pp2")
 AXES = (_BOTH_AXES, *_EACH_AXIS)  # the layouts of which each class has an outcome
 
@@ -39,12 +40,14 @@ class Verdict:
         layouts: layout -> "exact" or the reason.
         share: what tensor parallelism and stages divide.
         seconds: that the class took.
+        criterion: why it was trained with a criterion of the script's; empty if the loss was its own.
     """
 
     plain: str
     layouts: dict[str, str] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
     seconds: float = 0.0
+    criterion: str = ""
 
     def exact_under(self, layout: str) -> bool:
         """A class that is exact under both axes is so under each."""
@@ -62,7 +65,7 @@ class Verdict:
         if self.plain != EXACT:
             return OUTCOMES[-1]
         if self.exact_under(layout):
-            return EXACT
+            return WITH_CRITERION if self.criterion else EXACT
         return kind_of(self.layouts[layout]) if layout in self.layouts else None
 
     def failures(self) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ batch and in `shardformer/loss` for the loss.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
+from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_on_rank, train_reference
 from zoo_tests.harness.ranks import run_on_ranks
@@ -50,6 +52,29 @@ def test_trains_as_plainly(family: str, name: str, options: dict[str, Any]) -> N
     losses, gradients, _ = verdict.worst
     assert verdict.first is None, verdict.first.text
     assert losses.count == 2 and gradients.count > 10
+
+
+@pytest.mark.parametrize("options", [_TP2 | {"num_microbatches": 4}, _PP2])
+def test_outputs_without_a_loss_train_as_plainly(options: dict[str, Any]) -> None:
+    """With a criterion over them, of which no gradient is so small that rounding would hide what is wrong."""
+    tiny = replace(_tiny("sapiens2", "Sapiens2ForNormalEstimation"), has_labels=False)
+    case = VerifyCase(tiny, 6, 2, options, distance_from_wave)
+    plain = train_reference(case)
+    largest = max(abs(gradient).max() for gradient in plain.steps[0].gradients.values())
+    verdict = compare(plain, run_on_ranks(2, train_on_rank, case), Tolerance(1e-4, 1e-3, 1e-4))
+    assert verdict.first is None and verdict.worst[1].count > 10 and largest > 0.01
+
+
+def test_outputs_without_a_gradient_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="none of the outputs has a gradient"):
+        distance_from_wave({"logits": torch.ones(2, 3)}, {"input_ids": torch.ones(2, 3)})
+
+
+def test_noise_that_only_the_loss_draws_is_drawn_alike() -> None:
+    case = VerifyCase(_tiny("rf_detr", "RfDetrForInstanceSegmentation"), 6, 2, _TP2 | {"num_microbatches": 1})
+    case = replace(case, draws_alike=True)
+    verdict = compare(train_reference(case), run_on_ranks(2, train_on_rank, case), Tolerance(1e-3, 1e-3, 1e-4))
+    assert verdict.worst[0].value < 1e-3, verdict.first
 
 
 def _tiny(family: str, name: str) -> TinyModel:
