@@ -1,4 +1,4 @@
-"""What `MachineLinks` reports on a machine: `watch_links.py STORE RANK LIMIT`, with a file as the store of two ranks."""
+"""What `MachineLinks` reports on a machine: `watch_links.py FILE RANK LIMIT`, with a file as the store of two ranks."""
 
 from __future__ import annotations
 
