@@ -104,7 +104,8 @@ class Agent:
             decision = self._leader.decide(self._rendezvous.reports(), time.monotonic())
             if decision != before:
                 self._rendezvous.decide(decision)
-                note(self._events, decision.order, round=decision.round, ranks=decision.world_size)
+                store = str(self._rendezvous.endpoint)
+                note(self._events, decision.order, round=decision.round, ranks=decision.world_size, store=store)
         self._decision = self._rendezvous.decision()
 
     def _report(self) -> Report:
@@ -126,6 +127,7 @@ class Agent:
     def _find_leader(self) -> None:
         """Find another leader after the machine of the last one is lost, or become it."""
         _say(f"elastic: the machine that holds the rendezvous, {self._rendezvous.endpoint}, does not answer any more")
+        note(self._events, "detected", round=self._round.number, ranks=[])
         self._stop_ranks(wait=True)
         if self._round.state == RUNNING:
             self._round.state = IDLE

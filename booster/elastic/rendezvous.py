@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,6 +18,7 @@ from booster.elastic.rounds import Decision, Report
 from booster.errors import ConfigurationError
 
 _CONNECT_S = 2.0
+_SILENCE_S = 3.0  # that the machine of the store may not answer
 _POLL_S = 0.1
 _LEADER, _COUNT, _DECISION, _JOB, _MODULES = "leader", "count", "decision", "job", "modules"
 
@@ -52,6 +55,24 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+
+def _limit_silence(port: int) -> None:
+    """Have the kernel end this process's connections to a store whose machine does not answer.
+
+    After its own timeout, the store's client waits for another answer, without a limit.
+    """
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not os.readlink(path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                is_of_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_of_network and connection.getpeername()[1] == port:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_SILENCE_S * 1000))
 
 
 class Rendezvous:
@@ -111,6 +132,7 @@ class Rendezvous:
                 pass
             timeout = timedelta(seconds=_CONNECT_S)
             store = dist.TCPStore(endpoint.host, endpoint.port, None, False, timeout, wait_for_workers=False)
+            _limit_silence(endpoint.port)
             if not store.check([_JOB]):
                 return False
             found = store.get(_JOB).decode()

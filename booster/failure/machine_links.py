@@ -12,6 +12,7 @@ import errno
 import secrets
 import select
 import socket
+import struct
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ _SILENCE = 1 / 7.5  # of the limit of heartbeats: how long the kernel of another
 _PROBE_S = 1
 _CONNECT_S = 2.0
 _TOKEN_BYTES = 16
+_LAST_ACK = 56  # offset of tcpi_last_ack_recv, in milliseconds, in Linux's struct tcp_info
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -124,11 +126,12 @@ class MachineLinks:
             ready.register(descriptor, select.POLLIN)
         events = dict(ready.poll(0))
         for link, machine in list(self._links.items()):
-            if link.fileno() in events:
+            is_silent = _silence_s(link) > self.limit_s
+            if is_silent or link.fileno() in events:
                 reason = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 del self._links[link]
                 link.close()
-                if reason in _SILENT:
+                if is_silent or reason in _SILENT:
                     self._report(self._unreachable(machine))
         if self._listener is not None and self._listener.fileno() in events:
             self._accept()
@@ -159,6 +162,15 @@ class MachineLinks:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limit_s * 1000))
         self._links[link] = machine
+
+
+def _silence_s(link: socket.socket) -> float:
+    """Return for how long the other kernel has not answered.
+
+    The kernel's own limit does not count probes that it cannot send, as where this machine's cable is cut.
+    """
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
+    return struct.unpack_from("I", info, _LAST_ACK)[0] / 1000
 
 
 def _listener() -> socket.socket:

@@ -128,7 +128,7 @@ class FailureMonitor(threading.Thread):
         known = self.link.failure or found.mismatch or self._wait_for_failure(0.0 if found.where else _INQUIRY_S)
         if known is not None:
             return known
-        if is_timeout(error):
+        if is_timeout(error) and not (is_unanswered(error) and found.silent):
             return self._waited_in_vain(found)
         return self._silence(found) if found.silent else failure
 

@@ -68,7 +68,7 @@ def test_four_machines_by_torchrun(tmp_path: Path) -> None:
 def test_ray_on_two_machines(tmp_path: Path) -> None:
     """Ray starts the ranks and makes their process group."""
     pytest.importorskip("ray")
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": str(_LIMIT_S)}
     ray = (str(Path(sys.executable).with_name("ray")), "start", "--num-cpus", "3", "--object-store-memory", "80000000")
     with Cluster(2, shared=tmp_path) as cluster:
         first, second = cluster.machines

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import psutil
 from zoo_tests.harness.environment import environment_of_a_job
 
 JOB = Path(__file__).with_name("job.py")
-_POLL_S = 0.02
+_POLL_S = 0.005
 
 
 class ElasticJob:
@@ -33,6 +33,8 @@ class ElasticJob:
         step_s: seconds that a step takes at least.
         limit_s: of every wait.
         script: what is run.
+        rendezvous: how many of the machines may hold the rendezvous, the first ones; None for all.
+        environment: more variables of the job.
     """
 
     def __init__(
@@ -47,16 +49,20 @@ class ElasticJob:
         step_s: float = 0.1,
         limit_s: float = 120.0,
         script: Path = JOB,
+        rendezvous: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.steps, self.limit_s = folder, steps, limit_s
+        self._environment = environment_of_a_job(**(environment or {}))
         self._arguments = [str(script), str(folder), str(steps), str(step_s)]
-        ports = [_free_port() for _ in machines]
+        self._ports = [free_port() for _ in machines]
         self._options = ["--elastic", "--min-ranks", str(min_ranks), "--max-ranks", str(max_ranks), *options]
         self._options += ["--elastic-log", str(folder / "events")]
         if len(machines) > 1:
-            self._options += ["--rdzv-endpoint", ",".join(f"127.0.0.1:{port}" for port in ports)]
+            self._options += ["--rdzv-endpoint", ",".join(f"127.0.0.1:{port}" for port in self._ports[:rendezvous])]
         folder.mkdir(parents=True, exist_ok=True)
         self._log = open(folder / "log", "ab")  # noqa: SIM115 (as long as the job)
+        self._files = {name: LinesOf(folder / name) for name in ("losses", "events", "pids", "marks")}
         self._places = machines
         self.agents: list[subprocess.Popen] = []
         for number in range(len(machines)):
@@ -66,16 +72,17 @@ class ElasticJob:
         """Start the agent of a machine."""
         command = [sys.executable, "-m", "booster", "run", *self._options]
         command += ["--nproc-per-node", str(self._places[number]), *self._arguments]
-        environment = environment_of_a_job()
-        return subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log, start_new_session=True)
+        return subprocess.Popen(
+            command, env=self._environment, stdout=self._log, stderr=self._log, start_new_session=True
+        )
 
     def losses(self) -> list[list[Any]]:
         """[step, loss, number of ranks] of all steps, repeated ones too."""
-        return lines_of(self.folder / "losses")
+        return self._files["losses"].read()
 
     def events(self) -> list[dict[str, Any]]:
         """Events of agents and ranks."""
-        return lines_of(self.folder / "events")
+        return self._files["events"].read()
 
     def round(self) -> int:
         """Number of the newest round that has begun."""
@@ -83,12 +90,38 @@ class ElasticJob:
 
     def pid_of(self, rank: int) -> int:
         """Process of a rank of the newest round."""
-        found = [pid for number, each, pid in lines_of(self.folder / "pids") if each == rank and number == self.round()]
+        newest = self.round()
+        found = [pid for number, each, pid in self._files["pids"].read() if (number, each) == (newest, rank)]
         return found[-1] if found else 0
+
+    def machine_of(self, rank: int) -> int:
+        """Number of the machine on which a rank of the newest round runs."""
+        ancestors = {each.pid for each in psutil.Process(self.pid_of(rank)).parents()}
+        return next(number for number, agent in enumerate(self.agents) if agent.pid in ancestors)
 
     def num_ranks(self) -> int:
         """Number of ranks of the newest round."""
         return next((each["ranks"] for each in reversed(self.events()) if each["event"] == "run"), 0)
+
+    def marks(self) -> list[list[Any]]:
+        """[rank, round, name, whether it is over, time] of saves and changes of the layout."""
+        return self._files["marks"].read()
+
+    def begun(self, rank: int, name: str) -> int:
+        """How often a rank of the newest round has begun this."""
+        newest = self.round()
+        return sum(mark[:4] == [rank, newest, name, False] for mark in self.marks())
+
+    def is_inside(self, rank: int, name: str) -> bool:
+        """Whether the newest that is known of a rank of the newest round is that it has begun this."""
+        newest = self.round()
+        found = next((mark for mark in reversed(self.marks()) if mark[:2] == [rank, newest]), None)
+        return found is not None and found[2:4] == [name, False]
+
+    def store_machine(self) -> int:
+        """Number of the machine that holds the rendezvous."""
+        ports = [int(each["store"].rpartition(":")[2]) for each in self.events() if each["event"] == "run"]
+        return self._ports.index(ports[-1])
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is done."""
@@ -156,6 +189,25 @@ def wrong_steps(job: ElasticJob, expected: list[float], tolerance: float) -> lis
     return problems
 
 
+class LinesOf:
+    """Complete JSON lines of a file that grows; what was read once is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self._lines: list[Any] = []
+
+    def read(self) -> list[Any]:
+        """All lines that are complete by now."""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._read)
+                for line in file:
+                    if line.endswith(b"\n"):
+                        self._lines.append(json.loads(line))
+                        self._read += len(line)
+        return self._lines
+
+
 def lines_of(path: Path) -> list[Any]:
     """Complete JSON lines of a file."""
     if not path.exists():
@@ -163,7 +215,8 @@ def lines_of(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -5,8 +5,6 @@ Arguments: folder, steps, seconds that each step takes at least.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -14,8 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster import launch_from_torch
-from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.elastic.loop import train
+from zoo_tests.elastic.loop import layouts_or, train
 
 CONFIG = {
     "vocab_size": 61,
@@ -27,6 +24,7 @@ CONFIG = {
     "max_position_embeddings": 64,
 }
 SAMPLES = 60
+LAYOUTS = [{"tp_size": 2, "pp_size": 2}, {"pp_size": 4}, {"tp_size": 2, "zero_stage": 2}]
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -39,11 +37,9 @@ def samples() -> list[dict[str, torch.Tensor]]:
 def main() -> None:
     """Train for a number of steps, from where the job was before."""
     launch_from_torch(seed=3)
-    layout = json.loads(os.environ.get("JOB_LAYOUT", '{"tp_size": 2, "pp_size": 2}'))
-    plugin = HybridParallelPlugin(**layout, seed=3)
     torch.manual_seed(3)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).double()
-    train(plugin, model, None, samples(), Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    train(layouts_or(LAYOUTS), model, None, samples(), Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
 
 
 if __name__ == "__main__":

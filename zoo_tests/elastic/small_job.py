@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from booster import launch_from_torch
-from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.elastic.loop import GLOBAL_BATCH, new_optimizer, train
+from zoo_tests.elastic.loop import GLOBAL_BATCH, layouts_or, new_optimizer, train
 from zoo_tests.harness.classifier import Classifier, loss_of
 
 SAMPLES = 30  # two batches and a half
+LAYOUTS = [{}, {"zero_stage": 3}, {"zero_stage": 2}]
 
 
 def new_model() -> Classifier:
@@ -50,8 +50,7 @@ def plain_losses(steps: int) -> list[float]:
 def main() -> None:
     """Train for a number of steps, from where the job was before."""
     launch_from_torch(seed=3)
-    plugin = HybridParallelPlugin(seed=3)
-    train(plugin, new_model(), loss_of, samples(), Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    train(layouts_or(LAYOUTS), new_model(), loss_of, samples(), Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.guards import GuardedModel, GuardedOptimizer, refuse_traced_call
+
+
+def check_boosted(objects: Mapping[str, Any]) -> None:
+    """Refuse objects, by kind ("model", "optimizer", "dataloader", …), whose state cannot be saved or restored.
+
+    Raises:
+        ConfigurationError: if `boost` did not return the model or the optimizer, or if a loader has no state.
+    """
+    checks = {"model": check_boosted_model, "optimizer": check_boosted_optimizer, "dataloader": check_resumable_loader}
+    for kind, check in checks.items():
+        if objects.get(kind) is not None:
+            check(objects[kind])
 
 
 def check_boosted_model(model: Any) -> None:
@@ -42,4 +55,17 @@ def check_boosted_optimizer(optimizer: Any) -> None:
         raise ConfigurationError(
             f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "
             "was made before boost() and given to it together with the model"
+        )
+
+
+def check_resumable_loader(loader: Any) -> None:
+    """Refuse a loader that does not know its position.
+
+    Raises:
+        ConfigurationError: if so, as for torch's own `DataLoader`.
+    """
+    if not callable(getattr(loader, "state_dict", None)):
+        raise ConfigurationError(
+            f"the loader is a plain {type(loader).__name__}, which cannot say where it is in its epoch; pass the one "
+            "that boost() returned: model, optimizer, loader = booster.boost(model, optimizer, loader)"
         )

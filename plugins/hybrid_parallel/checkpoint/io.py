@@ -18,7 +18,7 @@ from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import CheckpointIO
-from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.boosted.arguments import check_boosted
 from plugins.hybrid_parallel.checkpoint.model_files.load import load_model_files
 from plugins.hybrid_parallel.checkpoint.model_files.peft import (
     has_adapters,
@@ -84,7 +84,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             size_per_shard: maximum size of one file.
             dtype: dtype of the weights in the files; None for that of the model.
         """
-        _check_boosted({"model": model})
+        check_boosted({"model": model})
         if has_adapters(model.unwrap()):
             save_adapter_files(model, self.mesh, Path(directory), dtype)
         else:
@@ -101,7 +101,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             strict: raise if the directory lacks tensors or has unexpected ones.
             allow_bin: read `.bin` files with `torch.load(weights_only=True)` if there are no safetensors files.
         """
-        _check_boosted({"model": model})
+        check_boosted({"model": model})
         if has_adapters(model.unwrap()):
             load_adapter_files(model, Path(directory), strict)
         else:
@@ -111,7 +111,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
     @failure.guard("the whole state dict")
     def whole_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of the whole model, on all ranks, in host memory."""
-        _check_boosted({"model": model})
+        check_boosted({"model": model})
         with model.summon_full_params(writeback=False):
             return whole_state_dict(model, self.mesh)
 
@@ -121,7 +121,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Read the optimizer state from a checkpoint; random states are not changed."""
-        _check_boosted({"optimizer": optimizer})
+        check_boosted({"optimizer": optimizer})
         self._background.finish()
         manifest = self._verified(Path(directory))
         fill = partial(read_tensors, directory=Path(directory), manifest=manifest)
@@ -151,7 +151,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         Raises:
             ConfigurationError: the arguments are invalid, or the checkpoint cannot be written; on all ranks.
         """
-        _check_boosted(objects)
+        check_boosted(objects)
         began = time.perf_counter()
         self._background.finish()
         elsewhere: set[str] = set()
@@ -188,7 +188,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         Raises:
             ConfigurationError: there is no readable checkpoint, or it does not fit the objects.
         """
-        _check_boosted(objects)
+        check_boosted(objects)
         self._background.finish()
         if resume not in (None, "latest"):
             raise ConfigurationError(f"resume='{resume}' is not known; use resume='latest' or leave it out")
@@ -294,9 +294,3 @@ def _publish(partial: PendingSave, snapshot: StateSnapshot, parts: list[Any], ke
     if keep_last is not None:
         keep_latest(partial.path, keep_last)
     remove_remains(partial.path.parent)
-
-
-def _check_boosted(objects: dict[str, Any]) -> None:
-    for kind, check in (("model", check_boosted_model), ("optimizer", check_boosted_optimizer)):
-        if objects.get(kind) is not None:
-            check(objects[kind])

@@ -45,6 +45,7 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
             "HybridParallelPlugin() of an elastic job must know how many ranks are there; call launch_from_torch() "
             "before it"
         )
+    place.note("started", rank=dist.get_rank())
     # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
     from plugins.hybrid_parallel.elastic.search import newest_snapshot
 
@@ -55,7 +56,9 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
     plans = PlansAhead(place, config, known)
     world_size = dist.get_world_size()
     if world_size == place.max_ranks:
-        place.note("planned", rank=dist.get_rank())
+        place.note(
+            "planned", rank=dist.get_rank(), layout=config.layout(config.parallel.data_parallel_size(world_size))
+        )
         return options, plans
     loader = None if found is None else found.state["dataloader"]
     global_batch = None if loader is None else loader["global_batch_size"]
@@ -63,7 +66,7 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
     chosen = choice.best(world_size)
     if chosen is None:
         _leave_with_fewer(choice, world_size, place)
-    _tell(HybridParallelConfig.from_options(**chosen), world_size, place)
+    _tell(HybridParallelConfig.from_options(**chosen), choice, world_size, place)
     return chosen, plans
 
 
@@ -99,6 +102,11 @@ class LayoutChoice:
                 continue
             return options
         return None
+
+    def plan_s(self, world_size: int) -> float | None:
+        """Return how long the plan for a number of ranks took; None without a plan."""
+        is_planned = self._config.parallel.elastic_layouts is None
+        return self._known.get(str(world_size), {}).get("seconds") if is_planned else None
 
     def _candidates(self, world_size: int) -> Iterator[Mapping[str, Any]]:
         """Yield layouts in the order of preference: the user's own, the plan, parts of the script's layout."""
@@ -149,9 +157,8 @@ def _leave_with_fewer(choice: LayoutChoice, world_size: int, place: ElasticPlace
     leave(place)
 
 
-def _tell(config: HybridParallelConfig, world_size: int, place: ElasticPlace) -> None:
-    place.note("planned", rank=dist.get_rank())
+def _tell(config: HybridParallelConfig, choice: LayoutChoice, world_size: int, place: ElasticPlace) -> None:
+    layout = config.layout(config.parallel.data_parallel_size(world_size))
+    place.note("planned", rank=dist.get_rank(), layout=layout, plan_s=choice.plan_s(world_size))
     if dist.get_rank() == 0:
-        dp_size = config.parallel.data_parallel_size(world_size)
-        layout = config.layout(dp_size)
         sys.stderr.write(f"elastic: {world_size} of {place.max_ranks} ranks are there; layout {layout}\n")

@@ -15,7 +15,7 @@ from booster import failure
 from booster.elastic.place import ElasticPlace
 from booster.errors import ConfigurationError
 from booster.launch import elastic_place, job_store, machine_of_this_rank
-from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.boosted.arguments import check_boosted
 from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
@@ -64,10 +64,10 @@ class MemoryCheckpointIO(HybridParallelCheckpointIO):
         place = elastic_place()
         if place is None:
             return
+        check_boosted(objects)
         _check_no_gradients(objects.get("optimizer"))
         previous = self._number
         if self._round is None:
-            _check_boosted(objects)
             self._round = _SnapshotRound(place, objects, self.mesh, self.group)
             self._number = max(self._number, self._round.highest)
             place.set_folder(Path(folder).resolve())
@@ -101,7 +101,7 @@ class MemoryCheckpointIO(HybridParallelCheckpointIO):
 
     @failure.guard("booster.load_checkpoint")
     def _load(self, found: FoundSnapshot, objects: dict[str, Any]) -> dict[str, Any]:
-        _check_boosted(objects)
+        check_boosted(objects)
         loader, model = objects.get("dataloader"), objects.get("model")
         raise_on_all_ranks(lambda: keep_global_batch(loader, found.state["dataloader"]), self.group)
         with nullcontext() if model is None else model.gathers.changing():
@@ -158,12 +158,6 @@ class _SnapshotRound:
         piece = Piece(number, self._place.round, self._world_size, self._rank)
         write_piece(piece, directory, tensors, header)
         self._neighbours.exchange(piece, directory)
-
-
-def _check_boosted(objects: dict[str, Any]) -> None:
-    for kind, check in (("model", check_boosted_model), ("optimizer", check_boosted_optimizer)):
-        if objects.get(kind) is not None:
-            check(objects[kind])
 
 
 def _check_no_gradients(optimizer: Any) -> None:

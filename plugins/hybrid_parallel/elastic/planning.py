@@ -52,9 +52,14 @@ def _end_with_job(request: Path) -> None:
 
 
 def plans(request: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return number of ranks -> sizes of the best layout that fits, or the reason why none does."""
+    """Return number of ranks -> sizes of the best layout that fits, or the reason why none does, and the seconds."""
     build, device = _builder(request), _device(request)
-    return {str(count): _plan(request, build, device, count) for count in request["counts"]}
+    found = {}
+    for count in request["counts"]:
+        began = time.perf_counter()
+        plan = _plan(request, build, device, count)
+        found[str(count)] = {**plan, "seconds": round(time.perf_counter() - began, 3)}
+    return found
 
 
 def _builder(request: dict[str, Any]) -> Callable[[], nn.Module]:

@@ -1,174 +1,127 @@
 """Random kills of an elastic job on two "machines"; every loss is compared with that of the undisturbed run.
 
-    python -m zoo_tests.campaigns.elastic --kills 100 --seed 1 [--small] [--output table.md]
+    python -m zoo_tests.campaigns.elastic --kills 100 --seed 1 [--small] [--log kills.jsonl] [--output page.md]
 
-The job is a Llama under tp 2 x pp 2 in fp64 (`zoo_tests/elastic/job.py`), or with `--small` replicas of a classifier,
-which start without transformers. A kill is SIGKILL or SIGSTOP of a rank, SIGKILL of a whole machine (an agent with its
-ranks, also the one that holds the rendezvous), two of these in sequence, or SIGKILL while a snapshot is written. A kill
-is survived if the job makes a new step; the losses are compared at the end.
+The job is a Llama in fp64 under tp 2 x pp 2, pp 4 and tp 2 x dp 2 in turn (`zoo_tests/elastic/job.py`), or with
+`--small` replicas of a classifier under ZeRO stages in turn, which start without transformers. It saves a checkpoint on
+disk and changes its layout every few steps. What is killed, and how, is drawn (`kills.py`). A kill is survived if the
+job makes a new step; the losses are compared at the end of each job, which has five kills. With `--log`, a campaign
+that was interrupted goes on after the last job that has ended, and the page is about all kills in the log.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from zoo_tests.campaigns.elastic.kills import Kill
+from zoo_tests.campaigns.elastic.page import page
 from zoo_tests.elastic import driver, small_job
-from zoo_tests.elastic.driver import ElasticJob, wrong_steps
+from zoo_tests.elastic.driver import ElasticJob, lines_of, wrong_steps
 from zoo_tests.harness.environment import environment_of_a_job
 
-KINDS = ("rank", "stop", "machine", "two", "snapshot")
-PARTS = ("detect", "re-form", "start and plan", "move", "first step")
-_STEPS_OF_A_KILL = 80
+_KILLS_OF_A_JOB = 5  # rounding that differs between layouts grows with the steps
+_STEPS_OF_A_KILL = 400  # more than are done until the next kill
 _TOLERANCE = 1e-9
+_OPTIONS = ("--rejoin-after", "1", "--max-restarts", "20", "--rdzv-conf", "last_call_timeout=300")
+_EVERY = {"JOB_SAVE_EVERY": "7", "JOB_RELAYOUT_EVERY": "10"}
 
 
-@dataclass
-class Kill:
-    """One kill, and the seconds until the next step, by part."""
-
-    kind: str
-    seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-    problem: str = ""
-
-
+@dataclass(frozen=True)
 class Campaign:
-    """Kills parts of one job after the other.
+    """Kills parts of jobs.
 
-    Args:
-        seed: of the choice of kills.
+    Attributes:
         small: whether the job is the one without transformers.
+        seed: of the choice of kills.
         limit_s: of every wait.
+        folder: for files of jobs.
     """
 
-    def __init__(self, seed: int, small: bool, limit_s: float) -> None:
-        self._random, self._limit_s = random.Random(seed), limit_s
-        self._script = Path(small_job.__file__) if small else driver.JOB
-        self._small = small
+    small: bool
+    seed: int
+    limit_s: float
+    folder: Path
 
-    def run(self, count: int, folder: Path) -> list[Kill]:
-        """Kill `count` times; a job that does not survive is followed by another."""
-        kills: list[Kill] = []
-        while len(kills) < count:
-            steps = _STEPS_OF_A_KILL * (count - len(kills))
-            options = ("--rejoin-after", "1", "--max-restarts", "20", "--rdzv-conf", "last_call_timeout=300")
-            job = ElasticJob(
-                folder / f"job-{len(kills)}", steps, (2, 2), options, script=self._script, limit_s=self._limit_s
-            )
-            try:
-                self._disturb(job, kills, count)
-            finally:
-                done = max((step for step, _, _ in job.losses()), default=0)
-                job.close()
-            problems = wrong_steps(job, self._expected(done, folder), _TOLERANCE)
-            if problems:
-                kills[-1].problem += "; ".join(problems[:3])
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return "small" if self.small else "llama"
+
+    def run(self, numbers: list[int]) -> Iterator[list[Kill]]:
+        """Kill for each number; yield the kills of each job once its losses have been compared."""
+        while numbers:
+            chunk = numbers[0] // _KILLS_OF_A_JOB
+            part = [number for number in numbers if number // _KILLS_OF_A_JOB == chunk]
+            kills = self._of_one_job(part, has_one_rendezvous=chunk % 2 == 1)
+            numbers = numbers[len(kills) :]  # a job that does not survive a kill is followed by another
+            yield kills
+
+    def _of_one_job(self, numbers: list[int], has_one_rendezvous: bool) -> list[Kill]:
+        job = ElasticJob(
+            self.folder / f"{self.name}-{self.seed}-{numbers[0]}",
+            _STEPS_OF_A_KILL * len(numbers),
+            (2, 2),
+            _OPTIONS,
+            script=Path(small_job.__file__) if self.small else driver.JOB,
+            limit_s=self.limit_s,
+            rendezvous=1 if has_one_rendezvous else None,
+            environment=_EVERY,
+        )
+        kills = []
+        try:
+            job.wait_for_step(3)
+            for number in numbers:
+                kills.append(Kill(self.name, self.seed, number))
+                try:
+                    kills[-1].strike(job, has_one_rendezvous)
+                    self._recover(job, number)
+                except (AssertionError, OSError) as error:
+                    kills[-1].problem = str(error)[-3000:]
+                _say(kills[-1])
+                if kills[-1].problem:
+                    break
+        finally:
+            job.close()
+        problems = wrong_steps(job, self._expected(_last_step(job)), _TOLERANCE)
+        kills[-1].problem += "; ".join(problems[:3])
         return kills
 
-    def _disturb(self, job: ElasticJob, kills: list[Kill], count: int) -> None:
-        job.wait_for_step(3)
-        while len(kills) < count:
-            kill = Kill(self._random.choice(KINDS))
-            kills.append(kill)
-            try:
-                self._kill(job, kill)
-                for number, agent in enumerate(job.agents):
-                    if agent.poll() is not None:
-                        job.agents[number] = job.start(number)
-                job.wait(lambda: job.num_ranks() == 4, "round of all ranks")
-                job.wait_for_step(_last_step(job) + self._random.randint(1, 6))
-            except (AssertionError, OSError) as error:
-                kill.problem = str(error)[-2000:]
-                sys.stderr.write(f"{len(kills)}: {kill.kind} FAILED: {kill.problem}\n")
-                return
-            parts = " ".join(f"{name} {value:.1f}" for name, value in kill.parts.items())
-            sys.stderr.write(f"{len(kills)}: {kill.kind} {kill.seconds:.1f} s ({parts})\n")
+    def _recover(self, job: ElasticJob, number: int) -> None:
+        """Start lost machines again, and wait until all ranks have trained for a few steps."""
+        for machine, agent in enumerate(job.agents):
+            if agent.poll() is not None:
+                job.agents[machine] = job.start(machine)
+        job.wait(lambda: job.num_ranks() == 4, "round of all ranks")
+        job.wait_for_step(_last_step(job) + random.Random(number).randint(1, 6))
 
-    def _kill(self, job: ElasticJob, kill: Kill) -> None:
-        """Kill, and wait for the next step; the time counts from the last kill."""
-        rank = self._random.randrange(4)
-        time.sleep(self._random.uniform(0, 0.3))
-        if kill.kind == "machine":
-            at = job.kill_machine(self._random.randrange(2))
-        elif kill.kind == "stop":
-            at = job.signal_rank(rank, signal.SIGSTOP)
-        elif kill.kind == "snapshot":
-            before = len(job.losses())
-            job.wait(lambda: len(job.losses()) > before, "next step")  # its snapshot follows
-            at = job.signal_rank(rank)
-        else:
-            at = job.signal_rank(rank)
-        if kill.kind == "two":
-            number = job.round()
-            job.wait(lambda: job.round() > number and job.pid_of(0) > 0, "second round")
-            time.sleep(self._random.uniform(0, 1.0))
-            at = job.signal_rank(self._random.randrange(job.num_ranks()))
-        number = job.round()
-        job.wait(lambda: _first_step(job, at, number) is not None, "next step")
-        found = _first_step(job, at, number)
-        kill.seconds = found - at
-        kill.parts = _parts(job, at, found)
-
-    def _expected(self, steps: int, folder: Path) -> list[float]:
+    def _expected(self, steps: int) -> list[float]:
         """Losses of the undisturbed run: plain torch, or the unsharded job in one process."""
-        if self._small:
+        if self.small:
             return small_job.plain_losses(steps)
-        plain = folder / f"plain-{steps}"
-        plain.mkdir()
-        command = [sys.executable, str(driver.JOB), str(plain), str(steps), "0"]
-        subprocess.run(command, env=environment_of_a_job(JOB_LAYOUT="{}"), check=True)
-        return [loss for _, loss, _ in driver.lines_of(plain / "losses")]
+        with tempfile.TemporaryDirectory(dir=self.folder) as plain:
+            command = [sys.executable, str(driver.JOB), plain, str(steps), "0"]
+            subprocess.run(command, env=environment_of_a_job(JOB_LAYOUTS="[{}]", OMP_NUM_THREADS="1"), check=True)
+            return [loss for _, loss, _ in lines_of(Path(plain) / "losses")]
 
 
 def _last_step(job: ElasticJob) -> int:
-    return max(step for step, _, _ in job.losses())
+    return max((step for step, _, _ in job.losses()), default=0)
 
 
-def _first_step(job: ElasticJob, at: float, number: int) -> float | None:
-    """Time of the first step after `at` in a round after `number`."""
-    found = [
-        each["time"]
-        for each in job.events()
-        if each["event"] == "first_step" and each["time"] > at and each["round"] > number
-    ]
-    return min(found, default=None)
-
-
-def _parts(job: ElasticJob, at: float, end: float) -> dict[str, float]:
-    """Split the time between a kill and the next step at the last event of each kind."""
-    times = [at]
-    for names in (("detected", "stop"), ("run",), ("planned",), ("moved",)):
-        found = [each["time"] for each in job.events() if each["event"] in names and times[-1] <= each["time"] <= end]
-        times.append((min if "stop" in names else max)(found, default=times[-1]))
-    return dict(
-        zip(PARTS, (after - before for before, after in zip(times, [*times[1:], end], strict=True)), strict=True)
-    )
-
-
-def table(kills: Sequence[Kill]) -> str:
-    """The kills by kind, with medians and the slowest of seconds."""
-    rows = [f"| kill | survived | seconds | slowest | {' | '.join(PARTS)} |", "|---" * (4 + len(PARTS)) + "|"]
-    for kind in KINDS:
-        all_of_kind = [kill for kill in kills if kill.kind == kind]
-        good = [kill for kill in all_of_kind if not kill.problem]
-        if not good:
-            rows += [f"| {kind} | 0 of {len(all_of_kind)} |" + " - |" * (2 + len(PARTS))] if all_of_kind else []
-            continue
-        seconds = [kill.seconds for kill in good]
-        parts = " | ".join(f"{statistics.median(kill.parts[name] for kill in good):.1f}" for name in PARTS)
-        median = f"{statistics.median(seconds):.1f} | {max(seconds):.1f}"
-        rows.append(f"| {kind} | {len(good)} of {len(all_of_kind)} | {median} | {parts} |")
-    return "\n".join(rows)
+def _say(kill: Kill) -> None:
+    parts = " ".join(f"{name} {value:.1f}" for name, value in kill.parts.items())
+    outcome = f"FAILED: {kill.problem}" if kill.problem else f"{kill.seconds:.1f} s ({parts}), {kill.layout}"
+    place = " (inside)" if kill.is_during else ""
+    sys.stderr.write(f"{kill.number}: {kill.kind}{place}, {kill.victim}: {outcome}\n")
 
 
 def main() -> None:
@@ -178,12 +131,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of every wait")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--log", type=Path, help="append kills as JSON lines, and leave out those that are there")
+    parser.add_argument("--output", type=Path, help="write the page")
     options = parser.parse_args()
+    done = [] if options.log is None else [Kill(**each) for each in lines_of(options.log)]
     with tempfile.TemporaryDirectory() as folder:
-        kills = Campaign(options.seed, options.small, options.limit).run(options.kills, Path(folder))
-    text = table(kills)
+        campaign = Campaign(options.small, options.seed, options.limit, Path(folder))
+        known = {kill.number for kill in done if (kill.job, kill.seed) == (campaign.name, options.seed)}
+        for kills in campaign.run([number for number in range(options.kills) if number not in known]):
+            done += kills
+            if options.log is not None:
+                with open(options.log, "a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(kill.to_json()) + "\n" for kill in kills)
+    text = page(done, os.cpu_count() or 1)
     print(text)
     if options.output is not None:
-        options.output.write_text(text + "\n")
-    raise SystemExit(int(any(kill.problem for kill in kills)))
+        options.output.write_text(text, encoding="utf-8")
+    raise SystemExit(int(any(kill.problem for kill in done)))
