@@ -1,12 +1,14 @@
 """Plans made ahead: the best layout for every number of ranks that an elastic job may have left.
 
 A process with low priority runs the planner while the job trains, so that a restart only looks its layout up. A machine
-has one at a time: it outlives the round that started it, and ends with the job.
+has one at a time: it outlives the round that started it, whose plans later rounds and layouts find, and ends with the
+job.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from booster.elastic.place import ElasticPlace
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 
-_REQUEST, _RESULT, _LOCK = "plan-request.json", "plans.json", "plan-lock"
+_LOCK = "plan-lock"
 _MOST_COUNTS = 32  # numbers of ranks that are planned for, the largest first
 _USUAL_LENGTH = 512  # tokens of a sample, if the loader has shown none
 _LOW_PRIORITY = ("nice", "-n", "19")
@@ -43,15 +45,15 @@ class PlansAhead:
     ) -> None:
         self._place, self._config, self._known = place, config, known or {}
         self._process: subprocess.Popen | None = None
+        self._result: Path | None = None  # where the plans will be
         self._is_asked = False
 
     def known(self) -> dict[str, Any]:
         """Return the plans that are known by now, on rank 0."""
         if self._process is not None:
             self._process.poll()
-        if self._is_asked and not self._known:
-            path = Path(self._place.memory) / _RESULT
-            self._known = json.loads(path.read_text()) if path.exists() else {}
+        if self._result is not None and self._result.exists() and not self._known:
+            self._known = json.loads(self._result.read_text())
         return self._known
 
     def begin(self, model: Any, loader: Any) -> None:
@@ -69,19 +71,31 @@ class PlansAhead:
         request = _request(self._place, self._config, model.unwrap(), loader)
         if request is None:
             return
-        path = Path(self._place.memory) / _REQUEST
+        path = _request_path(self._place, request)
+        self._result = _result_of(path)
         with path.with_name(_LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return  # the planner of an earlier round still runs
-            path.write_text(json.dumps(request))
-            self._process = _start_planner(path, lock.fileno())
+            if not self._result.exists():
+                path.write_text(json.dumps(request))
+                self._process = _start_planner(path, lock.fileno())
+
+
+def _request_path(place: ElasticPlace, request: dict[str, Any]) -> Path:
+    lasting = {name: value for name, value in request.items() if name != "length"}  # the longest sample so far
+    digest = hashlib.sha256(json.dumps(lasting).encode()).hexdigest()
+    return Path(place.memory) / f"plan-{digest[:12]}.json"
+
+
+def _result_of(request: Path) -> Path:
+    return request.with_suffix(".plans")
 
 
 def _start_planner(request: Path, lock: int) -> subprocess.Popen:
     """Start the planner, which holds the lock until it ends."""
-    command = (sys.executable, "-m", "plugins.hybrid_parallel.elastic.planning", request, request.with_name(_RESULT))
+    command = (sys.executable, "-m", "plugins.hybrid_parallel.elastic.planning", request, _result_of(request))
     nothing = subprocess.DEVNULL
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(

@@ -101,17 +101,23 @@ def test_a_machine_plans_once_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     place = SimpleNamespace(memory=str(tmp_path))
     config = SimpleNamespace(parallel=SimpleNamespace(elastic_layouts=None))
     model = SimpleNamespace(unwrap=lambda: None)
-    rounds = [PlansAhead(place, config) for _ in range(3)]
+    rounds = [PlansAhead(place, config) for _ in range(4)]
     try:
         for each in rounds[:2]:
             each.begin(model, object())
         assert len(started) == 1 and rounds[1].known() == {}
-        (tmp_path / "plans.json").write_text('{"3": {"options": {}}}')
-        assert rounds[1].known() == {"3": {"options": {}}}  # of the planner that the first round started
         started[0].kill()
         started[0].wait()
         rounds[2].begin(model, object())
+        assert len(started) == 2  # the first was killed before it was done
+        (request,) = tmp_path.glob("plan-*.json")
+        request.with_suffix(".plans").write_text('{"3": {"options": {}}}')
+        started[1].kill()
+        started[1].wait()
+        rounds[3].begin(model, object())
         assert len(started) == 2
+        for each in rounds:
+            assert each.known() == {"3": {"options": {}}}
     finally:
         for process in started:
             process.kill()
