@@ -97,7 +97,8 @@ class LayoutChoice:
                 continue
             options = self._with(layout, world_size // block)
             try:
-                HybridParallelConfig.from_options(**options).parallel.data_parallel_size(world_size)
+                config = HybridParallelConfig.from_options(**options)
+                config.zero.num_shards(config.parallel.data_parallel_size(world_size) * config.parallel.cp_size)
             except ConfigurationError:
                 continue
             return options

@@ -286,7 +286,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "gathered input reduced twice": Edit(
         "shardformer.policies.rules",
-        "is_gathered = self.config.sequence is not None and not reads_whole",
+        "is_gathered = self.config.gathers_sum and not reads_whole",
         "is_gathered = False",
         (f"{PARITY}[bert-masked_lm-tp2-zero1-sp]",),
     ),

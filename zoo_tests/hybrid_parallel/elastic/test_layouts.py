@@ -57,6 +57,12 @@ def test_layouts_of_the_user(layouts: Any) -> None:
     assert (found["tp_size"], found["pp_size"]) == (1, 3)
 
 
+def test_a_layout_whose_shards_do_not_divide_the_replicas_is_left_out() -> None:
+    options = {"zero_stage": 2, "elastic_layouts": [{"zero_size": 3}]}
+    assert _choice(options, {}, 12).best(2) is None
+    assert _choice(options, {}, 12).best(3)["zero_size"] == 3
+
+
 def test_options_of_sequences_end_with_their_axis() -> None:
     options = {"tp_size": 2, "enable_sequence_parallelism": True}
     assert "enable_sequence_parallelism" not in _choice(options, {}, 12).best(1)
