@@ -24,11 +24,9 @@ def tensor_group(model: nn.Module, config: HybridParallelConfig, mesh: HybridMes
     if not config.debugging.reproducible:
         return mesh.group("tp")
     count = _num_blocks(model, config)
-    return (
-        mesh.group("tp")
-        if count == 1
-        else block_group(mesh, count, one_use, config.debugging.reproducible_sequence_blocks)
-    )
+    if count == 1:
+        return mesh.group("tp")
+    return block_group(mesh, count, one_use, config.debugging.reproducible_sequence_blocks)
 
 
 def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
