@@ -5,6 +5,7 @@ What breaks here first: a count of this rank alone. Look in `booster/meter.py`.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -55,12 +56,14 @@ def _measure(layout: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2pp2"])
 def test_figures_are_those_of_all_ranks(layout: str) -> None:
+    began = time.monotonic()
     figures = run_on_ranks(4 if layout == "tp2pp2" else 2, _measure, layout)
+    took = time.monotonic() - began
     assert all(each["memory_mib"] == figures[0]["memory_mib"] for each in figures)
     found, rows = figures[0], 6 if layout == "dp2" else 2
     assert (found["loss"], found["learning_rate"]) == (1.5, 0.25)
     seconds = 2 * rows / found["samples_per_second"]
-    assert 1.0 <= seconds < 5.0
+    assert 1.0 <= seconds <= 1.0 + took
     assert found["tokens_per_second"] * seconds == pytest.approx(rows * (5 + 8))
     promised = _PEAK * len(figures)
     assert found["mfu"] * seconds * promised == pytest.approx(3 * 2 * _forward_flops(rows, 8), rel=0.05)

@@ -49,7 +49,8 @@ def test_too_few_ranks_for_any_layout_end_the_job_and_a_new_start_goes_on(tmp_pa
     """In the meantime, machines of other jobs and other versions are sent away."""
     endpoint = f"127.0.0.1:{free_port()}"
     layouts = json.dumps([{"elastic_layouts": [{"zero_stage": 2, "zero_size": 3}]}])
-    values = {"min_ranks": 1, "step_s": 0.5, "environment": {"JOB_LAYOUTS": layouts}}
+    # The job must outlast both agents: one that comes after its end holds the rendezvous itself.
+    values = {"min_ranks": 1, "step_s": 2 * _LIMIT_S / _MANY, "environment": {"JOB_LAYOUTS": layouts}}
     with _job(tmp_path, "--rdzv-endpoint", endpoint, steps=_MANY, **values) as job:
         job.wait_for_step(3)
         other = _further_agent(tmp_path, endpoint, "--rdzv-id", "other")
