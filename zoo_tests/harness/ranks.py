@@ -44,7 +44,7 @@ _GROUP_TIMEOUT_S = 60.0
 _LOOK_AGAIN = 100  # tasks
 # Layouts leave process groups behind. Each of gloo's has a thread that wakes up a hundred times a second and more: with
 # a hundred of them a rank, they took three quarters of both cores. Those of a new layout take 60 ms.
-_MOST_GROUPS = 24
+_MOST_GROUPS = 10
 _TASKS_OF_A_PROCESS = 400
 _STACK_DUMP_S = 0.3
 

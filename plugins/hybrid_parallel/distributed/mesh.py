@@ -105,7 +105,7 @@ def build_mesh(
 def _build(grid: torch.Tensor, ep_size: int, device: torch.device) -> HybridMesh:
     tp_size = grid.shape[-1]
     # Groups of our own: torch's mesh would create groups with its own timeout instead of the job's.
-    axis_groups = {axis: _axis_group(grid, axis) for axis in AXES}
+    axis_groups = _groups_of_axes(grid)
     device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
     axis_groups[DP_CP] = axis_groups["dp"]
     if device_mesh.size(AXES.index("cp")) > 1:
@@ -127,7 +127,7 @@ def _expert_groups(
 ) -> dict[str, ProcessGroup]:
     """Create the groups of expert parallelism; if every rank has all experts, reuse existing groups."""
     if ep_size == 1:
-        alone = next((axis_groups[axis] for axis, size in zip(AXES, grid.shape, strict=True) if size == 1), None)
+        alone = _group_of_one(grid, axis_groups)
         return {
             EP: _own_group([[rank] for rank in grid.flatten().tolist()]) if alone is None else alone,
             EXPERT_REPLICAS: axis_groups[DP_CP],
@@ -141,10 +141,23 @@ def _expert_groups(
     }
 
 
-def _axis_group(grid: torch.Tensor, axis: str) -> ProcessGroup:
-    """Create the groups along an axis of the grid; return this rank's."""
-    position = AXES.index(axis)
-    return _own_group(grid.movedim(position, -1).reshape(-1, grid.shape[position]).tolist())
+def _groups_of_axes(grid: torch.Tensor) -> dict[str, ProcessGroup]:
+    """Create the groups along each axis of the grid; return this rank's.
+
+    All axes of size 1 share a group of this rank alone: creating groups of one rank for each takes as many agreements
+    of the whole job as there are ranks.
+    """
+    groups: dict[str, ProcessGroup] = {}
+    for position, (axis, size) in enumerate(zip(AXES, grid.shape, strict=True)):
+        alone = _group_of_one(grid, groups) if size == 1 else None
+        groups[axis] = alone or _own_group(grid.movedim(position, -1).reshape(-1, size).tolist())
+    return groups
+
+
+def _group_of_one(grid: torch.Tensor, groups: Mapping[str, ProcessGroup]) -> ProcessGroup | None:
+    """Return the group of this rank alone, if one of these axes has it."""
+    single = [axis for axis, size in zip(AXES, grid.shape, strict=True) if size == 1 and axis in groups]
+    return groups[single[0]] if single else None
 
 
 def control_group() -> ProcessGroup:

@@ -30,6 +30,7 @@ def test_groups_are_created_once() -> None:
         groups = link_group(mesh, "activations", 0), tied_group(mesh, (0, 1))
         before = number_of_groups()
         assert build_mesh(2, 2, 1, 1) is mesh
+        assert mesh.group("cp") is mesh.group("tp"), "one group of this rank alone is enough"
         assert (link_group(mesh, "activations", 0), tied_group(mesh, (0, 1))) == groups
         assert number_of_groups() == before
         assert build_mesh(2, 1, 1, 2) is not mesh
