@@ -11,11 +11,11 @@ NPROC ?= 4
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: help setup bert convergence test test-fast test-cuda gpu campaigns docs lint format bench wheel clean
+.PHONY: help setup bert convergence test test-all test-fast test-cuda gpu campaigns docs lint format bench wheel clean
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
-	@echo "make test         the whole test suite; make test-fast leaves out the long tail"
+	@echo "make test         the test suite; make test-fast leaves out all slow tests, make test-all runs all of their cases"
 	@echo "make test-cuda    tests on a CUDA device that is simulated in host memory; needs a C++ compiler"
 	@echo "make gpu          on a machine with a GPU: tests and measures it in 8 minutes, and writes runs/gpu.md"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
@@ -44,6 +44,9 @@ convergence: setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest zoo_tests --numprocesses $(WORKERS) --dist worksteal
 
 test: setup
+	$(PYTEST) --sample $(ARGS)
+
+test-all: setup
 	$(PYTEST) $(ARGS)
 
 test-fast: setup

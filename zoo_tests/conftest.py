@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from zoo_tests.harness.support import SupportMatrix
 from zoo_tests.simcuda import build
 
 _MANY_TESTS = 400
+_SAMPLED = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     devices = "device of the ranks: simcuda is CUDA in host memory, gpu the GPUs of this machine"
     parser.addoption("--device", choices=("cpu", "simcuda", "gpu"), help=devices)
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
+    parser.addoption("--sample", action="store_true", help=f"run one of {_SAMPLED} cases of tests that are marked slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,9 +64,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--campaigns"):
-        campaigns = [item for item in items if item.get_closest_marker("campaign") is not None]
-        config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if item not in campaigns]
+        _leave_out(config, items, {item for item in items if item.get_closest_marker("campaign") is not None})
+    if config.getoption("--sample"):
+        _leave_out(config, items, _beyond_the_sample(items))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], which: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item in which])
+    items[:] = [item for item in items if item not in which]
+
+
+def _beyond_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of each slow test, all cases but the first and those that a hash of their names picks, the same in every run."""
+    seen: set[tuple[str, str]] = set()
+    beyond = set()
+    for item in items:
+        function = (item.parent.nodeid, getattr(item, "originalname", item.name))
+        picked = zlib.crc32(item.nodeid.encode()) % _SAMPLED == 0
+        if item.get_closest_marker("slow") is not None and function in seen and not picked:
+            beyond.add(item)
+        seen.add(function)
+    return beyond
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

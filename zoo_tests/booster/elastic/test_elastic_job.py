@@ -18,6 +18,8 @@ from zoo_tests.harness.environment import environment_of_a_job
 
 _STEPS, _MANY = 80, 300
 _LIMIT_S = 240.0
+# A job of many steps outlasts two agents: one that comes after its end would hold the rendezvous itself.
+_SLOW_STEP_S = 2 * _LIMIT_S / _MANY
 _SCRIPT = Path(small_job.__file__)
 
 
@@ -49,8 +51,7 @@ def test_too_few_ranks_for_any_layout_end_the_job_and_a_new_start_goes_on(tmp_pa
     """In the meantime, machines of other jobs and other versions are sent away."""
     endpoint = f"127.0.0.1:{free_port()}"
     layouts = json.dumps([{"elastic_layouts": [{"zero_stage": 2, "zero_size": 3}]}])
-    # The job must outlast both agents: one that comes after its end holds the rendezvous itself.
-    values = {"min_ranks": 1, "step_s": 2 * _LIMIT_S / _MANY, "environment": {"JOB_LAYOUTS": layouts}}
+    values = {"min_ranks": 1, "step_s": _SLOW_STEP_S, "environment": {"JOB_LAYOUTS": layouts}}
     with _job(tmp_path, "--rdzv-endpoint", endpoint, steps=_MANY, **values) as job:
         job.wait_for_step(3)
         other = _further_agent(tmp_path, endpoint, "--rdzv-id", "other")
@@ -74,7 +75,7 @@ def test_too_few_ranks_for_any_layout_end_the_job_and_a_new_start_goes_on(tmp_pa
 def _further_agent(folder: Path, endpoint: str, *options: str, **environment: str) -> subprocess.Popen:
     """An agent that wants to join."""
     command = [sys.executable, "-m", "booster", "run", "--elastic", "--min-ranks", "1", "--max-ranks", "3", *options]
-    command += ["--rdzv-endpoint", endpoint, "--nproc-per-node", "1", str(_SCRIPT), str(folder), str(_MANY), "0.5"]
+    command += ["--rdzv-endpoint", endpoint, "--nproc-per-node", "1", str(_SCRIPT), str(folder), str(_MANY), str(_SLOW_STEP_S)]
     return subprocess.Popen(command, env=environment_of_a_job(**environment), stderr=subprocess.PIPE, text=True)
 
 

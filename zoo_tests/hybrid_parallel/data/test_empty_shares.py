@@ -50,6 +50,7 @@ def _train_and_predict(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2dp2", "pp2dp2"])
+@pytest.mark.slow
 def test_a_replica_without_samples_changes_nothing(layout: str) -> None:
     case = _case(layout)
     model = case.recipe.model()

@@ -103,6 +103,7 @@ def _boosted(make: Callable[[int], DataLoader], rank: int, order: LoadingStream)
 
 
 @pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.slow
 def test_batches_of_all_replicas_are_those_of_torch(kind: str) -> None:
     _seed_all()
     expected = _iterate(_KINDS[kind](_BATCH * _RANKS), _KINDS["in order"](_BATCH))

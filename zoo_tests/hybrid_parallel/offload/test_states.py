@@ -137,6 +137,7 @@ def test_states_of_one_bucket_are_in_memory_at_a_time(tmp_path: Path) -> None:
         pytest.param("adafactor", "dp2", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_resumes_with_and_without_bit_by_bit(maker: str, layout: str, stage: int, tmp_path: Path) -> None:
     if maker == "adamw_8bit":
         pytest.importorskip("bitsandbytes")

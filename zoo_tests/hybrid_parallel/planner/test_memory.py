@@ -208,6 +208,7 @@ def test_activations_are_those_that_torch_saves(
         assert memory.activations == pytest.approx(real, rel=0.10), f"stage {stage}"
 
 
+@pytest.mark.slow
 def test_plans_keep_within_their_budgets() -> None:
     """Three of the cases of `python -m zoo_tests.campaigns.memory_budgets`, two of them with offload."""
     _check_budgets(3, seed=4)

@@ -40,6 +40,7 @@ def _tour(names: list[str]) -> list[str]:
     ],
     ids=["llama", "gpt2-bf16", "llama-lora"],
 )
+@pytest.mark.slow
 def test_the_bits_of_a_save_and_a_load(recipe: Recipe, options: dict, tmp_path: Path) -> None:
     layouts = list(LAYOUTS)
     runs = [

@@ -46,6 +46,7 @@ _PP2_WHOLE = {"pp_size": 2, "num_microbatches": 1}  # for batch norms
         ("glm5_next", "Glm5NextForConditionalGeneration", _TP2),  # the plan of an attention that has no shards
     ],
 )
+@pytest.mark.slow
 def test_trains_as_plainly(family: str, name: str, options: dict[str, Any]) -> None:
     case = VerifyCase(_tiny(family, name), 6, 2, options)
     verdict = compare(train_reference(case), run_on_ranks(2, train_on_rank, case), Tolerance(1e-4, 1e-3, 1e-4))
