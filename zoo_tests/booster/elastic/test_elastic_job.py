@@ -75,7 +75,8 @@ def test_too_few_ranks_for_any_layout_end_the_job_and_a_new_start_goes_on(tmp_pa
 def _further_agent(folder: Path, endpoint: str, *options: str, **environment: str) -> subprocess.Popen:
     """An agent that wants to join."""
     command = [sys.executable, "-m", "booster", "run", "--elastic", "--min-ranks", "1", "--max-ranks", "3", *options]
-    command += ["--rdzv-endpoint", endpoint, "--nproc-per-node", "1", str(_SCRIPT), str(folder), str(_MANY), str(_SLOW_STEP_S)]
+    command += ["--rdzv-endpoint", endpoint, "--nproc-per-node", "1"]
+    command += [str(_SCRIPT), str(folder), str(_MANY), str(_SLOW_STEP_S)]
     return subprocess.Popen(command, env=environment_of_a_job(**environment), stderr=subprocess.PIPE, text=True)
 
 
