@@ -13,10 +13,15 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
 from plugins.hybrid_parallel.verify.propose import RANKS, propose_verified
-from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.share_cut import ShareCut, share_cut
-from plugins.hybrid_parallel.verify.train import VerifyCase
-from plugins.hybrid_parallel.verify.verify import Verification, plain_training, tiny_model_of, verify
+from plugins.hybrid_parallel.verify.train import Criterion, VerifyCase
+from plugins.hybrid_parallel.verify.verify import (
+    Verification,
+    plain_training,
+    refuse_without_loss,
+    tiny_model_of,
+    verify,
+)
 from shardformer.policies.proposed.execution import execution_order
 from shardformer.policies.proposed.plan import ProposedPlan
 
@@ -51,24 +56,32 @@ class Proposal:
         return f"{self.plan.to_json()}{RANKS} tensor-parallel ranks divide {self.share}\n{self.pipeline}\n"
 
 
-def propose(config: Any, model_class: type[nn.Module], timeout_s: float) -> Proposal:
+def propose(
+    config: Any, model_class: type[nn.Module], timeout_s: float, criterion: Criterion | None = None
+) -> Proposal:
     """Derive a plan from a tiny model of the class, and verify its parts on two ranks.
+
+    Args:
+        config: configuration of the full-size model.
+        model_class: class of the model.
+        timeout_s: time limit for the ranks, in seconds.
+        criterion: see `verify`.
 
     Raises:
         ConfigurationError: the class has no loss, or no tiny model of it trains.
     """
-    if not takes_labels(model_class):
-        raise ConfigurationError(f"{model_class.__name__} has no loss; name a head with --head, as CausalLM")
-    trial = VerifyCase(tiny_model_of(config, model_class, RANKS, RANKS), _ROWS, 1, {})
+    refuse_without_loss(model_class, criterion)
+    trial = VerifyCase(tiny_model_of(config, model_class, RANKS, RANKS, criterion), _ROWS, 1, {}, criterion)
     trial, precision, _ = plain_training(trial, None)
     tiny_model = trial.tiny_model
-    plan = propose_verified(tiny_model, _ROWS, tolerance=TOLERANCES[precision], timeout_s=timeout_s)
+    tolerance = TOLERANCES[precision]
+    plan = propose_verified(tiny_model, _ROWS, criterion=criterion, tolerance=tolerance, timeout_s=timeout_s)
     batch = tiny_model.batch(tiny_model.build(), 0, _ROWS)
     share = share_cut(tiny_model.build, batch, RANKS, custom_policy=plan.policy())
-    pipeline = _pipeline(config, model_class, plan, timeout_s)
+    pipeline = _pipeline(config, model_class, plan, timeout_s, criterion)
     if pipeline != _SPLITS and (order := execution_order(tiny_model.build(), batch)) is not None:
         recorded = replace(plan, stages={"*": order})
-        if _pipeline(config, model_class, recorded, timeout_s) == _SPLITS:
+        if _pipeline(config, model_class, recorded, timeout_s, criterion) == _SPLITS:
             plan, pipeline = recorded, _SPLITS
     return Proposal(plan, share, pipeline)
 
@@ -104,11 +117,13 @@ def show(proposal: Proposal, output: str | None, quiet: bool) -> None:
         (sys.stderr if quiet else sys.stdout).write(f"plan written to {output}; edit it, and verify it with --plan\n")
 
 
-def _pipeline(config: Any, model_class: type[nn.Module], plan: ProposedPlan, timeout_s: float) -> str:
+def _pipeline(
+    config: Any, model_class: type[nn.Module], plan: ProposedPlan, timeout_s: float, criterion: Criterion | None
+) -> str:
     """Train the tiny model in two stages, and say what came of it."""
     options = {"tp_size": 1, "pp_size": RANKS, "dp_size": 1, "num_microbatches": 1, "custom_policy": plan.policy()}
     try:
-        found: Verification = verify(config, model_class, options, steps=1, timeout_s=timeout_s)
+        found: Verification = verify(config, model_class, options, steps=1, timeout_s=timeout_s, criterion=criterion)
     except ConfigurationError as error:
         return f"pipeline: no ({error})"
     first = found.verdict.first

@@ -17,6 +17,7 @@ from plugins.hybrid_parallel.cli.models import model_of
 from plugins.hybrid_parallel.cli.proposal import plan_of_file, propose, refuse_bad_output, show
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
+from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.propose import RANKS
 from plugins.hybrid_parallel.verify.report import allowed
 from plugins.hybrid_parallel.verify.report import to_text as verdict_to_text
@@ -45,15 +46,16 @@ def main(arguments: Sequence[str]) -> int:
     config, model_class = model_of(options.model, options.head, options.trust_remote_code)
     if model_class is None:
         raise ConfigurationError(f"{options.model} does not say what it is for; name a head with --head, as CausalLM")
+    criterion = distance_from_wave if options.criterion else None
     proposal = None
     if options.propose:
-        proposal = propose(config, model_class, options.timeout)
+        proposal = propose(config, model_class, options.timeout, criterion)
         show(proposal, options.output, prints_json(options.json))
         plugin_options["tp_size"] = max(options.tp, RANKS)
         plugin_options["custom_policy"] = proposal.plan.policy()
     elif options.plan is not None:
         plugin_options["custom_policy"] = plan_of_file(options.plan).policy()
-    found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout)
+    found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout, criterion)
     if not prints_json(options.json):
         sys.stdout.write(to_text(found))
     if options.json is not None:
@@ -125,12 +127,16 @@ def parser() -> CommandParser:
             "booster verify config.json --tp 2 --pp 2",
             "booster verify config.json --head SequenceClassification --tp 2 --dp 2 --sp",
             "booster verify model --trust-remote-code --propose --output plan.json",
+            "booster verify config.json --head BertModel --tp 2 --criterion",
             "booster verify config.json --pp 2 --schedule zbv --microbatches 4 --json result.json",
         ),
     )
     command.add_argument("model", help="a model's directory, its config.json, or a name that is in the cache")
     command.add_argument("--head", help="the model's class, such as BertForMaskedLM, or what it is for, as MaskedLM")
     add_layout(command)
+    command.add_argument(
+        "--criterion", action="store_true", help="train its outputs towards fixed values, for a class without a loss"
+    )
     command.add_argument("--propose", action="store_true", help="derive a tensor-parallel plan first, and verify it")
     command.add_argument("--output", metavar="FILE", help="write the proposed plan to a JSON file, for --plan")
     command.add_argument("--plan", metavar="FILE", help="verify this plan, such as an edited proposal")

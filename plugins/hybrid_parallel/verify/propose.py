@@ -14,13 +14,12 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.own_model import OwnModel
-from plugins.hybrid_parallel.verify.train import Subject, Trace, VerifyCase, train_on_rank, train_reference
+from plugins.hybrid_parallel.verify.train import Criterion, Subject, Trace, VerifyCase, train_on_rank, train_reference
 from shardformer.distributed.process_groups import world_group
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.proposed.propose import Alternatives, candidates
 
 RANKS = 2
-Criterion = Callable[[Any, Any], Any]
 Run = Callable[..., list[Any]]
 
 

@@ -18,6 +18,7 @@ _SEEDS = (1, 2, 3)
 _LARGEST_LOSS = 1e4
 _ROUNDING = 1e-5  # relative, of a loss in fp32
 Arrays = dict[str, numpy.ndarray]
+Criterion = Callable[[Any, Any], Any]
 
 
 class RandomLossError(ConfigurationError):
@@ -56,7 +57,7 @@ class VerifyCase:
     rows: int
     steps: int
     options: dict[str, Any]
-    criterion: Callable[[Any, Any], Any] | None = None
+    criterion: Criterion | None = None
     draws_alike: bool = False
 
 

@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_on_rank, train_reference
+from plugins.hybrid_parallel.verify.train import Criterion, Trace, VerifyCase, train_on_rank, train_reference
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 _REASON_LENGTH = 200
@@ -48,16 +48,18 @@ def verify(
     precision: str | None = None,
     steps: int = 3,
     timeout_s: float = 300.0,
+    criterion: Criterion | None = None,
 ) -> Verification:
     """Train a tiny model of the same class sharded and unsharded, and compare.
 
     Args:
         config: configuration of the full-size model.
-        model_class: class of the model, with a loss of its own.
+        model_class: class of the model, with a loss of its own if there is no criterion.
         options: options of `HybridParallelPlugin`, including `dp_size`.
         precision: precision of both trainings; None for fp64 if the model can be trained in it, else fp32.
         steps: number of optimizer steps.
         timeout_s: time limit for the ranks, in seconds.
+        criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
 
     Raises:
         ConfigurationError: the model cannot be sharded like this, or no tiny model of it trains.
@@ -65,13 +67,13 @@ def verify(
     layout = HybridParallelConfig.from_options(**options)
     parallel, pipeline = layout.parallel, layout.pipeline
     world_size = parallel.tp_size * parallel.pp_size * (parallel.dp_size or 1)
-    if not takes_labels(model_class):
-        raise ConfigurationError(f"{model_class.__name__} has no loss; name a head with --head, as CausalLM")
+    refuse_without_loss(model_class, criterion)
     refuse_what_cannot_be_cut(config, model_class, layout, world_size)
-    tiny_model = tiny_model_of(config, model_class, parallel.tp_size, parallel.pp_size * layout.chunks_per_rank)
+    num_stages = parallel.pp_size * layout.chunks_per_rank
+    tiny_model = tiny_model_of(config, model_class, parallel.tp_size, num_stages, criterion)
     microbatches = pipeline.num_microbatches or parallel.pp_size
     rows = 2 * (parallel.dp_size or 1) * microbatches * (pipeline.microbatch_size or 1) + 1
-    trial = VerifyCase(tiny_model, max(rows, 7), steps, options)
+    trial = VerifyCase(tiny_model, max(rows, 7), steps, options, criterion)
     trial, precision, plain = plain_training(trial, precision)
     _refuse_batch_norm(trial.tiny_model, layout)
     try:
@@ -85,14 +87,28 @@ def verify(
     return Verification(trial, precision, world_size, num_parameters, verdict)
 
 
-def tiny_model_of(config: Any, model_class: type[nn.Module], tp_size: int, num_stages: int) -> TinyModel:
-    """Describe the tiny model of a model for a layout.
+def refuse_without_loss(model_class: type[nn.Module], criterion: Criterion | None) -> None:
+    """Check that there is something to train for.
+
+    Raises:
+        ConfigurationError: the class computes no loss, and there is no criterion.
+    """
+    if criterion is None and not takes_labels(model_class):
+        raise ConfigurationError(
+            f"{model_class.__name__} has no loss; name a head with --head, as CausalLM, or add --criterion"
+        )
+
+
+def tiny_model_of(
+    config: Any, model_class: type[nn.Module], tp_size: int, num_stages: int, criterion: Criterion | None = None
+) -> TinyModel:
+    """Describe the tiny model of a model for a layout; with a criterion, its batches have no labels.
 
     Raises:
         ConfigurationError: the class of the configuration rejects the small sizes.
     """
     small = small_config(config, TwinSizes.of(config, tp_size, num_stages))
-    return TinyModel(model_class.__module__, model_class.__name__, small)
+    return TinyModel(model_class.__module__, model_class.__name__, small, has_labels=criterion is None)
 
 
 def plain_training(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase, str, Trace]:

@@ -202,7 +202,7 @@ def test_a_rank_that_raises_is_a_difference() -> None:
         ("BertConfig", "BertForMaskedLM", ["--sp"], "enable_sequence_parallelism=True needs tp_size > 1"),
         ("BertConfig", "BertForMaskedLM", ["--tp", "5"], "tp_size=5 does not divide num_attention_heads=12; use"),
         ("LlamaConfig", None, [], "{model} does not say what it is for; name a head with --head, as CausalLM"),
-        ("BertConfig", "BertModel", [], "BertModel has no loss; name a head with --head, as CausalLM"),
+        ("BertConfig", "BertModel", [], "BertModel has no loss; name a head with --head, as CausalLM, or add"),
         ("BertConfig", None, ["--head", "CausalLMs"], "transformers has no model class 'CausalLMs'; give one"),
         ("ResNetConfig", "ResNetForImageClassification", ["--dp", "2"], "ResNetForImageClassification normalises over"),
         ("BertConfig", "BertForMaskedLM", ["--json", "/nowhere/x"], "/nowhere/x cannot be written, /nowhere is no"),
@@ -296,6 +296,13 @@ def test_outputs_are_put_together() -> None:
 
 
 # ----- ranks -----
+
+
+@pytest.mark.slow
+def test_a_class_without_a_loss_trains_its_outputs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = _directory(tmp_path, "BertConfig", "BertModel")
+    code, out, err = outcome(capsys, "verify", model, "--criterion", "--tp", "2", "--pp", "2")
+    assert code == 0 and "\nequal\n" in out, out + err
 
 
 @pytest.mark.slow
