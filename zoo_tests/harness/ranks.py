@@ -45,6 +45,7 @@ _LOOK_AGAIN = 100  # tasks
 # Layouts leave process groups behind. Each of gloo's has a thread that wakes up a hundred times a second and more: with
 # a hundred of them a rank, they took three quarters of both cores. Those of a new layout take 60 ms.
 _MOST_GROUPS = 10
+_MOST_THREADS = 40  # of a rank that has left all groups but the world and those of copied heads
 _TASKS_OF_A_PROCESS = 400
 _STACK_DUMP_S = 0.3
 
@@ -239,6 +240,7 @@ def _prepare(directory: str, mutant: str | None, device: str) -> None:
 
 def _destroy_groups() -> None:
     """All but the world and the groups of copied key/value heads, whose names and keys in the store would recur."""
+    import psutil
     import torch.distributed as dist
 
     from shardformer.distributed.process_groups import ProcessGroups
@@ -249,6 +251,9 @@ def _destroy_groups() -> None:
     ProcessGroups.of_world().clear(kept="copies")
     del group
     gc.collect()  # their threads end with them
+    if psutil.Process().num_threads() > _MOST_THREADS:
+        gc.unfreeze()  # some group is part of what was in use when it was frozen
+        gc.collect()
 
 
 def _run_task(module: str, qualname: str, args: tuple, kwargs: dict[str, Any], looks_again: bool) -> tuple[Any, int]:
