@@ -49,7 +49,7 @@ def test_an_agent_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
     assert "mesh: tp 2 on 2 machines; tp crosses machines\n" in output
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rank_a_task_and_a_notice(cluster: Cluster, tmp_path: Path) -> None:
     run_with_a_notice(cluster, "slurm_ranks.sbatch", tmp_path / "run")
 

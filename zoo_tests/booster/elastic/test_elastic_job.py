@@ -46,7 +46,7 @@ def test_a_killed_rank_is_left_out_and_replaced(tmp_path: Path) -> None:
     assert "elastic: 2 of 3 ranks are there; layout tp 1 x pp 1 x dp 2" in job.log()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign  # `test_command.py` has its sentences
 def test_too_few_ranks_for_any_layout_end_the_job_and_a_new_start_goes_on(tmp_path: Path) -> None:
     """In the meantime, machines of other jobs and other versions are sent away."""
     endpoint = f"127.0.0.1:{free_port()}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -148,6 +149,15 @@ def _track(folder: str) -> None:
     leave.assert_called_once()
 
 
+def _written_by_its_service(file: Path, part: bytes) -> bytes:
+    """What W&B's process has written once it has come to this part; it goes on after the end of the run."""
+    until = time.monotonic() + 60
+    while part not in (written := file.read_bytes()):
+        assert time.monotonic() < until, written
+        time.sleep(0.1)
+    return written
+
+
 @pytest.mark.slow
 def test_figures_are_written_once_to_each_tracker(tmp_path: Path) -> None:
     from mlflow import MlflowClient
@@ -160,8 +170,8 @@ def test_figures_are_written_once_to_each_tracker(tmp_path: Path) -> None:
     assert {"learning_rate", "tokens_per_second", "samples_per_second", "memory_mib"} <= set(events.Tags()["scalars"])
     assert len(list((tmp_path / "out" / "run").glob("events.*"))) == 1
     [folder] = (tmp_path / "out" / "wandb").glob("offline-run-*")
-    written = next(folder.glob("run-*.wandb")).read_bytes()
-    assert b"tokens_per_second" in written and json.dumps(0.25).encode() in written
+    written = _written_by_its_service(next(folder.glob("run-*.wandb")), b"tokens_per_second")
+    assert json.dumps(0.25).encode() in written
     with mock.patch.dict(os.environ, {"MLFLOW_ALLOW_FILE_STORE": "true"}):
         client = MlflowClient(f"file:{tmp_path}/out/mlruns")
         [run] = client.search_runs([client.get_experiment_by_name("run").experiment_id])
