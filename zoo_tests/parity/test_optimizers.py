@@ -38,5 +38,6 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.slow
 def test_equals_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)

@@ -51,6 +51,7 @@ def _reference(recipe: Recipe, trial: Trial) -> Bits:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_layout_leaves_the_bits_of_one_process(family: str, precision: str, trial: Trial) -> None:
     """Dropout, clipping, tied weights, ragged labels, and 9 samples that no layout shares evenly."""
     recipe = recipe_of(family, precision, STEPS)

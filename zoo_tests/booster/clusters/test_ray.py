@@ -62,6 +62,7 @@ def test_a_worker_is_killed_under_tensor_parallelism(tmp_path: Path) -> None:
     assert result["kept"] == [f"step-{STEPS - 1}", f"step-{STEPS}"], "Ray removes older checkpoints"
 
 
+@pytest.mark.slow
 def test_without_ray_the_example_says_so(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")")
     environment = environment_of_a_job()

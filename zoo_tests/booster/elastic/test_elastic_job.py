@@ -33,6 +33,7 @@ def _job(folder: Path, *options: str, steps: int = _STEPS, **values: Any) -> Ite
         job.close()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_left_out_and_replaced(tmp_path: Path) -> None:
     with _job(tmp_path, "--rejoin-after", "4") as job:
         job.wait_for_step(4)  # in the second epoch

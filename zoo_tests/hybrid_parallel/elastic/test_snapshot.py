@@ -17,6 +17,7 @@ _LAYOUTS = ["tp2dp2", "pp2dp2", "dp4 stage 3", "tp2pp2", "tp2pp2", "dp4"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine(precision: str, tmp_path: Path) -> None:
     recipe = Recipe(family="llama", head="causal_lm", optimizer="adamw", precision=precision, rows=72)
     runs = run_on_ranks(4, train, recipe, _LAYOUTS, str(tmp_path / "memory"), timeout_s=300.0)

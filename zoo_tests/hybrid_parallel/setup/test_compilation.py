@@ -143,6 +143,7 @@ def compare(family: str, options: dict[str, Any], backend: Any = None) -> tuple[
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.campaign) for name in MORE)])
+@pytest.mark.slow
 def test_training_is_that_of_eager_layers(name: str) -> None:
     family, world_size, options = {**SAMPLE, **MORE}[name]
     for num_graphs, num_breaks in run_on_ranks(world_size, compare, family, options):

@@ -81,6 +81,7 @@ def test_lbfgs_with_replicas_alone(line_search: str | None, ordinary: bool) -> N
 
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
 @distributed(2)
+@pytest.mark.slow
 def test_under_tensor_parallelism_and_in_a_pipeline(options: dict[str, int]) -> None:
     """With parts of parameters, and with whole ones, which every evaluation publishes."""
     recipe = Recipe(family="llama", head="causal_lm", config=(("num_hidden_layers", 2),))

@@ -40,6 +40,7 @@ def _cases(*layouts: tuple[str, int]) -> list[Case]:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_equals_plain_training(maker: str, layouts: list[tuple[str, int]], tmp_path: Path) -> None:
     """Some steps on each layout, each from the checkpoint of the one before."""
     cases = _cases(*layouts)
@@ -73,6 +74,7 @@ def _step_with_given_gradients(case: Case, maker: str, first: int, last: int, di
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("layouts", [["dp2", "tp2"], ["tp2", "pp2"]], ids=str)
+@pytest.mark.slow
 def test_bitsandbytes_in_8_bit(layouts: list[str], tmp_path: Path) -> None:
     """The very same bits: blocks of 256 elements are those of whole parameters. It knows no fp64."""
     recipe = replace(_RECIPE, precision="fp32", max_norm=None)

@@ -66,6 +66,7 @@ RUNS: list[Any] = [
 
 
 @pytest.mark.parametrize(("maker", "cases"), RUNS, ids=_name)
+@pytest.mark.slow
 def test_equals_plain_training(maker: str, cases: list[Case], tmp_path: Path) -> None:
     """Several steps with clipping; on several layouts, each goes on from the checkpoints of the one before."""
     borders = [STEPS * (number + 1) // len(cases) for number in range(len(cases))]

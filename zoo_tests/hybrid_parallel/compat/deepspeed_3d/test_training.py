@@ -60,6 +60,7 @@ def train_recorded(layout: tuple[int, int, int]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_recorded_base_model_is_the_same_on_every_layout() -> None:
     (alone,), (cut, *_) = run_on_ranks(1, train_recorded, (1, 1, 1)), run_on_ranks(4, train_recorded, (2, 1, 2))
     torch.testing.assert_close(torch.tensor(cut), torch.tensor(alone), rtol=1e-9, atol=0)
