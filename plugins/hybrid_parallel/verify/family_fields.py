@@ -187,6 +187,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     | {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+    "gemma3n_vision": {"architecture": "test_convnext"},  # timm's own tiny model; the batch has no images
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 4, **_INDEXER}
     | {"index_kpool": 2, "n_group": 1},
     "gradium_phonon_tts": {"flow_head_config": _FLOW_HEAD},

@@ -178,7 +178,8 @@ PLANS = {
             "per_layer_projection_norm": Received,
         },
         kept_outputs={"embed_tokens_per_layer": 0, "per_layer_projection_norm": 0},  # every layer reads its own part
-        every=("per_layer_model_projection", "altup_projections"),
+        # Which tokens are pictures or sounds is asked for by their embeddings, before the layers.
+        every=("per_layer_model_projection", "altup_projections", "embed_vision", "embed_audio"),
         shared_states={"shared_kv_states": ("full_attention", "sliding_attention")},
     ),
     "gemma4": DeclaredPlan(
