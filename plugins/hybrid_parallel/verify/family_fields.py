@@ -295,7 +295,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "dia": {"delay_pattern": [0, 2, 3]},
     "dia_decoder": {"num_channels": 3, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4}
     | {"cross_head_dim": 8},
-    "dpt": {**_NECK, "backbone_out_indices": [0, 1, 2, 3], "num_labels": 3},
+    # With other widths the weights that are drawn leave the ReLU behind its depths dead.
+    "dpt": {**_NECK, "backbone_out_indices": [0, 1, 2, 3], "num_labels": 3, "fusion_hidden_size": 12},
     # Its weights double the variance in each convolution: narrow ones, or features of unit size, make losses explode.
     "tipsv2_dpt": {"neck_hidden_sizes": [32] * 4, "fusion_hidden_size": 32, "num_labels": 16}
     | {"initializer_range": 0.02, "backbone_config": {**_PATCHES, "apply_layernorm": False}},

@@ -81,7 +81,7 @@ def plain_run(head: HeadClass) -> PlainRun | str:
         return own
     other = _trained(head, distance_from_wave)
     if isinstance(other, PlainRun) and not _largest_gradient(other.trace):
-        other = "its outputs depend on no parameter"
+        other = "its outputs have no gradient"
     if isinstance(other, PlainRun):
         return replace(other, criterion=_short(own))
     return _short(own if other == own else f"{own}; with a criterion: {other}")
