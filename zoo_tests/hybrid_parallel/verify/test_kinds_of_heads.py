@@ -55,10 +55,17 @@ def test_trains_as_plainly(family: str, name: str, options: dict[str, Any]) -> N
     assert losses.count == 2 and gradients.count > 10
 
 
-@pytest.mark.parametrize("options", [_TP2 | {"num_microbatches": 4}, _PP2])
-def test_outputs_without_a_loss_train_as_plainly(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "name", "options"),
+    [
+        ("sapiens2", "Sapiens2ForNormalEstimation", _TP2 | {"num_microbatches": 4}),
+        ("sapiens2", "Sapiens2ForNormalEstimation", _PP2),
+        ("perceiver", "PerceiverForOpticalFlow", _PP2),  # its decoder reads what the first stage has prepared
+    ],
+)
+def test_outputs_without_a_loss_train_as_plainly(family: str, name: str, options: dict[str, Any]) -> None:
     """With a criterion over them, of which no gradient is so small that rounding would hide what is wrong."""
-    tiny = replace(_tiny("sapiens2", "Sapiens2ForNormalEstimation"), has_labels=False)
+    tiny = replace(_tiny(family, name), has_labels=False)
     case = VerifyCase(tiny, 6, 2, options, distance_from_wave)
     plain = train_reference(case)
     largest = max(abs(gradient).max() for gradient in plain.steps[0].gradients.values())

@@ -128,7 +128,8 @@ PLANS = {
         layers="encoder.self_attends",
         changes_shapes=True,
         every=_tied_decoder,
-        pipelined=lambda model: model.config.num_blocks == 1,  # layers run once
+        # Layers run once; the decoder of optical flow reads what the encoder has read, which its derived stages send.
+        pipelined=lambda model: model.config.num_blocks == 1 and type(model).__name__ != "PerceiverForOpticalFlow",
     ),
     "pvt": DeclaredPlan(_DENSE, layers="encoder.block.*", changes_shapes=True),
     "pvt_v2": DeclaredPlan(
