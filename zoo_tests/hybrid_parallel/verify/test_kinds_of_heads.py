@@ -56,21 +56,21 @@ def test_trains_as_plainly(family: str, name: str, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "options"),
+    ("family", "name", "options", "least"),
     [
-        ("sapiens2", "Sapiens2ForNormalEstimation", _TP2 | {"num_microbatches": 4}),
-        ("sapiens2", "Sapiens2ForNormalEstimation", _PP2),
-        ("perceiver", "PerceiverForOpticalFlow", _PP2),  # its decoder reads what the first stage has prepared
+        ("sapiens2", "Sapiens2ForNormalEstimation", _TP2 | {"num_microbatches": 4}, 0.01),
+        ("sapiens2", "Sapiens2ForNormalEstimation", _PP2, 0.01),
+        ("perceiver", "PerceiverForOpticalFlow", _PP2, 1e-5),  # its decoder reads what the first stage has prepared
     ],
 )
-def test_outputs_without_a_loss_train_as_plainly(family: str, name: str, options: dict[str, Any]) -> None:
+def test_outputs_without_a_loss_train_as_plainly(family: str, name: str, options: dict[str, Any], least: float) -> None:
     """With a criterion over them, of which no gradient is so small that rounding would hide what is wrong."""
     tiny = replace(_tiny(family, name), has_labels=False)
     case = VerifyCase(tiny, 6, 2, options, distance_from_wave)
     plain = train_reference(case)
     largest = max(abs(gradient).max() for gradient in plain.steps[0].gradients.values())
     verdict = compare(plain, run_on_ranks(2, train_on_rank, case), Tolerance(1e-4, 1e-3, 1e-4))
-    assert verdict.first is None and verdict.worst[1].count > 10 and largest > 1e-5
+    assert verdict.first is None and verdict.worst[1].count > 10 and largest > least
 
 
 def test_outputs_without_a_gradient_are_refused() -> None:
