@@ -80,6 +80,7 @@ def heard(source: Machine, target: Machine, then: Callable[[], None] = lambda: N
     return int(listener.out.split()[-1])
 
 
+@pytest.mark.slow
 def test_machines_share_one_folder_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
     first, second = cluster.machines
     first.run("bash", "-c", f"touch /tmp/mine /dev/shm/mine {tmp_path}/ours")
@@ -89,6 +90,7 @@ def test_machines_share_one_folder_and_nothing_else(cluster: Cluster, tmp_path: 
     assert (tmp_path / "ours").exists() and not Path("/tmp/mine").exists()
 
 
+@pytest.mark.slow
 def test_a_rate_and_losses_of_a_link(cluster: Cluster) -> None:
     first, second = cluster.machines
     second.link.set(rate="8mbit")
@@ -102,6 +104,7 @@ def test_a_rate_and_losses_of_a_link(cluster: Cluster) -> None:
     assert heard(first, second) == _PACKETS
 
 
+@pytest.mark.slow
 def test_a_cut_of_one_direction(cluster: Cluster) -> None:
     first, second = cluster.machines
     first.link.cut("out")
@@ -110,6 +113,7 @@ def test_a_cut_of_one_direction(cluster: Cluster) -> None:
     assert heard(first, second) == _PACKETS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_cluster(number: int) -> None:
     holder = subprocess.Popen(

@@ -44,7 +44,7 @@ def assert_trained(jobs: list[Process], folder: Path, names: list[str]) -> str:
     return "".join(job.err for job in jobs)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_machines_whose_names_mislead(tmp_path: Path) -> None:
     """One machine's name is 127.0.1.1 to itself, the other's is unknown to itself; no interface is set."""
     names = list(CASES)

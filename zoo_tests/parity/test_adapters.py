@@ -148,6 +148,7 @@ def test_what_the_table_calls_exact(name: str, layout: str, tmp_path: Path) -> N
     check_case(_case_of(name, layout), tmp_path)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_the_table_calls_refused() -> None:
     for name, row in _ROWS.items():

@@ -183,6 +183,7 @@ def _without_labels_in(batch: Batch, rows: slice) -> Batch:
     return batch | {"labels": labels}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp2"])
 @pytest.mark.parametrize(("family", "head"), [("bert", "masked_lm"), ("llama", "sequence"), ("gpt2", "lm_head")])
 def test_ignored_labels_of_a_micro_batch_and_of_a_replica(family: str, head: str, layout: str) -> None:

@@ -93,6 +93,7 @@ def test_stages_in_a_v(family: str) -> None:
     _check_ways(family, pp_size=2, pp_style="zbv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", _families(("gpt2",), "llama", "t5", "bart", "mixtral", "chatglm2"))
 @distributed(4)
 def test_sharded_stages(family: str) -> None:
@@ -141,6 +142,7 @@ class _Streamed:
         self.tokens.append(-1)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_generate_is_given() -> None:
     native = _model("llama")

@@ -55,6 +55,7 @@ def _cases() -> Iterator:
                 break
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "layout"), list(_cases()))
 def test_trains_like_plain_training(head: HeadClass, layout: str) -> None:
     plain = plain_run(head)

@@ -60,6 +60,7 @@ def test_a_layout_leaves_the_bits_of_one_process(family: str, precision: str, tr
     assert trial.accumulation is not None or found.losses == expected.losses
 
 
+@pytest.mark.slow
 def test_without_the_option_bits_differ() -> None:
     recipe = recipe_of("llama", "bf16", STEPS)
     plain = Trial().run(recipe, is_on=False)

@@ -119,6 +119,7 @@ def _shards(case: Case) -> tuple[int, int]:
     return sum(states), sum(param.numel() for param in boosted.model.parameters())
 
 
+@pytest.mark.slow
 def test_zero_size_replicas_share_the_states() -> None:
     for size, of_one in ((1, 1.0), (2, 0.5), (None, 0.25)):
         options = {} if size is None else {"zero_size": size}

@@ -62,6 +62,7 @@ def test_two_ranks_find_the_tokens_of_one(family: str, way: str) -> None:
     assert torch.equal(_tokens(sharded, family, way), _tokens(native, family, way))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "chatglm2"])
 @distributed(4)
 def test_copied_key_value_heads_have_a_cache_of_their_own(family: str) -> None:
@@ -159,6 +160,7 @@ def test_hidden_states_of_cut_sequences_are_refused() -> None:
         boosted.generate(**_prompt("llama"), max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_replicas_write_texts_of_their_own() -> None:
     """Of different lengths, as long as the longest of none but their own; after a step of training."""
@@ -176,6 +178,7 @@ def test_replicas_write_texts_of_their_own() -> None:
     assert torch.equal(boosted.model.eval().generate(**kept, **options), plain.eval().generate(**kept, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "chatglm2"])
 @distributed(2)
 def test_cut_sequences(family: str) -> None:

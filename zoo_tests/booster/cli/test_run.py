@@ -106,6 +106,7 @@ def test_script_alone_is_a_job_of_one_rank() -> None:
     assert "met 1," in result.out
 
 
+@pytest.mark.slow
 def test_users_mistake_in_one_process() -> None:
     result = start_alone("mistake").ended()
     assert (result.code, result.err) == (1, f"error: {SENTENCE}\n")

@@ -106,7 +106,7 @@ def started(job: dict[str, Any], script: Path, *arguments: object) -> list[Start
     return [Started(*command, **environment) for environment in environments_of(job, free_port())]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_pods_train(tmp_path: Path) -> None:
     job = manifest()
     job["spec"]["nprocPerNode"] = "1"

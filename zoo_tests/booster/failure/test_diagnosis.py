@@ -228,6 +228,7 @@ def reap_after_noting(folder: str) -> None:
     print(*(each.pid for each in children))
 
 
+@pytest.mark.slow
 def test_a_process_that_its_launcher_has_reaped_is_named_with_its_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def test_a_skipped_collective_that_hangs_nobody_is_found_by_counting(job: Callab
     assert_ended(outcome)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_ranks_end_with_the_process_that_holds_the_store(job: Callable[..., WatchedJob]) -> None:
     """Torchrun's agent is killed while the ranks are busy."""
     running = job("nothing", "step", "0", FLAT_JSON, STEP_S="1")
@@ -94,7 +94,7 @@ def test_torchrun_starts_the_ranks_again(job: Callable[..., WatchedJob]) -> None
     assert outcome.lines[0].startswith("error: rank 1 was ended by SIGKILL in optimizer.step (call 3)")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rank_that_takes_too_long_is_named_with_the_operation(job: Callable[..., WatchedJob]) -> None:
     """Plain torchrun. Rank 1 is slow, which is no fault; but the others were told to wait for 12 s only."""
     outcome = job("sleeping", "loader", "1", FLAT_JSON, launcher=TORCHRUN, TIMEOUT_S="12").outcome()

@@ -201,6 +201,7 @@ def _several(folder: str) -> None:
             accelerator.load_state(folder)
 
 
+@pytest.mark.slow
 def test_a_state_holds_several_models(tmp_path: Path) -> None:
     run_on_ranks(2, _several, str(tmp_path / "state"))
 

@@ -127,6 +127,7 @@ def test_a_script_without_steps(described: list[dict[str, int]], sentence: str, 
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_goes_on_training(tmp_path: Path) -> None:
     profile = JobProfile(1, tmp_path)
     scratch = str(profile.scratch)
@@ -148,6 +149,7 @@ def test_several_machines_write_files_of_their_own(tmp_path: Path, monkeypatch: 
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_memory_counts_a_storage_once() -> None:
     weight = torch.zeros(1000, 1000)
     views = [weight[index] for index in range(5)]

@@ -86,7 +86,7 @@ def test_releases_are_compared() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_class_that_does_not_answer_is_given_up_and_others_go_on() -> None:
     """Neither a class without a module nor one over its time ends the census."""
     heads = [HeadClass("bert", "NoSuchFor"), HeadClass("bert", "BertForMultipleChoice")]

@@ -52,6 +52,7 @@ def test_without_the_discipline_the_same_finds_states_that_are_lost(control: str
     assert [problem for problem in problems if "holds no " in problem]
 
 
+@pytest.mark.slow
 def test_without_the_discipline_kills_find_states_that_are_lost(nursery: Nursery, tmp_path: Path) -> None:
     """The last calls of a save are those that publish it."""
     problems: tuple[str, ...] = ()

@@ -143,6 +143,7 @@ def _mixture() -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_hidden_layers=2, vocab_size=67))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ep_size": 2}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
 def test_files_have_the_names_of_transformers_and_both_forms_open(options: dict[str, Any], tmp_path: Path) -> None:
     """An expert each, which `save_pretrained` writes, or all of a layer stacked, as they are in memory."""

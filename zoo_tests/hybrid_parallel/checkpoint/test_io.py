@@ -221,6 +221,7 @@ def test_a_save_replaces_the_one_before_as_a_whole(tmp_path: Path) -> None:
     assert len(list(path.iterdir())) == 3, "the files of the save before are gone"
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_is_refused(tmp_path: Path) -> None:
     case = Case(recipe=Recipe(family="bert", head="sequence", optimizer="adamw"), layout="tp2")
@@ -260,6 +261,7 @@ def test_an_optimizer_of_a_model_with_other_shapes_is_refused(tmp_path: Path) ->
         larger.booster.load_optimizer(larger.optimizer, tmp_path)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_parts_of_the_state_can_be_saved_alone(tmp_path: Path) -> None:
     case = Case(recipe=Recipe(family="bert", head="sequence", optimizer="adamw"), layout="pp2")
@@ -276,6 +278,7 @@ def test_parts_of_the_state_can_be_saved_alone(tmp_path: Path) -> None:
     assert (_step(other, case, 1), _step(other, case, 2)) == expected
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_loading_forgets_the_states_of_before(tmp_path: Path) -> None:
     """A checkpoint from before the first step has no states: those of the steps since must go."""

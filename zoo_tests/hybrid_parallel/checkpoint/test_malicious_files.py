@@ -221,6 +221,7 @@ def test_options_and_schedulers_that_are_no_json(text: str, tmp_path: Path) -> N
         load_lr_scheduler(None, str(tmp_path / "file.json"))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_nothing_is_unpickled_from_boost_to_load(tmp_path: Path) -> None:
     """Python announces every class that an unpickler looks up, whoever runs it."""

@@ -109,6 +109,7 @@ def _marked() -> list[Any]:
     return [pytest.param(*each, marks=pytest.mark.slow) for each in sample] + everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "precision", "layout", "sources"), _marked())
 def test_all_layouts_open_all_others(
     family: str, precision: str, layout: str, sources: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
@@ -138,6 +139,7 @@ def _save_and_open(case: Case, folder: Path) -> None:
     boosted.booster.load_checkpoint(folder, **_state(boosted))
 
 
+@pytest.mark.slow
 def test_a_buffer_of_every_rank_is_saved_once(tmp_path: Path) -> None:
     """BART's bias on logits belongs to the model itself, which every stage and every tensor-parallel rank has."""
     case = Case(recipe=Recipe(family="bart", head="generation"), layout="tp2pp2")

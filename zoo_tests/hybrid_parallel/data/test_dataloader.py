@@ -49,6 +49,7 @@ def _epochs(loader: ShardedDataLoader, count: int = 1) -> list[list[list[int]]]:
     return [[batch["x"].tolist() for batch in loader] for _ in range(count)]
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_shares_together_are_the_global_batches(samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:

@@ -259,6 +259,7 @@ def _later_batch(debug: bool) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_later_batches_are_compared_in_debug_mode_alone() -> None:
     assert run_on_ranks(2, _later_batch, False) == [None, None]
     assert all("'input_ids' of the batch differs" in message for message in run_on_ranks(2, _later_batch, True))

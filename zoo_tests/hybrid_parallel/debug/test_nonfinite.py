@@ -38,6 +38,7 @@ def _bad_gradient(layout: str, zero_stage: int, rank: int, name: str) -> str:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bad_gradient_on_one_rank_is_named_on_all(layout: str, zero_stage: int) -> None:

@@ -9,6 +9,7 @@ import ast
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -87,6 +88,7 @@ def test_a_default_group_for_gpu_tensors_only(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_every_collective_of_the_library_names_its_group() -> None:
     """Without an argument torch takes the default group, which may refuse CPU tensors; `world_group()` never does."""
     found = []

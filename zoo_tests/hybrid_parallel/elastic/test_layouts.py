@@ -68,6 +68,7 @@ def test_options_of_sequences_end_with_their_axis() -> None:
     assert "enable_sequence_parallelism" not in _choice(options, {}, 12).best(1)
 
 
+@pytest.mark.slow
 def test_a_plan_for_three_of_four_ranks() -> None:
     """Three replicas cannot share eight samples, and three ranks cannot share four heads."""
     request = {

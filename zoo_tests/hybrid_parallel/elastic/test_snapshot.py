@@ -28,6 +28,7 @@ def test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine(precision: st
         assert all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_refused_leaves_the_job_as_it_was(tmp_path: Path) -> None:
     for said, is_same in run_on_ranks(4, refused, str(tmp_path)):
         assert len(said) == 6 and is_same

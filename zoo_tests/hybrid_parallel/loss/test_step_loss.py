@@ -158,6 +158,7 @@ def test_batch_sizes_that_never_fill_the_micro_batches() -> None:
     assert dist.get_world_size() == booster.plugin.dp_size
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_first_batch_that_is_short_on_one_replica_is_refused_on_both() -> None:
     booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=4)), toy()

@@ -121,6 +121,7 @@ def _look(case: Case, maker: str) -> tuple[list[int], bool]:
     return outside, len(held) > 4 and all(_in_file(optimizer, each) for each in held)
 
 
+@pytest.mark.slow
 def test_states_of_one_bucket_are_in_memory_at_a_time(tmp_path: Path) -> None:
     case = Case(recipe=_RECIPE, layout="dp2", options=(("offload_optimizer", str(tmp_path)),))
     for outside, are_in_file in run_on_ranks(2, _look, case, "lamb"):
@@ -164,6 +165,7 @@ class _Decaying(torch.optim.AdamW):
         return super().step(closure)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_loaded_states_averages_and_unfrozen_parameters(tmp_path: Path) -> None:
     def run(**options: Any) -> tuple[list[Tensor], Any]:

@@ -58,6 +58,7 @@ def test_outputs_of_a_head_on_every_rank(family: str, head: str, layout: str) ->
     _check_outputs(family, head, layout)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_outputs_on_two_axes() -> None:
     _check_outputs("bert", "masked_lm", "tp2pp2")

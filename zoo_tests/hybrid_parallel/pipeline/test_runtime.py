@@ -196,6 +196,7 @@ def test_a_checkpoint_of_one_schedule_opens_under_the_others(family: str, tmp_pa
     assert losses == pytest.approx(plain.losses, rel=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["interleaved", "zbv"])
 @distributed(2)
 def test_a_model_without_values_gets_the_pieces_of_all_its_stages(style: str) -> None:
@@ -234,6 +235,7 @@ def _record(case: Case) -> int:
     return boosted.plugin.stage_index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["1f1b", "zbv"])
 def test_a_recorded_step_is_the_schedule(style: str, tmp_path: Path) -> None:
     case = _case("bert", style, "tp2pp2", record_schedule=str(tmp_path / "times"))

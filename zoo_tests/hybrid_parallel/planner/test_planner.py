@@ -147,6 +147,7 @@ def test_a_layout_is_what_the_plugin_reads(tmp_path: Path) -> None:
     assert config.options().items() >= expected.items()
 
 
+@pytest.mark.slow
 def test_a_step_adds_up() -> None:
     """Twice the layers take twice the time of the layers, and three passes of products are the model's work."""
     few, many = _predictor(4), _predictor(8)

@@ -63,6 +63,7 @@ def test_every_ordered_pair_of_layouts(family: str, tmp_path: Path) -> None:
     assert runs[0][0][0] == runs[1][0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [

@@ -170,6 +170,7 @@ def generate_compiled() -> tuple[list[list[int]], list[list[int]], int, set[str]
     return tokens, plain.eval().generate(**asked).tolist(), new_graphs, names ^ set(trained.weights)
 
 
+@pytest.mark.slow
 def test_generation_runs_eagerly() -> None:
     """A cache differs from layer to layer and from token to token; names of weights are the model's own."""
     ((tokens, plain, new_graphs, other_names),) = run_on_ranks(1, generate_compiled)

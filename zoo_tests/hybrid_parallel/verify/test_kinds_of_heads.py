@@ -55,6 +55,7 @@ def test_trains_as_plainly(family: str, name: str, options: dict[str, Any]) -> N
     assert losses.count == 2 and gradients.count > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "options", "least"),
     [
@@ -78,6 +79,7 @@ def test_outputs_without_a_gradient_are_refused() -> None:
         distance_from_wave({"logits": torch.ones(2, 3)}, {"input_ids": torch.ones(2, 3)})
 
 
+@pytest.mark.slow
 def test_noise_that_only_the_loss_draws_is_drawn_alike() -> None:
     case = VerifyCase(_tiny("rf_detr", "RfDetrForInstanceSegmentation"), 6, 2, _TP2 | {"num_microbatches": 1})
     case = replace(case, draws_alike=True)

@@ -45,6 +45,7 @@ def _batch() -> dict[str, Tensor]:
     return {"x": torch.randn(5, 3, generator=generator), "y": torch.randn(5, 1, generator=generator)}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_models_that_train_alike_and_one_that_does_not() -> None:
     report = verify(RECIPE.model, RECIPE.batch(0), HybridParallelPlugin(tp_size=2))

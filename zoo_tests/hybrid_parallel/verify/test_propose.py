@@ -63,6 +63,7 @@ def verify_on_rank(model_fn: Any, plan: Any) -> bool:
     return verify(model_fn, _batch(), HybridParallelPlugin(tp_size=2, custom_policy=plan.policy())).equal
 
 
+@pytest.mark.slow
 def test_an_own_module_trains_exactly_with_its_proposed_plan() -> None:
     plan = _proposal(Tagger)
     assert {path.rpartition(".")[2] for path in plan.styles} == {

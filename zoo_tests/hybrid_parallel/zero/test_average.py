@@ -103,6 +103,7 @@ def test_equals_torchs(maker: str, layouts: tuple[tuple[str, int], ...], tmp_pat
         )
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_in_16_bit_the_masters_are_averaged_and_come_back() -> None:
     training = start(Case(recipe=Recipe(family="llama", head="causal_lm", precision="bf16"), layout="dp2"), "lion")

@@ -51,6 +51,7 @@ def _train(pair: Pair, ordinary: bool = False, steps: int = STEPS) -> list[int]:
     return evaluations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordinary", [False, True])
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @distributed(2)
@@ -122,6 +123,7 @@ def test_a_closure_may_add_to_gradients_from_before() -> None:
         pair.plain_optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_is_refused(tmp_path: Path) -> None:
     for options, reason in (({"precision": "fp16"}, "precision='fp16'"), ({"nonfinite": "skip"}, "nonfinite='skip'")):

@@ -62,6 +62,7 @@ def test_equals_plain_torch(name: str, zero_stage: int) -> None:
     _train(Pair.make(make, zero_stage=zero_stage))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_optimizers_as_users_write_them() -> None:
     for zero_stage in (0, 1):
@@ -73,6 +74,7 @@ def test_optimizers_as_users_write_them() -> None:
             _train(Pair.make(lambda model, make=make: make(model.parameters()), zero_stage=zero_stage))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_adafactor_of_transformers() -> None:
     from transformers.optimization import Adafactor
@@ -81,6 +83,7 @@ def test_adafactor_of_transformers() -> None:
         _train(Pair.make(lambda model, options=options: Adafactor(model.parameters(), **options)))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_muon_gets_whole_matrices() -> None:
     """It rounds to bf16 inside, so that the last bit of a gradient can show."""

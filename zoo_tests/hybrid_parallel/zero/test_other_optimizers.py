@@ -132,6 +132,7 @@ def _evaluate_plain(recipe: Recipe) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2"])
 def test_schedule_free_optimizers_switch_the_weights_of_all_ranks(layout: str) -> None:
     recipe = replace(_RECIPE, max_norm=None)

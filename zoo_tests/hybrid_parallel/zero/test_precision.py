@@ -45,6 +45,7 @@ def _movement_of_a_bf16_run(lr: float, steps: int, **options: Any) -> Tensor:
     return _fp32_values(boosted[2], "first.weight") - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @distributed(2)
 def test_small_updates_add_up_in_master_weights(zero_stage: int) -> None:

@@ -161,6 +161,7 @@ def _clip(case: Case) -> None:
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_our_own_clipping_over_shards_and_stages() -> None:
     run_on_ranks(4, _clip, Case(recipe=Recipe(family="bert", head="masked_lm"), layout="tp2pp2"))
 

@@ -73,6 +73,7 @@ def test_equals_plain_training(maker: str, cases: list[Case], tmp_path: Path) ->
     check_run(cases, maker, borders, tmp_path)
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_share_of_the_states() -> None:
     numbers = numbers_of_states(_case("llama", "tp2", _SMALL), "muon")
     whole = numbers_of_states(_case("llama", "single", _SMALL), "muon")
@@ -80,6 +81,7 @@ def test_each_rank_has_its_share_of_the_states() -> None:
     assert max(numbers) < 0.6 * sum(whole)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_states_from_before_boost_of_plain_torch_and_of_parameters_unfrozen_later() -> None:
     """Whole states go to the owners; what is loaded is that of the plain optimizer, twice."""

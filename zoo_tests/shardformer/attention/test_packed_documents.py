@@ -52,6 +52,7 @@ def _outcomes(options: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
     return [*found, sum("keeps documents that are packed into a row apart" in line for line in lines)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}], ids=str)
 def test_documents_are_kept_apart_unless_the_batch_says_otherwise(options: dict[str, Any]) -> None:
     ranks = 2 if options else 1

@@ -133,6 +133,7 @@ def test_a_replica_without_samples_serves_the_others(layout: str) -> None:
 # ----- what ranks hold -----
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_an_expert_that_differs_between_its_holders() -> None:
     case = _case("dp4").but(options=(("ep_size", 2), ("debug", True)))
@@ -175,6 +176,7 @@ def _lazily(case: Case) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.slow
 def test_a_recorded_model_draws_the_same_experts() -> None:
     case = _case("dp2")
     with record_module_init():

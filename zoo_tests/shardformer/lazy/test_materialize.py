@@ -162,6 +162,7 @@ _EACH_LAYOUT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), _EACH_LAYOUT)
 def test_every_layout_builds_the_same_model(family: str, layout: str) -> None:
     _check_layout(_case(family, layout))

@@ -55,6 +55,7 @@ def test_the_same_values(family: str, size: str, tmp_path: Path) -> None:
     _check(type(model), tmp_path, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_base_into_a_head_and_back(tmp_path: Path) -> None:
     model = _main_model("bert")
     model.bert.save_pretrained(tmp_path / "base")
@@ -107,6 +108,7 @@ def test_files_are_read_once_and_only_when_asked_for(tmp_path: Path) -> None:
     assert sorted(call.args[1] for call in reading.call_args_list) == sorted(load_file(tmp_path / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_bin_files_are_read_where_allowed(tmp_path: Path) -> None:
     model = _main_model("gpt2")
     model.config.save_pretrained(tmp_path)

@@ -95,6 +95,7 @@ def test_losses_are_known_by_their_forward_and_not_by_a_name() -> None:
         assert head_loss_of(cls.__new__(cls)) is None, f"{cls.__name__} computes a loss of its own"
 
 
+@pytest.mark.slow
 def test_every_head_with_a_policy_has_a_loss() -> None:
     for qualified_name in supported_classes():
         module, _, name = qualified_name.rpartition(".")

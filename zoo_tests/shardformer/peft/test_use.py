@@ -111,6 +111,7 @@ _FURTHER = [
 ]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_prompts(tmp_path: Path) -> None:
     """What the table of docs/adapters.md says of them."""

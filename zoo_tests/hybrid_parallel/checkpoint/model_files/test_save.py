@@ -147,6 +147,7 @@ def _refuse(case: Case, directory: Path, message: str) -> None:
     run_on_ranks(2, _loading_is_refused, case, directory, message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_other_files_are_refused_on_every_rank(layout: str, tmp_path: Path) -> None:
     case = _case("bert", layout)
@@ -243,6 +244,7 @@ def test_an_error_on_one_rank_leaves_the_earlier_model(layout: str, rank: int, f
         assert torch.equal(param, other), name
 
 
+@pytest.mark.slow
 @distributed(1)
 def test_at_every_step_a_directory_opens_as_the_old_model_or_the_new(tmp_path: Path) -> None:
     """Saves of one file and of several over one another, looked at before and after every change of a name."""

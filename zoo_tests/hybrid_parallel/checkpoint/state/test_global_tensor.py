@@ -42,6 +42,7 @@ def _cut_tensors(draw: st.DrawFn) -> tuple[list[ShardSpec], list[list[int]]]:
     return specs, [[0, *cut, size] for cut, size in zip(cuts, sizes, strict=True)]
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(_cut_tensors())
 def test_pieces_cover_the_whole_tensor_once(cut: tuple[list[ShardSpec], list[list[int]]]) -> None:
@@ -102,6 +103,7 @@ def _manifest(state: object = None, sequence: int = 12) -> Manifest:
     return Manifest(sequence, {"b": SavedFile(100, 5)}, {'a/"ä\n': tensor}, {"extra": state})
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(_JSON, st.integers(0, 2**60))
 def test_a_manifest_is_read_as_it_was_written(
@@ -116,6 +118,7 @@ def test_a_manifest_is_read_as_it_was_written(
     assert json.loads(path.read_text())["sequence"] == sequence, "it is plain JSON"
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_and_every_cut_of_a_manifest_is_found(tmp_path: Path) -> None:
     path, sound = tmp_path / "manifest.json", _manifest({"text": ', "crc32": 5}'}).to_bytes()
     for position in range(len(sound)):

@@ -187,6 +187,7 @@ def _with_objects(kind: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_optimizers_in_every_form_and_a_loss_of_the_users_own() -> None:
     found = [run_on_ranks(2, _with_objects, kind)[0] for kind in ("object", "class", "function")]
     assert found[0] == found[1] == found[2]

@@ -216,6 +216,7 @@ def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: b
     return list(model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_slow_reader_finds_what_was_written_for_it(accumulates: bool, overlap: bool) -> None:
@@ -252,5 +253,6 @@ def _left_behind(boosts: int) -> tuple[int, int]:
     return files[-1] - files[0], sum(reference() is not None for reference in references)
 
 
+@pytest.mark.slow
 def test_models_leave_neither_files_nor_parameters() -> None:
     assert run_on_ranks(2, _left_behind, 4) == [(0, 0), (0, 0)]
