@@ -59,6 +59,22 @@ def _events(folder: Path, **wanted: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("pp_size", "loop"), [(2, "ordinary"), (1, "ordinary"), (1, "pipeline")])
+def test_every_loop(pp_size: int, loop: str, tmp_path: Path) -> None:
+    profile = JobProfile(2, tmp_path)
+    run_on_ranks(2, _trained, str(profile.scratch), 2, str(pp_size), "3", loop)
+    assert profile.finish().startswith("the profile of 2 steps on 2 ranks is in ")
+    for rank in range(2):
+        names = [each["name"] for each in _events(tmp_path, pid=rank, cat="user_annotation")]
+        assert [name for name in names if "Step" in name] == ["ProfilerStep#1", "ProfilerStep#2"]
+    actions = [each["name"] for each in _events(tmp_path, cat="pipeline")]
+    if pp_size == 2:
+        assert len(actions) == 2 * 8 and "backward 1, stage 0" in actions
+    else:
+        assert bool(actions) == (loop == "pipeline")
+
+
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     ended = _run(folder, 2, "2", "3", "pipeline")
@@ -81,22 +97,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(each["tid"] == int(each["name"][-1]) and each["dur"] > 0 for each in actions)
     for each in json.loads((folder / "memory.json").read_text())["ranks"]:
         assert each["peak_resident_bytes"] > 2**20 and each["tensors"][0]["bytes"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("pp_size", "loop"), [(2, "ordinary"), (1, "ordinary"), (1, "pipeline")])
-def test_every_loop(pp_size: int, loop: str, tmp_path: Path) -> None:
-    profile = JobProfile(2, tmp_path)
-    run_on_ranks(2, _trained, str(profile.scratch), 2, str(pp_size), "3", loop)
-    assert profile.finish().startswith("the profile of 2 steps on 2 ranks is in ")
-    for rank in range(2):
-        names = [each["name"] for each in _events(tmp_path, pid=rank, cat="user_annotation")]
-        assert [name for name in names if "Step" in name] == ["ProfilerStep#1", "ProfilerStep#2"]
-    actions = [each["name"] for each in _events(tmp_path, cat="pipeline")]
-    if pp_size == 2:
-        assert len(actions) == 2 * 8 and "backward 1, stage 0" in actions
-    else:
-        assert bool(actions) == (loop == "pipeline")
 
 
 @pytest.mark.slow

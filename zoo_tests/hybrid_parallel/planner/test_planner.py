@@ -254,7 +254,7 @@ def test_lengths_beyond_the_model_are_refused_in_one_sentence() -> None:
         predictor.predict(Layout(1, 1, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_model_of_405_billion_parameters_on_16384_devices() -> None:
     """Under 10 s on an idle laptop; the limit is of processor time, and wide, since other tests run meanwhile."""
     config = LlamaConfig(
