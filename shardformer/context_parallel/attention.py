@@ -163,14 +163,29 @@ def use_context_attention(model: nn.Module, mode: str, axis: ZigzagSharding) -> 
         module.context_axis = axis
 
 
-def gather_behind(layer: nn.Module, axis: ZigzagSharding) -> None:
-    """Gather whole sequences, [batch, part, hidden] -> [batch, seq, hidden], after `layer`, the last layer."""
+def gather_behind(module: nn.Module, layer: nn.Module, axis: ZigzagSharding) -> None:
+    """Gather whole sequences, [batch, part, hidden] -> [batch, seq, hidden], after `module`, which runs the last layer.
 
-    def gather(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    Args:
+        module: the last layer, or the module that returns the hidden states behind it.
+        layer: the last layer, whose mask knows how long the sequences are.
+        axis: the ranks that share them.
+    """
+    length = 0
+
+    def note(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        nonlocal length
         mask = next(value for value in (*args, *kwargs.values()) if isinstance(value, PendingMask))
-        return first_output(output, lambda x: axis.gather(x, mask.of(axis).of.length))
+        length = mask.of(axis).of.length
 
-    layer.register_forward_hook(gather, with_kwargs=True)
+    def gather(_: nn.Module, args: tuple, output: Any) -> Any:
+        if not hasattr(output, "last_hidden_state"):
+            return first_output(output, lambda x: axis.gather(x, length))
+        output.last_hidden_state = axis.gather(output.last_hidden_state, length)
+        return output
+
+    layer.register_forward_pre_hook(note, with_kwargs=True)
+    module.register_forward_hook(gather)
 
 
 def _register(name: str, implementation: str, mode: str) -> None:

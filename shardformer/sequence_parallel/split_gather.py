@@ -7,6 +7,7 @@ with `reduce_scatter`. A length that the number of ranks does not divide is padd
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -202,7 +203,19 @@ def run_whole(module: nn.Module, region: SequenceParallel) -> None:
         return region.enter(x.unflatten(0, (-1, region.length))).flatten(0, 1)  # experts return [tokens, hidden]
 
     module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, region.leave), with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: first_output(output, enter))
+    module.register_forward_hook(lambda _, __, output: _outputs_of_tokens(output, enter))
+
+
+def _outputs_of_tokens(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to all that a module returns a token, [batch, seq, ...]: DBRX's attention has its residual, too."""
+    if not isinstance(output, tuple) or output[0].dim() <= 2:
+        return first_output(output, change)
+    first = output[0]
+
+    def is_of_tokens(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() == first.dim() and x.shape[:2] == first.shape[:2]
+
+    return tuple(change(each) if is_of_tokens(each) else each for each in output)
 
 
 def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:

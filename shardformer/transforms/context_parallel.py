@@ -60,6 +60,8 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
         yield "which takes no position_ids"
     elif not _makes_masks(base):
         yield "which does not make its masks by transformers' functions"
+    elif _is_called_with_masks(model, base):
+        yield "which makes its masks before the module that reads the tokens"
     if getattr(text, "attn_logit_softcapping", None) is not None:
         yield "whose attention scores are soft-capped"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -84,16 +86,25 @@ def _makes_masks(base: nn.Module) -> bool:
     return any(name.startswith("create_") and name.endswith("_mask") for name in names)
 
 
+def _is_called_with_masks(model: nn.Module, base: nn.Module) -> bool:
+    """Whether a module between the model and the reader of its tokens takes them too, as where images join them."""
+    path = next(name for name, module in model.named_modules() if module is base).split(".")
+    between = [model.get_submodule(".".join(path[:depth])) for depth in range(1, len(path))]
+    return any("input_ids" in inspect.signature(each.forward).parameters for each in between)
+
+
 def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, positions: Positions) -> None:
     """Shard the inputs of the base model along the sequence.
 
-    If the head needs full sequences, its input is gathered after the last layer.
+    If the head needs full sequences, they are gathered after the last layer; or, if the module whose inputs are sharded
+    runs the layers itself, after that one, which may give its output the shape of its inputs (GPT-2).
     """
-    axis = config.context
-    cut_inputs(_reader_of_tokens(model, policy), axis, positions)
+    axis, reader = config.context, _reader_of_tokens(model, policy)
+    cut_inputs(reader, axis, positions)
     head = head_loss_of(model)
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token
-    last = model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))[-1]
-    if not model.returns_parts and not isinstance(last, StagePlaceholder):
-        gather_behind(last, axis)
+    layers = model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))
+    if not model.returns_parts and not isinstance(layers[-1], StagePlaceholder):
+        runs_layers = any(child is layers for child in reader.children())
+        gather_behind(reader if runs_layers else layers[-1], layers[-1], axis)

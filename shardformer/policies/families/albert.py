@@ -97,7 +97,8 @@ class AlbertPolicy(Policy):
         """Give the list of layer groups the depth of the model if its first and last layer need hooks of their own."""
         encoder = self.model.get_submodule(self.base_path).encoder
         depth, groups = encoder.config.num_hidden_layers, encoder.config.num_hidden_groups
-        has_hooks = self.shard_config.stage_manager.num_stages > 1 or self.shard_config.sequence is not None
+        shards = (self.shard_config.sequence, self.shard_config.context)
+        has_hooks = self.shard_config.stage_manager.num_stages > 1 or any(each is not None for each in shards)
         if has_hooks and not isinstance(encoder.albert_layer_groups, RepeatedLayers):
             order = [int(position / (depth / groups)) for position in range(depth)]  # same formula as in transformers
             encoder.albert_layer_groups = RepeatedLayers(encoder.albert_layer_groups, order)
