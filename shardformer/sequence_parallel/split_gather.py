@@ -207,7 +207,7 @@ def run_whole(module: nn.Module, region: SequenceParallel) -> None:
 
 
 def _outputs_of_tokens(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to all that a module returns a token, [batch, seq, ...]: DBRX's attention has its residual, too."""
+    """Apply `change` to all that a module returns for a token, [batch, seq, ...]: DBRX returns a residual, too."""
     if not isinstance(output, tuple) or output[0].dim() <= 2:
         return first_output(output, change)
     first = output[0]

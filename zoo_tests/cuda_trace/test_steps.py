@@ -101,7 +101,6 @@ def _trace(tracer: subprocess.Popen[str], family: str, layout: str) -> dict[str,
     return json.loads(answer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), _cases())
 def test_a_step_does_not_wait_for_the_device(tracer: subprocess.Popen[str], family: str, layout: str) -> None:
     counts = _trace(tracer, family, layout)

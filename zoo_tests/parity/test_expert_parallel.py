@@ -115,7 +115,6 @@ def _parameters(fast: list[Case], slow: list[Case]) -> list:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _parameters(FAST, SLOW))
 def test_experts_on_several_ranks_train_like_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)

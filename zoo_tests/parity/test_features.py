@@ -157,7 +157,6 @@ def _parameters() -> list:
     return fast + [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _parameters())
 def test_options_together(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)

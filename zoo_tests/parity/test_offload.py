@@ -67,7 +67,6 @@ def _train(case: Case, directory: Path) -> list[RankReport]:
     return run_on_ranks(case.sizes.world_size, train_sharded, case, directory)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _cases())
 def test_bits_equal_those_without(case: Case, tmp_path: Path) -> None:
     plain = _train(case, tmp_path / "plain")

@@ -93,7 +93,6 @@ def test_stages_in_a_v(family: str) -> None:
     _check_ways(family, pp_size=2, pp_style="zbv")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", _families(("gpt2",), "llama", "t5", "bart", "mixtral", "chatglm2"))
 @distributed(4)
 def test_sharded_stages(family: str) -> None:

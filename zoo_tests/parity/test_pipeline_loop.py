@@ -56,7 +56,6 @@ def _params() -> list:
     return [pytest.param(case.but(ordinary_loop=True), id=str(case), marks=marks) for case, marks in cases]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _params())
 def test_ordinary_loop_of_a_pipeline(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)

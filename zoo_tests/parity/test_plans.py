@@ -55,12 +55,26 @@ def _cases() -> Iterator:
                 break
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("head", "layout"), list(_cases()))
 def test_trains_like_plain_training(head: HeadClass, layout: str) -> None:
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     assert sharded_verdict(head, layout, plain) == "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DbrxForCausalLM", "Qwen4ExpForCausalLM"])
+def test_parts_that_return_several_tensors_of_the_tokens_between_slices_of_the_sequence(name: str) -> None:
+    [head] = [head for head in head_classes() if head.name == name]
+    plain = plain_run(head)
+    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    assert sharded_verdict(head, "sp2", plain) == "exact"
+
+
+def test_masks_of_a_module_around_the_reader_of_tokens_are_refused_under_cp() -> None:
+    [head] = [head for head in head_classes() if head.name == "Gemma4UnifiedForConditionalGeneration"]
+    verdict = sharded_verdict(head, "cp2", plain_run(head))
+    assert "which makes its masks before the module that reads the tokens; use cp_size=1" in verdict
 
 
 def _towers() -> Iterator:

@@ -33,7 +33,6 @@ def _cases(precision: str, optimizer: str, layouts: tuple[str, ...], turn: int, 
     return cases
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _cases("fp32", "adamw", ("tp4", "tp2pp2", "pp2dp2"), 0))
 def test_fp32_with_adamw(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path, weights=False)

@@ -78,7 +78,6 @@ def _cases() -> list:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _cases())
 def test_trains_like_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)
