@@ -87,10 +87,11 @@ def _makes_masks(base: nn.Module) -> bool:
 
 
 def _is_called_with_masks(model: nn.Module, base: nn.Module) -> bool:
-    """Whether a module between the model and the reader of its tokens takes them too, as where images join them."""
+    """Whether a module between the model and the reader of its tokens makes the masks, as where images join them."""
     path = next(name for name, module in model.named_modules() if module is base).split(".")
     between = [model.get_submodule(".".join(path[:depth])) for depth in range(1, len(path))]
-    return any("input_ids" in inspect.signature(each.forward).parameters for each in between)
+    called = {name for each in between for name in inspect.unwrap(type(each).forward).__code__.co_names}
+    return any(name.startswith("create_") and "mask" in name for name in called)
 
 
 def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, positions: Positions) -> None:
