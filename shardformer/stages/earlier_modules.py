@@ -132,13 +132,24 @@ class KeptOutput(StagePlaceholder):
     Args:
         path: path of the module in the base model.
         count: number of tensors in the output of the module; 0 for a bare tensor.
-        module: the full module, if its output is not a tuple of tensors; its structure is computed on the meta device.
+        module: the full module, if its output is not a tuple of tensors, or models read attributes of its parts (the
+            dtype of DINOv3's patch embedding); its structure is computed on the meta device.
     """
 
     def __init__(self, path: str, count: int, module: nn.Module | None = None) -> None:
         super().__init__()
         self.path, self.count = path, count
-        self._shapes = (MetaModule(module),) if module is not None and count else ()
+        self._module = () if module is None else (MetaModule(module),)
+        self._shapes = self._module if count else ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the full module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not self.__dict__.get("_module"):
+                raise
+        return getattr(self._module[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received output; a dummy before the first message."""

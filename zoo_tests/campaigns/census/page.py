@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from zoo_tests.campaigns.census.classes import HeadClass
+from zoo_tests.campaigns.census.reasons import NOT_IN_STAGES
 from zoo_tests.campaigns.census.verdict import AXES, EXACT, OUTCOMES, WITH_CRITERION, Share, Verdict, kind_of
 
 CLASS = "CLASS"  # stands for the name of a class in a sentence that several share
@@ -106,7 +107,9 @@ def _failures(verdicts: dict[HeadClass, Verdict]) -> list[str]:
         for where, reason in verdict.failures():
             if not _is_grouped(where, reason):
                 lines.append(f"| `{head.name}` | {where} | {_cell(reason)} |")
-    return lines
+    refused = {head.name for head, verdict in verdicts.items() if verdict.outcome("pp2") == "refused"}
+    rows = [f"| `{name}` | {why} |" for name, why in NOT_IN_STAGES.items() if name in refused]
+    return [*lines, "", "| Not in stages | Why |", "|---|---|", *rows] if rows else lines
 
 
 def _cell(reason: str) -> str:
@@ -117,13 +120,17 @@ def _cell(reason: str) -> str:
 def _refusals(verdicts: dict[HeadClass, Verdict]) -> list[str]:
     """What layouts beyond `AXES` refuse, by sentence: many families have no sequence to divide."""
     names: dict[tuple[str, str], list[str]] = {}
+    sentences: dict[tuple[str, str], str] = {}
     for head, verdict in verdicts.items():
         for where, reason in verdict.failures():
             if _is_grouped(where, reason):
                 sentence = _cell(reason.replace(head.name, CLASS))
-                names.setdefault((where, sentence), []).append(f"`{head.name}`")
+                key = where, sentence.partition("; use ")[0]
+                names.setdefault(key, []).append(f"`{head.name}`")
+                if sentences.setdefault(key, sentence).endswith("…"):  # of a long name the end is cut off
+                    sentences[key] = sentence
     ordered = sorted(names.items(), key=lambda item: (item[0][0], -len(item[1])))
-    rows = [f"| {where} | {reason} | {len(each)} | {', '.join(each)} |" for (where, reason), each in ordered]
+    rows = [f"| {key[0]} | {sentences[key]} | {len(each)} | {', '.join(each)} |" for key, each in ordered]
     titles = "| Refused under | Reason | Number | Classes |"
     return ["", "## What sp2 and cp2 refuse", "", titles, "|---|---|---|---|", *rows] if rows else []
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plugins.hybrid_parallel.pipeline.p2p import to_header
 from shardformer.policies.plans.declared import DeclaredPlan
-from shardformer.stages.earlier_modules import MetaModule
+from shardformer.stages.earlier_modules import KeptOutput, MetaModule
 from shardformer.stages.placeholders import Skipped, with_attributes
 from shardformer.stages.stage import PipelineStageManager, Received, StageLayout, StagePartitioner, run_stage
 
@@ -168,3 +168,13 @@ def test_models_look_up_the_parts_of_a_layer_that_is_elsewhere() -> None:
 def test_a_message_of_too_many_tensors_is_refused() -> None:
     with pytest.raises(ValueError, match="has 65 tensors, more than 64"):
         to_header((None,) * 65)
+
+
+def test_attributes_of_a_kept_module_are_read_as_of_the_module() -> None:
+    """DINOv3 casts its pixels to the dtype of the patch embedding, on every stage: that of the hidden state there."""
+    native = nn.Sequential(OrderedDict(patches=nn.Linear(3, 5)))
+    kept = KeptOutput("embeddings", 0, native)
+    assert kept.patches.in_features == 3 and kept.patches.weight.dtype == kept.dtype
+    assert not list(kept.parameters())
+    with pytest.raises(AttributeError):
+        _ = KeptOutput("embeddings", 0).patches
