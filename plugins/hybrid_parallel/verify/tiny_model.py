@@ -6,6 +6,7 @@ Fields are recognized by their names. Nothing here depends on the model family, 
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -210,7 +211,7 @@ def build_small(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         with _marked_memory():
-            model = model_class(config)
+            model = model_class(copy.deepcopy(config))  # sharding enters its attention in a model's configuration
         with torch.no_grad():
             # Biases start at 0 and norms at 1: noise makes errors in them visible.
             for param in model.parameters():
