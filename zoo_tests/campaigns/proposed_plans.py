@@ -164,8 +164,8 @@ def ship(pattern: str) -> None:
                 plans += [] if subject is None else [(subject[0].build().base_model_prefix, proposed(subject))]
             except Exception as error:  # arbitrary exception types of arbitrary models
                 sys.stdout.write(f"{family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
-        stages = {"stages": table[family]["stages"]} if "stages" in table.get(family, {}) else {}
-        table[family] = json.loads((of_family(plans) if plans else ProposedPlan()).to_json()) | stages
+        derived = json.loads((of_family(plans) if plans else ProposedPlan()).to_json())
+        table[family] = table.get(family, {}) | {name: derived[name] for name in derived if name != "stages"}
         sys.stdout.write(f"{family}: {len(plans)} of {len(heads)} heads run, {len(table[family]['styles'])} styles\n")
         sys.stdout.flush()
         rows = [f"{json.dumps(name)}: {json.dumps(plan)}" for name, plan in sorted(table.items())]
