@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     poison_fresh_memory()
     if config.getoption("--device"):
         _choose_device(config.getoption("--device"))
+    if config.getoption("--write-support") and config.getoption("--sample"):
+        raise pytest.UsageError("--write-support writes what all cases prove; use it without --sample")
     matrix = SupportMatrix(config.getoption("--write-support"), hasattr(config, "workerinput"))
     config.pluginmanager.register(matrix, "support-matrix")
 
