@@ -28,6 +28,12 @@ from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_
 from shardformer.layers.fused_ops import has_compiler
 
 Step = Callable[[], None]
+# Way -> options of the plugin.
+_OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours compiled": {"compile_layers": True},
+    "ours fp8": {"precision": "fp8"},
+}
 # Calls a function with these arguments on one rank, which has a process group.
 Runner = Callable[..., Any]
 _TIMEOUT_S = 300.0
@@ -121,6 +127,17 @@ SHAPES = {
 }
 
 
+_COLUMNS = [
+    "plain transformers",
+    "transformers, layers compiled",
+    "transformers, Liger kernels",
+    "with `compile_layers`, relative to without",
+    "in fp8, relative to bf16",
+    "of the measured matrix peak",
+    "memory",
+]
+
+
 def build(shape: Shape, device: torch.device, is_real: bool) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, shape.config)(**(shape.real if is_real else shape.small), **shape.more)
@@ -151,7 +168,8 @@ def plain_step(model: nn.Module, batch: dict[str, torch.Tensor], device: torch.d
 
 
 def our_step(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) -> Step:
-    booster = Booster(plugin=HybridParallelPlugin(precision="bf16", enable_all_optimization=True, **options))
+    plugin = HybridParallelPlugin(**{"precision": "bf16", "enable_all_optimization": True, **options})
+    booster = Booster(plugin=plugin)
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
 
     def step() -> None:
@@ -180,6 +198,11 @@ def liger_step(shape: Shape, model: nn.Module, batch: dict[str, torch.Tensor], d
 def has_liger(shape: Shape, device: torch.device) -> bool:
     """Return whether Liger's kernels are installed and serve this family and device."""
     return bool(shape.liger) and device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether the device multiplies matrices in 8 bit."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def matmul_peak(device: torch.device, is_real: bool) -> float:
@@ -221,8 +244,8 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
     """Measure one shape on this rank's device.
 
     Returns:
-        "times": way -> seconds of each step, or a text about why there are none; "flops": those of a step; "peak":
-        the device's FLOP/s.
+        "times": way -> seconds of each step, or a text about why there are none; "memory": way -> the most bytes of the
+        device that were in use, on a GPU; "flops": those of a step; "peak": the device's FLOP/s.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     shape = SHAPES[name]
@@ -230,8 +253,8 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
     def make(way: str) -> Step:
         model = build(shape, device, is_real)
         batch = batch_of(shape, model, device, is_real)
-        if way in ("ours", "ours compiled"):
-            step = our_step(model, batch, compile_layers=way == "ours compiled")
+        if way in _OURS:
+            step = our_step(model, batch, **_OURS[way])
         elif way == "liger":
             step = liger_step(shape, model, batch, device)
         else:
@@ -246,7 +269,9 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
     ways = ["plain", "ours", "compiled"]
     ways += ["ours compiled"] if has_compiler(device.type) else []
     ways += ["liger"] if has_liger(shape, device) else []
+    ways += ["ours fp8"] if is_real and has_fp8(device) else []
     times: dict[str, list[float] | str] = {}
+    memory: dict[str, int] = {}
     for together in [[way] for way in ways] if is_real else [ways]:
         try:
             times |= turns({way: make(way) for way in together}, repeats, _WARM_UP)
@@ -255,12 +280,14 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
         except Exception as error:  # the other ways are still worth their time on the GPU
             times |= dict.fromkeys(together, _reason(error))
         if is_real:  # before the next model is built
+            memory[together[0]] = torch.cuda.max_memory_allocated(device)
             gc.collect()
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
     meta = torch.device("meta")
     counted = build(shape, meta, is_real)
     work = flops(counted, batch_of(shape, counted, meta, is_real))
-    return {"times": times, "flops": work, "peak": matmul_peak(device, is_real)}
+    return {"times": times, "memory": memory, "flops": work, "peak": matmul_peak(device, is_real)}
 
 
 def report(quick: bool, run: Runner | None = None, until: float = float("inf")) -> str:
@@ -277,26 +304,20 @@ def report(quick: bool, run: Runner | None = None, until: float = float("inf")) 
     rows: list[list[object]] = []
     for name in list(SHAPES)[:2] if quick else SHAPES:
         if time.monotonic() > until:
-            rows.append([name, *["no time left"] * 5])
+            rows.append([name, *["no time left"] * len(_COLUMNS)])
             continue
         try:
             rows.append(_row(name, run(measure, name, 3 if quick else 9, on_gpu)))
         except RankFailure as failure:
-            rows.append([name, *[_reason(failure)] * 5])
+            rows.append([name, *[_reason(failure)] * len(_COLUMNS)])
     where = torch.cuda.get_device_name() if on_gpu else "small shapes; no GPU was measured"
     return table(
         f"Training on one device, bf16 ({where}): the booster's speed relative to others",
-        [
-            "model",
-            "plain transformers",
-            "transformers, layers compiled",
-            "transformers, Liger kernels",
-            "with `compile_layers`, relative to without",
-            "of the measured matrix peak",
-        ],
+        ["model", *_COLUMNS],
         rows,
-        "Ratios of median step times; above 1.0 the booster is faster, or the option makes it faster. The last "
-        "column counts 6 operations a parameter and token and attention (half of it where it is causal).",
+        "Ratios of median step times; above 1.0 the booster is faster, or the option makes it faster. The share of the "
+        "peak counts 6 operations a parameter and token and attention (half of it where it is causal). Memory is the "
+        "most that tensors took, relative to plain transformers: below 1.0 the booster needs less.",
     )
 
 
@@ -308,9 +329,11 @@ def _reason(error: Exception) -> str:
 def _row(name: str, found: dict[str, Any]) -> list[object]:
     times, ours = found["times"], found["times"]["ours"]
     others = [_compared(ours, times.get(way, "-")) for way in ("plain", "compiled", "liger")]
-    others.append(_compared(times["ours compiled"], ours) if "ours compiled" in times else "-")
+    others += [_compared(times[way], ours) if way in times else "-" for way in ("ours compiled", "ours fp8")]
     share = ours if isinstance(ours, str) else f"{found['flops'] / statistics.median(ours) / found['peak']:.0%}"
-    return [name, *others, share]
+    memory = found["memory"]
+    less = memory["ours"] / memory["plain"] if memory.get("plain") and not isinstance(times["plain"], str) else "-"
+    return [name, *others, share, less]
 
 
 def _compared(ours: list[float] | str, theirs: list[float] | str) -> float | str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zoo_tests.gpu.training import generate, on_ranks, resume, train
+from zoo_tests.gpu.training import generate, needs_real_gpu, on_ranks, resume, train
 
 FP32 = 1e-4  # as in test_one_rank.py
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, options)
@@ -20,6 +20,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, 
     "pp2": (2, {"pp_size": 2, "num_microbatches": 4}),
     "pp2, zero-bubble": (2, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zbv"}),
     "dp2, ZeRO-1": (2, {"dp_size": 2, "zero_stage": 1, "zero_bucket_size_in_mb": 0.05}),
+    "dp2, ZeRO-3": (2, {"dp_size": 2, "zero_stage": 3, "zero_bucket_size_in_mb": 0.05}),
+    "dp2, ZeRO-3, all in the memory of the host": (
+        2,
+        {"dp_size": 2, "zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ),
     "cp2, ring": (2, {"cp_size": 2}),
     "cp2, all-to-all": (2, {"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
     "tp2, sequence parallelism": (2, {"tp_size": 2, "enable_sequence_parallelism": True}),
@@ -37,6 +42,7 @@ OTHERS = [  # of the families that differ most, where they differ
 @pytest.mark.parametrize(("family", "layout"), [*(("llama", layout) for layout in LAYOUTS), *OTHERS])
 def test_layout(family: str, layout: str) -> None:
     world_size, options = LAYOUTS[layout]
+    needs_real_gpu(options)
     for losses, plain in on_ranks(world_size, train, family, options):
         assert losses == pytest.approx(plain, rel=FP32)
 

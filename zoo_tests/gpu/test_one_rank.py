@@ -7,13 +7,26 @@ fp32 loses over three steps of AdamW. In 16 and 8 bit the tolerance is about the
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zoo_tests.gpu import device
-from zoo_tests.gpu.training import FAMILIES, Training, build, generate, on_ranks, resume, train, train_plainly
+from zoo_tests.gpu.training import (
+    FAMILIES,
+    Training,
+    batch,
+    build,
+    generate,
+    needs_real_gpu,
+    on_ranks,
+    resume,
+    train,
+    train_plainly,
+)
 
 FP32, BF16, FP8 = 1e-4, 2e-2, 5e-2
 # Also what a package that is installed computes: Liger's and apex's norms, kernels that Triton compiles.
@@ -27,6 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "micro-batches": {"num_microbatches": 4},
     "LoRA": {"adapters": True},
     "no ZeRO": {"zero_stage": 0},
+    "ZeRO-2": {"zero_stage": 2},
+    "ZeRO-3": {"zero_stage": 3},
+    "states in the memory of the host": {"offload_optimizer": "cpu"},
+    "activations in the memory of the host": {"offload_activations": "cpu"},
+    "all in the memory of the host": {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
     "compiled layers": {"compile_layers": True},
     "compiled layers, recomputed": {"compile_layers": True, "gradient_checkpointing": "full"},
 }
@@ -42,6 +60,7 @@ def test_fp32(family: str) -> None:
 def test_option(name: str) -> None:
     if "compile_layers" in OPTIONS[name] and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
+    needs_real_gpu(OPTIONS[name])
     ((losses, plain),) = on_ranks(1, train, "llama", OPTIONS[name])
     assert losses == pytest.approx(plain, rel=FP32)
 
@@ -56,6 +75,34 @@ def test_fp8() -> None:
         pytest.skip(f"products in 8 bit need compute capability 8.9, and this GPU has {device.capability()}")
     ((losses, plain),) = on_ranks(1, train, "llama", {"precision": "fp8"})
     assert losses == pytest.approx(plain, rel=FP8)
+
+
+def waits(options: dict[str, Any]) -> list[str]:
+    """Where the host waited for the GPU in a step of batches that are there already; torch names the lines."""
+    training = Training("llama", **options)
+    batches = [{"input_ids": (ids := batch(step)["input_ids"].cuda()), "labels": ids} for step in range(2)]
+    for each in batches:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True, action="always") as said:
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                training.booster.execute_pipeline(
+                    iter([each]), training.model, optimizer=training.optimizer, return_loss=False
+                )
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return [f"{each.filename}:{each.lineno}" for each in said if "synchronizing CUDA" in str(each.message)]
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16"}, {}], ids=["bf16", "fp16", "fp32"])
+def test_the_host_waits_once(options: dict[str, Any]) -> None:
+    """For whether the gradients are finite; `cuda_trace` finds the same on fake tensors."""
+    if device.chosen() != device.GPU:
+        pytest.skip("the simulated device has no such mode of debugging")
+    (found,) = on_ranks(1, waits, options)
+    assert len(found) == 1 and "zero/optimizer.py" in found[0], found
 
 
 def overflow() -> tuple[list[float], list[float]]:

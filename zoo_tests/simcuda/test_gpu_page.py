@@ -53,14 +53,15 @@ def measure_as_on_a_gpu() -> tuple[dict[str, Any], list[object]]:
 
 def test_ways_that_do_not_fit_together() -> None:
     ((found, row),) = run_on_ranks(1, measure_as_on_a_gpu, device="simcuda")
-    assert set(found["times"]) == {"plain", "ours", "compiled"} and found["times"]["compiled"] == "out of memory"
+    assert set(found["times"]) == {"plain", "ours", "compiled", "ours fp8"} and found["times"]["compiled"] == "out of memory"
     assert found["of a failure"] == "ValueError: a / b"
-    assert row[0] == "tiny" and row[1] > 0 and row[2:5] == ["out of memory", "-", "-"] and row[5].endswith("%")
+    assert row[0] == "tiny" and row[1] > 0 and row[2:5] == ["out of memory", "-", "-"] and row[6].endswith("%")
 
 
 def test_table_of_a_gpu() -> None:
     """A process for each shape; what fails or has no time left is a row, and the others are measured."""
     measured = {"times": {"plain": [2.0], "ours": [1.0], "ours compiled": [0.5]}, "flops": 1e12, "peak": 2e12}
+    measured["memory"] = {"plain": 4, "ours": 3, "ours compiled": 3}
     answers = [[measured], RankFailure("rank 0 did not answer"), *[[measured]] * 4]
     with (
         mock.patch.object(single_device, "run_on_local_ranks", side_effect=answers) as run,
@@ -70,9 +71,9 @@ def test_table_of_a_gpu() -> None:
         table = single_device.report(quick=False, until=time.monotonic() + 60)
         late = single_device.report(quick=True, until=time.monotonic() - 1)
     lines = table.splitlines()
-    assert "(a GPU)" in lines[0] and "| Llama 1B | 2.000 | - | - | 2.000 | 50% |" in lines
+    assert "(a GPU)" in lines[0] and "| Llama 1B | 2.000 | - | - | 2.000 | - | 50% | 0.750 |" in lines
     assert sum("RankFailure: rank 0 did not answer" in line for line in lines) == 1
-    assert late.count("no time left") == 2 * 5 and run.call_count == len(answers)
+    assert late.count("no time left") == 2 * 7 and run.call_count == len(answers)
     assert all(call.kwargs["device"] == "cuda" and call.kwargs["timeout_s"] <= 60 for call in run.call_args_list)
     assert all(call.args[-1] is True for call in run.call_args_list), "the shapes were not real"
 
