@@ -63,11 +63,21 @@ def reason_not_usable(name: str) -> str:
         importlib.import_module(_PACKAGES[name])
     except (ImportError, OSError) as error:  # built for another torch or CUDA: undefined symbols, missing libraries
         return f"cannot be imported ({_first_line(error)}); install a build for torch {torch.__version__}"
-    return "" if name == XFORMERS or _is_known_to_transformers(name) else "is no version that transformers takes"
+    if name == XFORMERS:
+        lacks = "has no kernels that load here (built for another torch or Python, or for CPUs)"
+        return "" if _xformers_has_kernels() else f"{lacks}; install a build for torch {torch.__version__}"
+    return "" if _is_known_to_transformers(name) else "is no version that transformers takes"
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _xformers_has_kernels() -> bool:
+    """Ask xformers, whose Python part can be imported without its kernels."""
+    from xformers.ops.fmha import cutlass
+
+    return bool(cutlass.FwOp.is_available())
 
 
 def _is_known_to_transformers(name: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardformer.attention.backends import reason_not_usable
 from zoo_tests.gpu import device
 from zoo_tests.gpu.training import (
     FAMILIES,
@@ -102,7 +103,8 @@ def test_the_host_waits_once(options: dict[str, Any]) -> None:
     if device.chosen() != device.GPU:
         pytest.skip("the simulated device has no such mode of debugging")
     (found,) = on_ranks(1, waits, options)
-    assert len(found) == 1 and "zero/optimizer.py" in found[0], found
+    ours = [line for line in found if "/transformers/" not in line]
+    assert len(ours) == 1 and "zero/optimizer.py" in ours[0], found
 
 
 def overflow() -> tuple[list[float], list[float]]:
@@ -157,5 +159,7 @@ def test_generate() -> None:
 def test_attention_kernel(kernel: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
+    if reason := reason_not_usable(kernel):
+        pytest.skip(f"{package} {reason}")
     ((losses, plain),) = on_ranks(1, train, "llama", {"precision": "bf16", "enable_flash_attention": kernel})
     assert losses == pytest.approx(plain, rel=BF16)

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -210,8 +210,12 @@ def _batch(
 
 
 @contextmanager
-def xformers() -> Iterator[Calls]:
-    """Install a stand-in of xformers that refuses what its CUTLASS kernels refuse; yield its calls."""
+def xformers(has_kernels: bool = True) -> Iterator[Calls]:
+    """Install a stand-in of xformers that refuses what its CUTLASS kernels refuse; yield its calls.
+
+    Args:
+        has_kernels: whether it says that its kernels are loaded.
+    """
     calls: Calls = []
 
     class LowerTriangularMask:
@@ -248,7 +252,9 @@ def xformers() -> Iterator[Calls]:
         return found.transpose(1, 2)
 
     contents = {each.__name__: each for each in (LowerTriangularMask, memory_efficient_attention)}
-    with installed({"xformers": {}, "xformers.ops": contents}):
+    cutlass = SimpleNamespace(FwOp=SimpleNamespace(is_available=lambda: has_kernels))
+    modules = {"xformers": {}, "xformers.ops": contents, "xformers.ops.fmha": {"cutlass": cutlass}}
+    with installed(modules):
         yield calls
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import Case, Recipe, share_of
-from zoo_tests.harness.compare import TOLERANCES, check_losses, check_weights
+from zoo_tests.harness.compare import check_losses, check_weights, tolerance_of
 from zoo_tests.harness.optimizers import BlockwiseAdam, Lamb, Lion, ScheduleFreeSGD
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.reference import Trace, _aliases, _copies, loss_of
@@ -157,7 +157,7 @@ def check_run(cases: list[Case], maker: str, borders: list[int], directory: Path
         losses += run_on_ranks(case.sizes.world_size, train_some, case, maker, first, last, directory)[0]
         first = last
     recipe = cases[0].recipe
-    plain, tolerance = plain_run(recipe, maker), TOLERANCES[recipe.precision]
+    plain, tolerance = plain_run(recipe, maker), tolerance_of(recipe.precision)
     check_losses(losses, plain.losses, tolerance.loss)
     model_class = getattr(importlib.import_module(recipe.zoo_family.module), recipe.zoo_head.model_class)
     found = model_class.from_pretrained(directory / f"model-{first}", dtype=recipe.dtype).state_dict()

@@ -53,7 +53,10 @@ def measure_as_on_a_gpu() -> tuple[dict[str, Any], list[object]]:
 
 def test_ways_that_do_not_fit_together() -> None:
     ((found, row),) = run_on_ranks(1, measure_as_on_a_gpu, device="simcuda")
-    assert set(found["times"]) == {"plain", "ours", "compiled", "ours fp8"} and found["times"]["compiled"] == "out of memory"
+    assert (
+        set(found["times"]) == {"plain", "ours", "compiled", "ours fp8"}
+        and found["times"]["compiled"] == "out of memory"
+    )
     assert found["of a failure"] == "ValueError: a / b"
     assert row[0] == "tiny" and row[1] > 0 and row[2:5] == ["out of memory", "-", "-"] and row[6].endswith("%")
 

@@ -20,9 +20,9 @@ from torch import nn
 from shardformer import ShardConfig, ShardFormer
 from shardformer.attention import backends, use_backend, use_sharded_attention
 from shardformer.attention.backends import SDPA, Backend, choose_backend, reason_not_usable, slow_reason
-from shardformer.attention.kernel_limits import FLASH_2, FLASH_3, AttentionNeeds
+from shardformer.attention.kernel_limits import FLASH_2, FLASH_3, XFORMERS, AttentionNeeds
 from shardformer.attention.selection import needs_of
-from zoo_tests.harness.kernel_packages import flash_attn
+from zoo_tests.harness.kernel_packages import flash_attn, xformers
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
@@ -88,6 +88,10 @@ def test_a_package_that_cannot_be_used_is_passed_over(monkeypatch: pytest.Monkey
     assert found == Backend(SDPA, f"{FLASH_2} {broken}")
     with pytest.raises(ValueError, match="enable_flash_attention='flash_attention_2' cannot be imported"):
         choose_backend(FLASH_2, needs, lambda name: name == FLASH_2, lambda name: broken)
+    with xformers():
+        assert reason_not_usable(XFORMERS) == ""
+    with xformers(has_kernels=False):
+        assert reason_not_usable(XFORMERS).startswith("has no kernels that load here")
 
 
 @pytest.mark.parametrize("family", sorted(name for name, family in FAMILIES.items() if family.attention_dropout))
