@@ -148,7 +148,7 @@ class ModelSharder:
         if self.config.enable_fused_normalization and not self.policy.names_norms:
             fuse_norms(self.model)
         if self.config.enable_jit_fused:
-            fusions += fuse_operators(self.model)
+            fusions += fuse_operators(self.model, self._device.type)
         self._tell_what_stays(fusions)
         self._route_attention()
         if self.config.sequence is not None:
@@ -174,12 +174,17 @@ class ModelSharder:
         if self.config.enable_fused_normalization and not fused:
             log_once(name, "keeps its own norms: its policy names none to fuse")
 
+    @property
+    def _device(self) -> torch.device:
+        """The device that the model will run on."""
+        return self.config.device_of(next(self.model.parameters(), torch.empty(0)))
+
     def _route_attention(self) -> None:
         if (self.config.enable_flash_attention or self.config.uses_ulysses) and self.config.context is None:
             route_own_attention(self.model, self.policy.own_attention)
         if self.config.enable_flash_attention:
             first = next(self.model.parameters(), torch.empty(0))
-            device, dtype = self.config.device_of(first), self.config.compute_dtype or first.dtype
+            device, dtype = self._device, self.config.compute_dtype or first.dtype
             request, trains = self.config.enable_flash_attention, not self.config.inference_only
             use_backend(self.model, request, device, dtype, trains)
         if self.config.context is not None:

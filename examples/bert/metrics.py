@@ -47,7 +47,9 @@ class Counts:
             torch.ones_like(labels),
         )
         sums = [outcome.sum().double() for outcome in outcomes]
-        sums.append(cross_entropy(logits.double(), labels, reduction="sum"))
+        losses = cross_entropy(logits.double(), labels, reduction="none")
+        # Multiples of 2^-32: their sum in fp64 is exact, whichever ranks and batches the samples are in.
+        sums.append((losses * 2.0**32).round().sum() / 2.0**32)
         self.values += torch.stack(sums).to(self.values.device)
 
     def metrics(self) -> Metrics:

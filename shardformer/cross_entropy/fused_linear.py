@@ -103,30 +103,51 @@ class _ChunkedLoss:
             here = labels != self.cut.ignore_index
         local = (labels - self.cut.start).masked_fill(~here, 0).unsqueeze(-1)
         counted = labels != self.cut.ignore_index
-        peak, picked = self._peak(logits, local, here)
-        if numbers is not logits:  # operators on mixed dtypes make temporary copies on CPUs
-            numbers.copy_(logits)
-        exponentials = numbers.sub_(peak.unsqueeze(-1)).exp_()
-        log_sum, label_logit = self._over_ranks(peak, exponentials.sum(dim=-1), picked)
+        offset, total, picked, exponentials = self._exponentials(logits, numbers, local, here)
+        log_sum, label_logit = self._over_ranks(offset, total, picked)
         self.losses[first : first + len(hidden)] = (log_sum - label_logit).masked_fill(~counted, 0.0)
         if any(self.needs):
             # Gradient of the logits: softmax minus one at the label. Reuses `logits`, which are not read again.
-            share = (peak - log_sum).exp_().masked_fill_(~counted, 0.0).unsqueeze(-1)
+            share = (offset - log_sum).exp_().masked_fill_(~counted, 0.0).unsqueeze(-1)
             if len(self.weight):
                 at_label = exponentials.gather(1, local) * share - (here & counted).unsqueeze(-1).to(self.dtype)
-                exponentials.mul_(share).scatter_(1, local, at_label)
-                if logits is not numbers:
-                    logits.copy_(exponentials)
+                self._write(logits, exponentials, share)
+                logits.scatter_(1, local, at_label.to(logits.dtype))
             with chunking.finding_gradients():
                 self._add_gradients(hidden, logits, first)
 
-    def _peak(self, logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [chunk] each: the maximum of the local logits, and the label's logit, 0 if on another rank."""
+    def _exponentials(
+        self, logits: Tensor, numbers: Tensor, local: Tensor, here: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return offset, sum of exp(logits - offset) and the label's logit (0 if on another rank), [chunk] each.
+
+        The fourth is `numbers` with exp(logits - offset), [chunk, vocabulary].
+        """
         if not len(self.weight):  # all columns are padding; this rank must still join the collective
             nothing = logits.new_zeros(len(logits), dtype=self.dtype)
-            return nothing - torch.inf, nothing
-        picked = logits.gather(1, local).squeeze(-1).to(self.dtype)
-        return logits.amax(dim=-1).to(self.dtype), picked.masked_fill(~here, 0.0)
+            return nothing - torch.inf, nothing, nothing, numbers
+        picked = logits.gather(1, local).squeeze(-1).to(self.dtype).masked_fill(~here, 0.0)
+        if numbers is not logits and logits.is_cuda:
+            # One kernel that reads 16 bit and writes fp32, instead of three over fp32. The largest share is 1 / sum.
+            peak, at_peak = logits.max(dim=-1, keepdim=True)
+            shares = torch.softmax(logits, dim=-1, dtype=self.dtype, out=numbers)
+            total = shares.gather(1, at_peak).squeeze(-1).reciprocal_()
+            return peak.squeeze(-1).to(self.dtype) + total.log(), torch.ones_like(total), picked, shares
+        peak = logits.amax(dim=-1).to(self.dtype)
+        if numbers is not logits:  # operators on mixed dtypes make temporary copies on CPUs
+            numbers.copy_(logits)
+        exponentials = numbers.sub_(peak.unsqueeze(-1)).exp_()
+        return peak, exponentials.sum(dim=-1), picked, exponentials
+
+    @staticmethod
+    def _write(logits: Tensor, exponentials: Tensor, share: Tensor) -> None:
+        """Write `exponentials * share` to `logits`, which may be the same memory."""
+        if logits.is_cuda:
+            torch.mul(exponentials, share, out=logits)
+        else:
+            exponentials.mul_(share)
+            if logits is not exponentials:
+                logits.copy_(exponentials)
 
     def _over_ranks(self, peak: Tensor, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
         """Reduce to the whole vocabulary, [chunk] each: log-sum-exp, and logit of the label.
@@ -151,6 +172,10 @@ class _ChunkedLoss:
             return
         if grad_logits.dtype == self.dtype:
             self.grad_weight[: len(self.weight)].addmm_(grad_logits.t(), hidden)
+            return
+        if grad_logits.is_cuda:  # its products of 16 bit are sums in fp32
+            total = self.grad_weight[: len(self.weight)]
+            torch.addmm(total, grad_logits.t(), hidden, out_dtype=self.dtype, out=total)
             return
         # Accumulate 16-bit products in fp32, a few rows at a time: one product of all rows is as large as the weight.
         step = max(1, self._logits.numel() // hidden.shape[1])

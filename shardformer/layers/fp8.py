@@ -14,6 +14,7 @@ from shardformer.layers.lm_head import VocabParallelLMHead
 from shardformer.layers.replicated_linear import replicated_linear
 from shardformer.matmul.backends import Float8Matmul
 from shardformer.utils.derived_modules import replace_modules
+from shardformer.utils.structure import remembered
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +38,15 @@ def multiply_in_fp8(model: nn.Module) -> None:
 @contextmanager
 def weights_rounded_once(model: nn.Module) -> Iterator[None]:
     """Let layers that multiply in FP8 round their weights once in this context, in which weights must not change."""
-    backends = {getattr(module, "matmul_backend", None) for module in model.modules()}
     with ExitStack() as stack:
-        for backend in backends:
-            if isinstance(backend, Float8Matmul):
-                stack.enter_context(backend.reusing_weights())
+        for backend in remembered(model, _fp8_backends):
+            stack.enter_context(backend.reusing_weights())
         yield
+
+
+def _fp8_backends(model: nn.Module) -> set[Float8Matmul]:
+    found = {getattr(module, "matmul_backend", None) for module in model.modules()}
+    return {backend for backend in found if isinstance(backend, Float8Matmul)}
 
 
 def check_fp8(device: torch.device) -> None:

@@ -13,7 +13,8 @@ from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
 from shardformer.distributed.blocks import blocks_of
 from shardformer.layers.linear import ColumnParallelLinear
 from shardformer.layers.replicated_linear import Linear
-from shardformer.utils.derived_modules import derive, replace_modules
+from shardformer.utils.derived_modules import derive
+from shardformer.utils.structure import remembered
 
 
 class VocabParallelLMHead(ColumnParallelLinear):
@@ -52,7 +53,7 @@ class VocabParallelLMHead(ColumnParallelLinear):
 @contextmanager
 def parallel_logits(model: nn.Module) -> Iterator[None]:
     """Let the heads of `model` return their own shards of the logits."""
-    heads = [module for module in model.modules() if isinstance(module, VocabParallelLMHead)]
+    heads = remembered(model, _parallel_heads)
     for head in heads:
         head.gather_output = False
     try:
@@ -66,12 +67,15 @@ def parallel_logits(model: nn.Module) -> Iterator[None]:
 def deferred_logits(model: nn.Module) -> Iterator[None]:
     """Enter `parallel_logits`, and defer logits to the loss if nothing else reads them and that saves memory."""
     deferring = {head: derive(head, methods) for head, methods in _deferring_heads(model).items()}
-    replace_modules(model, deferring)
+    places = [(parent, name, head) for parent, name, head in remembered(model, _places_of_heads) if head in deferring]
+    for parent, name, head in places:
+        parent._modules[name] = deferring[head]
     try:
         with parallel_logits(model):
             yield
     finally:
-        replace_modules(model, {new: head for head, new in deferring.items()})
+        for parent, name, head in places:
+            parent._modules[name] = head
 
 
 class _DeferringHead(nn.Module):
@@ -88,16 +92,40 @@ class _DeferringParallelHead(nn.Module):
         return defer_logits(LMHeadCall(hidden, self.matrix, self.bias, self.project, self.vocab_range, self.group))
 
 
+def _parallel_heads(model: nn.Module) -> list[VocabParallelLMHead]:
+    return [module for module in model.modules() if isinstance(module, VocabParallelLMHead)]
+
+
+def _modules_with_heads(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are heads, or that say which one theirs is."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelLMHead) or callable(getattr(module, "get_output_embeddings", None))
+    ]
+
+
+def _places_of_heads(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return where the heads of `model` are: parent, name there, head."""
+    named = {
+        _output_embeddings(module) for module in _modules_with_heads(model) if hasattr(module, "get_output_embeddings")
+    }
+    heads = {*_parallel_heads(model), *named} - {None}
+    return [
+        (parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child in heads
+    ]
+
+
 def _deferring_heads(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     """Return the heads of `model` that compute only x W^T + b, with the methods that defer their logits."""
     heads: dict[nn.Module, type[nn.Module]] = {}
-    for module in model.modules():
+    for module in remembered(model, _modules_with_heads):
         if isinstance(module, VocabParallelLMHead):
             shares = module._shared_input is not None or module.input_is_gathered or not module.adds_bias
             shares = shares or module.multiplies_alone or blocks_of(module.group) is not None
             if type(module).forward is ColumnParallelLinear.forward and "forward" not in vars(module) and not shares:
                 heads[module] = _DeferringParallelHead
-        elif callable(getattr(module, "get_output_embeddings", None)):
+        else:
             head = _output_embeddings(module)
             is_native = head is not None and type(head).forward in (nn.Linear.forward, Linear.forward)
             if is_native and "forward" not in vars(head):

@@ -33,17 +33,23 @@ _KINDS = {
 _GATES = ("silu", "none", "tanh")
 
 
-def fuse_operators(model: nn.Module) -> int:
-    """Fuse operators in all modules of `model`, in place; return how many modules have changed."""
+def fuse_operators(model: nn.Module, device_type: str) -> int:
+    """Fuse operators in all modules of `model`, in place; return how many modules have changed.
+
+    On a GPU only gated feed-forwards: a product adds its bias before it is written, and a dropout writes its mask with
+    its result, so that the other operators move no byte less, and each call of compiled code costs time of the host.
+    """
     count = 0
+    on_gpu = device_type == "cuda"
     for module in list(model.modules()):
         if "forward" in vars(module) or any(isinstance(child, StagePlaceholder) for child in module.children()):
             continue
-        if any(map(_has_kind, module.children())):  # few modules have, so that few forwards are read
+        if not on_gpu and any(map(_has_kind, module.children())):  # few modules have, so that few forwards are read
             for linear, activation in activated_linears(definer(type(module))):
                 count += fuse_bias_activation(module, linear, activation)
         methods = _block_of(definer(type(module)))
-        if methods is not None and methods.applies_to(module):
+        is_useful = methods is not None and (methods in _GATED or not on_gpu)
+        if is_useful and methods.applies_to(module):
             change_module(model, module, lambda native, methods=methods: derive(native, methods))
             count += 1
     return count
@@ -181,6 +187,7 @@ class _FusedT5Layer(nn.Module):
         return hook_on(module.dropout) is None
 
 
+_GATED = (_FusedGatedMLP, _FusedHalves, _FusedChatGLM)
 _LINEAR_DROPOUT = "hidden_states = self.dense(hidden_states); hidden_states = self.dropout(hidden_states); "
 _BLOCKS: dict[str, type] = {
     "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)); return down_proj": _FusedGatedMLP,

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zoo_tests.harness.world import join_world
-from zoo_tests.simcuda import nccl, rules, runtime, torch_cuda
+from zoo_tests.simcuda import gpu_operators, nccl, rules, runtime, torch_cuda
 
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
 
 
 def load() -> str:
@@ -23,13 +23,14 @@ def load() -> str:
     Raises:
         RuntimeError: its library could not be built.
     """
-    global _library
     if runtime.load_library():
-        _library = torch.library.Library("c10d", "IMPL")
+        _libraries[:] = (torch.library.Library(name, "IMPL") for name in ("c10d", "aten"))
+        collectives, operators = _libraries
         torch_cuda.install()
         # It looks for a real device when peft imports it; as if it were not installed.
         sys.modules.setdefault("bitsandbytes", None)
-        nccl.install(_library)
+        nccl.install(collectives)
+        gpu_operators.install(operators)
         runtime.listeners.append(rules.refuse_races)
         rules.apply()
     return nccl.BACKEND
