@@ -88,9 +88,6 @@ SHAPES = {
         length=4096,
         liger="llama",
     ),
-    "Llama 8B, 8 of 32 layers": Shape(
-        "LlamaForCausalLM", "LlamaConfig", {**_8B, "num_hidden_layers": 8}, _GATED, rows=2, length=4096, liger="llama"
-    ),
     "BERT-large": Shape(
         "BertForMaskedLM",
         "BertConfig",
@@ -104,7 +101,7 @@ SHAPES = {
         "GPT2Config",
         {"n_embd": 1600, "n_layer": 48, "n_head": 25},
         {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 2048},
-        rows=8,
+        rows=6,
         length=1024,
     ),
     "T5-large": Shape(
@@ -123,6 +120,9 @@ SHAPES = {
         {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512},
         rows=64,
         more={"num_labels": 1000},
+    ),
+    "Llama 8B, 8 of 32 layers": Shape(
+        "LlamaForCausalLM", "LlamaConfig", {**_8B, "num_hidden_layers": 8}, _GATED, rows=2, length=4096, liger="llama"
     ),
 }
 
@@ -269,7 +269,7 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
     ways = ["plain", "ours", "compiled"]
     ways += ["ours compiled"] if has_compiler(device.type) else []
     ways += ["liger"] if has_liger(shape, device) else []
-    ways += ["ours fp8"] if is_real and has_fp8(device) else []
+    ways += ["ours fp8"] if is_real and shape.liger and has_fp8(device) else []
     times: dict[str, list[float] | str] = {}
     memory: dict[str, int] = {}
     for together in [[way] for way in ways] if is_real else [ways]:
@@ -307,7 +307,7 @@ def report(quick: bool, run: Runner | None = None, until: float = float("inf")) 
             rows.append([name, *["no time left"] * len(_COLUMNS)])
             continue
         try:
-            rows.append(_row(name, run(measure, name, 3 if quick else 9, on_gpu)))
+            rows.append(_row(name, run(measure, name, 3 if quick else 5, on_gpu)))
         except RankFailure as failure:
             rows.append([name, *[_reason(failure)] * len(_COLUMNS)])
     where = torch.cuda.get_device_name() if on_gpu else "small shapes; no GPU was measured"

@@ -194,7 +194,7 @@ class ModelSharder:
             use_sharded_attention(self.model, rank_of_draws(self.config.group), exchange)
             return_whole_scores(self.model, self.policy.head_counts().values(), self.config.group)
         elif self.config.enable_flash_attention:
-            use_sharded_attention(self.model, 0)
+            use_sharded_attention(self.model, None)
 
     @cached_property
     def _cut(self) -> StagePartitioner | None:

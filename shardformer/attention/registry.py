@@ -59,8 +59,13 @@ class RegisteredName(str):
         return self._arguments
 
 
-def use_sharded_attention(model: nn.Module, tp_rank: int, exchange: UlyssesAllToAll | None = None) -> None:
+def use_sharded_attention(model: nn.Module, tp_rank: int | None, exchange: UlyssesAllToAll | None = None) -> None:
     """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
+
+    Args:
+        model: the model.
+        tp_rank: whose dropout masks this rank draws; None to draw from the model's own stream, as without sharding.
+        exchange: of heads for parts of the sequence; None for none.
 
     The kernel stays the one the model was built with (SDPA by default). Models that do not use the registry stay
     unchanged: their policies say how their attention dropout is made parallel.
@@ -166,10 +171,9 @@ def call_kernel(
     if recomputes and keeps_scores(implementation, query, attention_mask, **kwargs):
         kernel = partial(checkpoint, kernel, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")))
     # If all ranks run all heads, their dropout masks must be equal; a single rank keeps using its own stream.
-    is_alike = getattr(module, "attention_is_replicated", False) or not hasattr(module, "sharded_attention_rank")
-    if not kwargs.get("dropout") or is_alike:
+    rank = getattr(module, "sharded_attention_rank", None)
+    if not kwargs.get("dropout") or rank is None or getattr(module, "attention_is_replicated", False):
         return kernel(module, query, key, value, attention_mask, **kwargs)
-    rank = module.sharded_attention_rank
     return in_parallel_region(rank, kernel, module, query, key, value, attention_mask, **kwargs)
 
 

@@ -27,6 +27,7 @@ _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "xformers", "liger-kernel",
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 512}
 _HERE = Path(__file__).parent
 _RANK_TIMEOUT_S = 240.0
+_MEMORY_OF_A_WORKER = 8 * 2**30
 _SHARE_OF_TESTS = 0.6  # of the time limit
 
 
@@ -73,7 +74,7 @@ def run_tests(name: str, only: str | None, until: float) -> list[Outcome]:
     with TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(_HERE), "-q", f"--device={name}", f"--junitxml={report}"]
-        command += ["-m", "gpu", *(["-k", only] if only else [])]
+        command += ["-m", "gpu", f"--numprocesses={_workers(name)}", *(["-k", only] if only else [])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         try:
             subprocess.run(command, env=environment, cwd=_HERE.parents[1], timeout=until - time.monotonic())
@@ -81,6 +82,14 @@ def run_tests(name: str, only: str | None, until: float) -> list[Outcome]:
             return [Outcome("all tests", "failed", "they did not end in time")]
         found = list(_outcomes(report)) if report.exists() else []
         return found or [Outcome("all tests", "failed", "none has run; the output of pytest says why")]
+
+
+def _workers(name: str) -> int:
+    """Processes that share the tests; each has up to seven ranks, with half a gigabyte of the GPU's memory each."""
+    if name == device.SIMULATED:
+        return 1
+    memory, cores = torch.cuda.get_device_properties(0).total_memory, os.cpu_count() or 1
+    return max(1, min(memory // (_MEMORY_OF_A_WORKER * torch.cuda.device_count()), cores // 3, 6))
 
 
 def _parser() -> argparse.ArgumentParser:

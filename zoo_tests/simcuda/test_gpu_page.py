@@ -32,7 +32,7 @@ def test_page(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| test_one_rank: test_fp32[bert] | passed |" in text and "skipped: flash_attn_interface" in text
     assert "1 passed, 0 failed, 1 skipped" in text
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| Llama")]
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| Llama", "| BERT"))]
     assert len(rows) == 2 and all(float(row[1]) > 0 for row in rows), text
 
 
@@ -53,10 +53,7 @@ def measure_as_on_a_gpu() -> tuple[dict[str, Any], list[object]]:
 
 def test_ways_that_do_not_fit_together() -> None:
     ((found, row),) = run_on_ranks(1, measure_as_on_a_gpu, device="simcuda")
-    assert (
-        set(found["times"]) == {"plain", "ours", "compiled", "ours fp8"}
-        and found["times"]["compiled"] == "out of memory"
-    )
+    assert set(found["times"]) == {"plain", "ours", "compiled"} and found["times"]["compiled"] == "out of memory"
     assert found["of a failure"] == "ValueError: a / b"
     assert row[0] == "tiny" and row[1] > 0 and row[2:5] == ["out of memory", "-", "-"] and row[6].endswith("%")
 

@@ -32,7 +32,7 @@ class ExactBucket(Bucket):
         self._kept: Tensor | None = None  # multiples of `shard_grads`
         self._versions_of: dict[str, int] = {}  # of the values that were made from multiples
 
-    def accumulate(self, index: int, grad: Tensor) -> None:
+    def accumulate(self, index: int, grad: Tensor, stays: bool = False) -> None:
         """Add a local gradient to the bucket."""
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")

@@ -30,9 +30,10 @@ from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ReduceScatterHandle
 from plugins.hybrid_parallel.zero.grad_buffer_pool import FreshBuffers, GradBufferPool
 from plugins.hybrid_parallel.zero.initial_values import Source, take_source
+from plugins.hybrid_parallel.zero.local_gradients import zero
 from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
-from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand, zero
+from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand
 
 
 class Bucket(GradientsByHand):
@@ -101,11 +102,7 @@ class Bucket(GradientsByHand):
         unshared = GradBufferPool(options.states if is_offloaded else options.exchange)
         self.memory = options.grad_buffers if options.num_shards > 1 else unshared
         self.results = GradBufferPool(options.states) if is_offloaded else FreshBuffers()
-        self.flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
-        self.written: set[int] = set()  # parameters with local gradients that are not reduced yet
-        self.adds = False  # whether any gradient of this step is a sum over passes
-        self._lent: set[int] = set()  # parameters whose slots were handed to a matmul to write gradients to
         self.used: set[int] = set()  # parameters with reduced gradients
         self._work: Any = None
         self._pending: ReduceScatterHandle | None = None
@@ -135,33 +132,6 @@ class Bucket(GradientsByHand):
         return self.options.hidden_by
 
     # ----- accumulation and reduction -----
-
-    def accumulate(self, index: int, grad: Tensor) -> None:
-        """Add a local gradient to the bucket."""
-        if self.launched:
-            raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
-        self._provide_flat_grads()
-        view = self._grad_view(index)
-        if index in self._lent:
-            self._lent.discard(index)
-            self.written.add(index)
-            if grad.data_ptr() != view.data_ptr():  # autograd has summed it with other gradients
-                view.copy_(grad)
-        elif index in self.written:
-            self.adds = True
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            self.written.add(index)
-
-    def borrow_grad_view(self, index: int) -> tuple[Tensor, bool] | None:
-        """Return the slot for the next gradient and whether to add to it; None if `accumulate` must copy it."""
-        if self.launched or index in self._lent:
-            return None
-        self._provide_flat_grads()
-        self._lent.add(index)
-        self.adds = self.adds or index in self.written
-        return self._grad_view(index), index in self.written
 
     def launch(self) -> None:
         """Start the reduction over the data-parallel ranks."""
@@ -302,10 +272,9 @@ class Bucket(GradientsByHand):
             self.give_local_grads()
         if factor is not None:
             self.scale_grads(factor)
-        grads = self.shard_grads.to(self.shard.values) if self.used else None
-        for piece in self.pieces:
-            is_used = piece.index in self.used
-            piece.parameter.grad = piece.view(grads).view_as(piece.parameter) if is_used else None
+        views = self._views_of_pieces(self.shard_grads.to(self.shard.values)) if self.used else ()
+        for place, piece in enumerate(self.pieces):
+            piece.parameter.grad = views[place] if piece.index in self.used else None
         self.page_out_grads()
 
     def all_gather_params(self, overlaps: bool = False) -> AllGatherHandle | None:
@@ -368,19 +337,3 @@ class Bucket(GradientsByHand):
         """Return this rank's range of a flat tensor over the bucket."""
         start = self.options.shard_index * self.shard_size
         return flat[start : start + self.shard_size]
-
-    # ----- construction -----
-
-    def _provide_flat_grads(self) -> None:
-        if self.flat_grads is None and not self.used and self.options.num_shards == 1:
-            # The gradients of the last step were cleared: reuse their memory.
-            self.flat_grads, self.shard_grads = self.shard_grads, None
-        if self.flat_grads is None:
-            dtype = self.sum_dtype or self.grad_dtype
-            self.flat_grads = self.memory.take(self.flat.numel(), dtype, self.flat.device)
-            # The norm includes the gaps between parameters.
-            zero([self.flat_grads[start:stop] for start, stop in self._gaps])
-
-    def _grad_view(self, index: int) -> Tensor:
-        param, offset = self.params[index], self.offsets[index]
-        return self.flat_grads[offset : offset + param.numel()].view(param.shape)

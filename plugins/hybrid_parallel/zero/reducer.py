@@ -231,7 +231,7 @@ class GradientReducer:
             )
         if gradient is None:  # the first half of a split backward pass defers it
             return
-        bucket.accumulate(index, gradient)
+        bucket.accumulate(index, gradient, stays=True)
         self.arrival.setdefault(param, len(self.arrival))
         if self._final and self.overlap:
             self._complete[bucket].add(index)

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from plugins.hybrid_parallel.zero.local_gradients import LocalGradients, zero
 from shardformer.distributed.collectives import all_gather_flat
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, BucketSlice
     from plugins.hybrid_parallel.zero.grad_buffer_pool import FreshBuffers, GradBufferPool
 
 
-class GradientsByHand:
+class GradientsByHand(LocalGradients):
     """The part of a bucket that scales, exposes, sets and drops gradients.
 
     Attributes:
-        flat_grads: the local gradients of all parameters, while this rank has them.
         shard_grads: this rank's shard of the reduced gradients.
         used: indices of parameters with reduced gradients.
         results: memory of reductions to shards.
-        written: indices of parameters with local gradients that are not reduced yet.
         in_passes: indices of parameters with gradients in passes that were reduced by themselves.
         norm: of the shard of the reduced gradients, 0-d; None if it is not known.
     """
 
-    params: list[nn.Parameter]
-    offsets: list[int]
-    pieces: Sequence[BucketSlice]
-    options: BucketOptions
-    memory: GradBufferPool
     results: GradBufferPool | FreshBuffers
-    flat_grads: Tensor | None
-    shard_grads: Tensor | None
-    used: set[int]
-    written: set[int]
     in_passes: set[int]
     _result: Tensor | None
     _sum_of_passes: Tensor | None
-    _lent: set[int]
-    flat: Tensor
-    grad_dtype: torch.dtype
     norm: Tensor | None
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_shown = False  # whether user code may hold views of the reduced gradients
         self._stale: set[int] = set()  # indices of dropped gradients whose values are still in the shard
 
@@ -137,6 +124,7 @@ class GradientsByHand:
             self.norm = None
             self.page_out_grads()
             return
+        self.forget_waiting()
         if self.options.num_shards > 1 or self.is_shown:
             self.drop_grads()  # the activations of the next forward pass can use the memory
         if self.options.num_shards > 1 and self.flat_grads is not None and not self.launched:
@@ -198,6 +186,7 @@ class GradientsByHand:
         elif self.shard_grads is not None:
             self.memory.leave(self.shard_grads)
         self.shard_grads, self.is_shown = None, False
+        self._forget_views()
         self._stale.clear()
 
     def clear_stale(self) -> None:
@@ -209,9 +198,3 @@ class GradientsByHand:
             self.memory.leave(left)
         zero([piece.view(self.shard_grads) for piece in self.pieces if piece.index in self._stale])
         self._stale.clear()
-
-
-def zero(tensors: Sequence[Tensor]) -> None:
-    """Zero the tensors, on a GPU by one kernel."""
-    if tensors:
-        torch._foreach_zero_(tensors)

@@ -114,7 +114,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # attention
     "one random stream for all heads": Edit(
         "shardformer.attention.registry",
-        "rank = module.sharded_attention_rank\n",
+        'rank = getattr(module, "sharded_attention_rank", None)\n',
         "rank = 0\n",
         (f"{_DROPOUT}::test_heads_are_dropped_differently_on_every_rank",),
     ),
