@@ -38,6 +38,7 @@ _OURS: dict[str, dict[str, Any]] = {
 Runner = Callable[..., Any]
 _TIMEOUT_S = 300.0
 _WARM_UP = 3
+_LATE = "no time left"
 
 
 @dataclass(frozen=True)
@@ -290,26 +291,36 @@ def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
     return {"times": times, "memory": memory, "flops": work, "peak": matmul_peak(device, is_real)}
 
 
-def report(quick: bool, run: Runner | None = None, until: float = float("inf")) -> str:
+def report(
+    quick: bool,
+    run: Runner | None = None,
+    until: float = float("inf"),
+    tell: Callable[[str], None] | None = None,
+) -> str:
     """Write the table.
 
     Args:
         quick: measure the first two shapes with few repeats.
         run: runs `measure` with small shapes; None for a new process on the GPU, or on the CPU.
         until: time (`time.monotonic`) at which a measurement is given up, and the next ones are left out.
+        tell: called with the table after each row, so that what was measured is not lost with what follows.
     """
     on_gpu = run is None and torch.cuda.is_available()
     if run is None:
         run = partial(_on_gpu, until) if on_gpu else _on_cpu
     rows: list[list[object]] = []
     for name in list(SHAPES)[:2] if quick else SHAPES:
-        if time.monotonic() > until:
-            rows.append([name, *["no time left"] * len(_COLUMNS)])
-            continue
         try:
-            rows.append(_row(name, run(measure, name, 3 if quick else 5, on_gpu)))
+            late = time.monotonic() > until
+            rows.append(_row(name, run(measure, name, 3 if quick else 5, on_gpu)) if not late else _same(name, _LATE))
         except RankFailure as failure:
-            rows.append([name, *[_reason(failure)] * len(_COLUMNS)])
+            rows.append(_same(name, _reason(failure)))
+        if tell is not None:
+            tell(_table(rows, on_gpu))
+    return _table(rows, on_gpu)
+
+
+def _table(rows: list[list[object]], on_gpu: bool) -> str:
     where = torch.cuda.get_device_name() if on_gpu else "small shapes; no GPU was measured"
     return table(
         f"Training on one device, bf16 ({where}): the booster's speed relative to others",
@@ -319,6 +330,11 @@ def report(quick: bool, run: Runner | None = None, until: float = float("inf")) 
         "peak counts 6 operations a parameter and token and attention (half of it where it is causal). Memory is the "
         "most that tensors took, relative to plain transformers: below 1.0 the booster needs less.",
     )
+
+
+def _same(name: str, text: str) -> list[object]:
+    """Return a row that has one text in all cells."""
+    return [name, *[text] * len(_COLUMNS)]
 
 
 def _reason(error: Exception) -> str:

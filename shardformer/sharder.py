@@ -169,7 +169,8 @@ class ModelSharder:
         """Log the options that have no effect on this model, so that they are not ignored silently."""
         name = type(self.model).__name__
         if self.config.enable_jit_fused and not fusions:
-            log_once(name, "keeps its own operators: its forwards have none of those that can be fused")
+            worth = " with a gain on a GPU" if self._device.type == "cuda" else ""
+            log_once(name, f"keeps its own operators: its forwards have none of those that can be fused{worth}")
         fused = any(isinstance(module, FusedLayerNorm | FusedRMSNorm) for module in self.model.modules())
         if self.config.enable_fused_normalization and not fused:
             log_once(name, "keeps its own norms: its policy names none to fuse")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,9 +57,12 @@ def main(arguments: list[str]) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     outcomes = run_tests(options.device, options.only, start + _SHARE_OF_TESTS * limit)
     page = [_head(options.device), _tests_section(outcomes, options.device)]
-    options.output.write_text("\n".join(page))  # a failure below does not lose it
-    page.append(_table(options.device, options.quick, start + limit))
     options.output.write_text("\n".join(page))
+
+    def write(table: str) -> None:  # row after row: what ends this process does not lose those before
+        options.output.write_text("\n".join([*page, table]))
+
+    write(_table(options.device, options.quick, start + limit, write))
     print(f"written to {options.output}")
     return 0 if all(each.state != "failed" for each in outcomes) else 1
 
@@ -165,9 +168,9 @@ def _cell(outcome: Outcome) -> str:
     return f"{outcome.state}: {text}" if text else outcome.state
 
 
-def _table(name: str, quick: bool, until: float) -> str:
+def _table(name: str, quick: bool, until: float, write: Callable[[str], None]) -> str:
     run = _on_simulated_device if name == device.SIMULATED else None
-    section = single_device.report(quick, run, until)
+    section = single_device.report(quick, run, until, write)
     print(section, flush=True)
     return section
 

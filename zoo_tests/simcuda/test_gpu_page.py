@@ -68,8 +68,10 @@ def test_table_of_a_gpu() -> None:
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
     ):
-        table = single_device.report(quick=False, until=time.monotonic() + 60)
+        told: list[str] = []
+        table = single_device.report(quick=False, until=time.monotonic() + 60, tell=told.append)
         late = single_device.report(quick=True, until=time.monotonic() - 1)
+    assert len(told) == len(answers) and told[-1] == table and told[0].count("| 50% |") == 1
     lines = table.splitlines()
     assert "(a GPU)" in lines[0] and "| Llama 1B | 2.000 | - | - | 2.000 | - | 50% | 0.750 |" in lines
     assert sum("RankFailure: rank 0 did not answer" in line for line in lines) == 1
