@@ -14,8 +14,6 @@ import pytest
 
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 
-pytest.importorskip("mkdocs")
-
 _LANDING = REPOSITORY / "docs" / "index.md"
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\d)")
 _LOADED = re.compile(
@@ -26,6 +24,7 @@ _LOADED = re.compile(
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as by `make docs`: a warning ends the build."""
+    pytest.importorskip("mkdocs")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 

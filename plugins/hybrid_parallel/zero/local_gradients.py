@@ -70,7 +70,7 @@ class LocalGradients:
         """Add a local gradient to the bucket.
 
         Args:
-            stays: whether nobody else changes `grad` later.
+            stays: whether no other code changes `grad` later.
         """
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")

@@ -99,9 +99,9 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         ),
     ),
     "padding of buckets takes part in the norm": Edit(
-        "plugins.hybrid_parallel.zero.bucket",
-        "zero([self.flat_grads[start:stop] for start, stop in self._gaps])",
-        "torch._foreach_add_([self.flat_grads[start:stop].fill_(0.0) for start, stop in self._gaps], 1.0)",
+        "plugins.hybrid_parallel.zero.local_gradients",
+        "zero([self._flat_grads[start:stop] for start, stop in self._gaps])",
+        "torch._foreach_add_([self._flat_grads[start:stop].fill_(0.0) for start, stop in self._gaps], 1.0)",
         (f"{_OPTIMIZER}::test_clipping_equals_torchs[0.05-1]",),
     ),
     "norm from before the sum over tensor ranks": Edit(
@@ -130,8 +130,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "unused parameters are stepped": Edit(
         "plugins.hybrid_parallel.zero.bucket",
-        "piece.view(grads).view_as(piece.parameter) if is_used else None",
-        "piece.view(grads).view_as(piece.parameter)",
+        "views[place] if piece.index in self.used else None",
+        "views[place]",
         (f"{_OPTIMIZER}::test_unused_parameters_are_not_moved_by_weight_decay[1-12]",),
     ),
     # pipeline, train_step.py

@@ -76,9 +76,9 @@ def _boosted(passes: int, penalized: bool, hooked: bool) -> tuple[dict[str, Tens
     copies, seen = [], []
     accumulate = Bucket.accumulate
 
-    def counted(self: Bucket, index: int, grad: Tensor) -> None:
+    def counted(self: Bucket, index: int, grad: Tensor, **kwargs: bool) -> None:
         was_lent = index in self._lent
-        accumulate(self, index, grad)
+        accumulate(self, index, grad, **kwargs)
         if self.params[index].dim() == 2 and not (was_lent and grad.data_ptr() == self._grad_view(index).data_ptr()):
             copies.append(self.params[index])
 
