@@ -1,4 +1,4 @@
-"""Offload to the memory of the host on the simulated CUDA device: the numbers of plain training.
+"""Memory of ZeRO on the simulated CUDA device, and offload to the host with the numbers of plain training.
 
 Stage 3 needs a GPU: torch itself gives the memory of a released parameter back.
 """
@@ -13,6 +13,7 @@ from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, run_on_ranks
 from zoo_tests.harness.train_sharded import boost
+from zoo_tests.parity import test_zero_stages
 
 
 def _case(stage: int, precision: str, optimizer: str) -> Case:
@@ -41,3 +42,9 @@ def _devices(case: Case) -> tuple[set[str], set[str], bool]:
 def test_states_are_on_the_host_and_adamw_steps_there_by_its_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, "simcuda")
     assert run_on_ranks(2, _devices, _case(1, "bf16", "adamw")) == [({"cpu"}, {"cuda"}, True)] * 2
+
+
+def test_stage_2_keeps_no_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no rank learns in time whether a sum is finite, gradients were kept for reports on those that are not."""
+    monkeypatch.setenv(DEVICE_VARIABLE, "simcuda")
+    test_zero_stages.test_no_whole_gradient_outlives_a_micro_batch()

@@ -172,8 +172,10 @@ class Bucket(GradientsByHand):
         self.collect()
         is_finite = self._pending.wait_all_done()
         self._pending = None
-        # On a GPU no rank knows: the gradients of all buckets are in memory here anyway, and stay until `assign_grads`.
-        if is_finite or (is_finite is None and not self.options.keeps_local):
+        # On a GPU no rank knows: the gradients of all buckets are in memory here anyway, and stay until `assign_grads`,
+        # except where each pass is reduced so that no rank keeps whole gradients. A report names the sum then.
+        keeps = self.options.keeps_local and not self.reduces_each_pass
+        if is_finite or (is_finite is None and not keeps):
             self.give_local_grads()
 
     @property

@@ -37,7 +37,8 @@ class BucketOptions:
         grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
         updates: keeps updates of sharded parameters apart from gathers of them.
         keeps_local: whether local gradients are kept until the step is known to be finite, for reports on nan and inf.
-            Where ranks learn that before, as between CPUs, only those of a bad step are kept.
+            Where ranks learn that before, as between CPUs, only those of a bad step are kept; elsewhere none are
+            kept under ZeRO stages 2 and 3.
         hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
         states: memory of master weights, reduced gradients and optimizer states.
     """
