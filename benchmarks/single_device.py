@@ -348,8 +348,8 @@ def _row(name: str, found: dict[str, Any]) -> list[object]:
     others += [_compared(times[way], ours) if way in times else "-" for way in ("ours compiled", "ours fp8")]
     share = ours if isinstance(ours, str) else f"{found['flops'] / statistics.median(ours) / found['peak']:.0%}"
     memory = found["memory"]
-    less = memory["ours"] / memory["plain"] if memory.get("plain") and not isinstance(times["plain"], str) else "-"
-    return [name, *others, share, less]
+    have_run = not isinstance(ours, str) and not isinstance(times["plain"], str)
+    return [name, *others, share, memory["ours"] / memory["plain"] if have_run and memory.get("plain") else "-"]
 
 
 def _compared(ours: list[float] | str, theirs: list[float] | str) -> float | str:

@@ -107,10 +107,7 @@ def _modules_with_heads(model: nn.Module) -> list[nn.Module]:
 
 def _places_of_heads(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """Return where the heads of `model` are: parent, name there, head."""
-    named = {
-        _output_embeddings(module) for module in _modules_with_heads(model) if hasattr(module, "get_output_embeddings")
-    }
-    heads = {*_parallel_heads(model), *named} - {None}
+    heads = {*_parallel_heads(model), *map(_output_embeddings, _modules_with_heads(model))} - {None}
     return [
         (parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child in heads
     ]

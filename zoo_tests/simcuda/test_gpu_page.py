@@ -58,6 +58,11 @@ def test_ways_that_do_not_fit_together() -> None:
     assert row[0] == "tiny" and row[1] > 0 and row[2:5] == ["out of memory", "-", "-"] and row[6].endswith("%")
 
 
+def test_no_memory_is_compared_with_that_of_a_way_that_failed() -> None:
+    found = {"times": {"plain": [2.0], "ours": "out of memory"}, "memory": {"plain": 4, "ours": 8}}
+    assert single_device._row("tiny", {**found, "flops": 1e12, "peak": 2e12})[-1] == "-"
+
+
 def test_table_of_a_gpu() -> None:
     """A process for each shape; what fails or has no time left is a row, and the others are measured."""
     measured = {"times": {"plain": [2.0], "ours": [1.0], "ours compiled": [0.5]}, "flops": 1e12, "peak": 2e12}
