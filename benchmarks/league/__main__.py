@@ -18,9 +18,10 @@ import subprocess
 import sys
 from dataclasses import astuple
 from itertools import groupby, product
+from math import prod
 from pathlib import Path
 
-from benchmarks.league.environments import path_of, prepare
+from benchmarks.league.environments import IMPORTS, path_of, prepare
 from benchmarks.league.notes import SETTINGS
 from benchmarks.league.outcome import Outcome
 from benchmarks.league.page import page
@@ -58,28 +59,35 @@ def _run(options: argparse.Namespace) -> None:
     """Train what the log does not have; the page is written of what there is, also if the run is interrupted."""
     classes = [each for each in _classes()[:: options.every] if re.search(options.only, each[1])]
     known = _read(options.log)
+    systems = sorted(options.systems.split(","), key=lambda system: str(path_of(system, options.path)))
     try:
-        for layout in options.layouts.split(","):
-            _train(options, layout, classes, known)
+        for path, group in groupby(systems, key=lambda system: path_of(system, options.path)):
+            _train(options, path, list(group), classes, known)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command goes on from the log\n")
     if options.output is not None:
         options.output.write_text(page(known, [name for _, name in classes], options.every), encoding="utf-8")
 
 
-def _train(options: argparse.Namespace, layout: str, classes: list[tuple[str, str]], known: Known) -> None:
-    """Train the classes under a layout, and add the outcomes to those that are known."""
-    tp_size, pp_size = LAYOUTS[layout]
-    systems = sorted(options.systems.split(","), key=lambda system: str(path_of(system, options.path)))
-    for path, group in groupby(systems, key=lambda system: path_of(system, options.path)):
-        ranks, together = Ranks(tp_size * pp_size, path, options.timeout), list(group)
-        try:
-            for (family, name), system in product(classes, together):
+def _train(
+    options: argparse.Namespace, path: Path | None, systems: list[str], classes: list[tuple[str, str]], known: Known
+) -> None:
+    """Train the classes by systems of one environment, and add the outcomes to those that are known."""
+    ranks = Ranks(path, options.timeout, sum((IMPORTS.get(system, ()) for system in systems), ()))
+    try:
+        for layouts in _of_as_many_ranks(options.layouts.split(",")):
+            # The plain training of a class serves all systems and layouts of its ranks.
+            for (family, name), layout, system in product(classes, layouts, systems):
                 if (key := (system, layout, name)) not in known:
-                    known[key] = ranks.judge(system, family, name, tp_size, pp_size)
+                    known[key] = ranks.judge(system, family, name, *LAYOUTS[layout])
                     _write(options.log, key, known[key])
-        finally:
-            ranks.stop()
+    finally:
+        ranks.close()
+
+
+def _of_as_many_ranks(layouts: list[str]) -> list[list[str]]:
+    ordered = sorted(layouts, key=lambda layout: prod(LAYOUTS[layout]))
+    return [list(group) for _, group in groupby(ordered, key=lambda layout: prod(LAYOUTS[layout]))]
 
 
 def _classes() -> list[tuple[str, str]]:

@@ -29,6 +29,10 @@ class Automodel(Library):
             return self._train_stages(case, tp_size, pp_size)
         return super().train(case, tp_size, pp_size, is_logged)
 
+    def why_not(self, tp_size: int, pp_size: int) -> str:
+        """It has every layout."""
+        return ""
+
     def prepared(self, whole: nn.Module, tp_size: int) -> nn.Module:
         """Apply the plan that it has for the class, or that transformers has, and FSDP2 over one rank."""
         self._device_mesh = _mesh(tp_size, 1)

@@ -59,6 +59,8 @@ class Ours(System):
 class Faulty(Ours):
     """This package with a gradient that is one percent too large, a control: every class must be wrong."""
 
+    is_explained = False
+
     def train(self, case: VerifyCase, tp_size: int, pp_size: int, is_logged: bool = False) -> Trained:
         """Train, and spoil the largest gradient of each rank."""
         found = super().train(case, tp_size, pp_size)

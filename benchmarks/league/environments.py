@@ -16,6 +16,16 @@ ENVIRONMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "NeMo Automodel": ("nemo-automodel", ("nemo-automodel==0.7.0", "transformers==5.18.0")),  # which it asks for
 }
 
+# System -> modules that its ranks import before their first class.
+IMPORTS: dict[str, tuple[str, ...]] = {
+    "DeepSpeed AutoTP": ("deepspeed", "deepspeed.module_inject.layers"),
+    "NeMo Automodel": (
+        "nemo_automodel.components.distributed.parallelizer",
+        "nemo_automodel.components.distributed.pipelining.autopipeline",
+        "nemo_automodel.components.distributed.tp_replicas",
+    ),
+}
+
 
 def prepare(folder: Path) -> int:
     """Install the other systems into folders of `folder`; returns an exit status."""

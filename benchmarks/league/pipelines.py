@@ -36,12 +36,14 @@ class TorchPipelining(System):
     def __init__(self, num_microbatches: int) -> None:
         self.num_microbatches = num_microbatches
 
+    def why_not(self, tp_size: int, pp_size: int) -> str:
+        """It has stages alone."""
+        if pp_size == 1:
+            return "it has stages alone"
+        return "a traced graph keeps the numbers of heads that a tensor-parallel plan divides" if tp_size > 1 else ""
+
     def train(self, case: VerifyCase, tp_size: int, pp_size: int, is_logged: bool = False) -> Trained:
         """Trace, split in the middle of the layers, and run GPipe."""
-        if pp_size == 1:
-            raise RefusedError("it has stages alone")
-        if tp_size > 1:
-            raise RefusedError("a traced graph keeps the numbers of heads that a tensor-parallel plan divides")
         whole = case.tiny_model.build()
         batches = [case.tiny_model.batch(whole, step, case.rows) for step in range(case.steps)]
         shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from benchmarks.league.outcome import RefusedError, refusals
+from benchmarks.league.outcome import refusals
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.verify.module_outputs import OutputLog
 from plugins.hybrid_parallel.verify.trace_json import trace_from_json, trace_to_json
@@ -41,7 +41,17 @@ class Trained:
 
 
 class System(ABC):
-    """A way to train a model; all of them run plain SGD on the same batches."""
+    """A way to train a model; all of them run plain SGD on the same batches.
+
+    Attributes:
+        is_explained: whether a class that is wrong is trained again, to find the first module that differs.
+    """
+
+    is_explained = True
+
+    def why_not(self, tp_size: int, pp_size: int) -> str:
+        """Return why it trains no model under this layout; empty if it trains some."""
+        return ""
 
     @abstractmethod
     def train(self, case: VerifyCase, tp_size: int, pp_size: int, is_logged: bool = False) -> Trained:
@@ -62,8 +72,6 @@ class Library(System):
 
     def train(self, case: VerifyCase, tp_size: int, pp_size: int, is_logged: bool = False) -> Trained:
         """Train a tiny model."""
-        if pp_size > 1:
-            raise RefusedError(self.why_no_stages())
         whole = case.tiny_model.build()
         batches = [case.tiny_model.batch(whole, step, case.rows) for step in range(case.steps)]
         shapes = {name: tuple(each.shape) for name, each in whole.named_parameters(remove_duplicate=False)}
@@ -89,6 +97,10 @@ class Library(System):
             trace.steps.append(RecordedStep(float(to_array(loss.detach())), outputs, assembled(gradients, shapes), {}))
         traces = [trace_from_json(each) for each in all_gather_json(trace_to_json(trace))]
         return Trained(traces, any(all_gather_json(is_cut(shapes, model.named_parameters()))), seconds)
+
+    def why_not(self, tp_size: int, pp_size: int) -> str:
+        """Return why it has no stages, for a layout that needs them."""
+        return self.why_no_stages() if pp_size > 1 else ""
 
     @abstractmethod
     def prepared(self, whole: nn.Module, tp_size: int) -> nn.Module:

@@ -1,14 +1,17 @@
-"""One rank of a league: `python -m benchmarks.league.worker RANK WORLD_SIZE STORE`.
+"""The ranks of a league: `python -m benchmarks.league.worker MODULE…`, with a socket as its standard input.
 
-It says `["ready"]`, reads tasks as lines of JSON, `[system, family, class, tp_size, pp_size]`, and answers each with
+A rank says `[pid]`, reads tasks as lines of JSON, `[system, family, class, tp_size, pp_size]`, and answers each with
 the fields of an `Outcome`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
 import traceback
 from dataclasses import astuple
@@ -32,11 +35,14 @@ from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, smal
 from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_reference
 
 _ROWS, _STEPS = 6, 2
+_MOST_RANKS = 64
 _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)  # of the census
 
 
 def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Outcome:
     """Train a class plainly and by a system, and compare; the same on all ranks."""
+    if reason := SYSTEMS[system].why_not(tp_size, pp_size):
+        return Outcome(outcome.REFUSED, shortened(reason))
     found = _reference(family, name)
     if isinstance(found, Outcome):
         return found
@@ -56,15 +62,22 @@ def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Ou
 
 @lru_cache(maxsize=1)
 def _reference(family: str, name: str) -> tuple[VerifyCase, Trace, float] | Outcome:
-    """Return a class's tiny model, its plain training, and the seconds of a plain step; or why it does not train."""
+    """Return a class's tiny model, its plain training, and the seconds of a plain step; or why it does not train.
+
+    The first rank trains it for all: the others leave the cores to other ranks.
+    """
     module = f"transformers.models.{family}.modeling_{family}"
+    found: list[Any] = [None]
     try:
         config_class = getattr(importlib.import_module(module), name).config_class
         config = small_config(config_class(), TwinSizes(kv_heads=4, is_faithful=False))
         case = VerifyCase(TinyModel(module, name, config, torch.float32, most_parameters=None), _ROWS, _STEPS, {})
-        return case, train_reference(case), plain_seconds(case)
+        if dist.get_rank() == 0:
+            found = [(train_reference(case), plain_seconds(case))]
     except Exception as error:  # any of a thousand classes may fail in its own way
-        return Outcome(outcome.NOT_PLAIN, shortened(error))
+        found = [Outcome(outcome.NOT_PLAIN, shortened(error))]
+    dist.broadcast_object_list(found, src=0)
+    return found[0] if isinstance(found[0], Outcome) else (case, *found[0])
 
 
 def _agrees(plain: Trace, trained: Trained) -> bool:
@@ -75,7 +88,7 @@ def _agrees(plain: Trace, trained: Trained) -> bool:
 def _first_place(system: str, case: VerifyCase, plain: Trace, trained: Trained, sizes: tuple[int, int]) -> str:
     """Train once more with the outputs of modules, and tell the first that differs; the parameter, where they agree."""
     try:
-        again = SYSTEMS[system].train(case, *sizes, is_logged=True)
+        again = SYSTEMS[system].train(case, *sizes, is_logged=True) if SYSTEMS[system].is_explained else trained
     except Exception:  # hooks may disturb a library
         again = trained
     first = compare(plain, again.traces, _TOLERANCE).first or compare(plain, trained.traces, _TOLERANCE).first
@@ -92,22 +105,43 @@ def _told(error: BaseException) -> str:
     return str(error)
 
 
-def main(rank: str, world_size: str, store: str) -> None:
-    """Answer tasks until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+def serve(rank: int, world_size: int, store: str, line: socket.socket) -> None:
+    """Be one rank: say which process this is, and answer tasks until the line ends."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=world_size)
+    line.sendall(json.dumps([os.getpid()]).encode() + b"\n")
+    for task in line.makefile("r"):
+        found = judge(*json.loads(task))
+        line.sendall(json.dumps(astuple(found)).encode() + b"\n")
+
+
+def main(imports: list[str]) -> None:
+    """Import what systems need, and fork ranks whenever a line with the path of their store and a socket each comes."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=int(rank), world_size=int(world_size))
-    answers.write('["ready"]\n')
-    answers.flush()
-    for line in sys.stdin:
-        found: Any = judge(*json.loads(line))
-        answers.write(json.dumps(astuple(found)) + "\n")
-        answers.flush()
+    for name in imports:
+        with contextlib.suppress(Exception):  # the system says so itself
+            importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for ranks that ended
+    control = socket.socket(fileno=os.dup(0))
+    while True:
+        path, descriptors, _, _ = socket.recv_fds(control, 4096, _MOST_RANKS)
+        if not path:
+            return
+        for rank, descriptor in enumerate(descriptors):
+            if os.fork() == 0:
+                for other in descriptors:
+                    if other != descriptor:
+                        os.close(other)
+                control.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                serve(rank, len(descriptors), path.decode().strip(), socket.socket(fileno=descriptor))
+                os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

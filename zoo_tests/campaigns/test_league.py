@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -13,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.league import ranks
-from benchmarks.league.outcome import CRASHED, EXACT, REFUSED, WRONG, Outcome, RefusedError, refusals
+from benchmarks.league.outcome import CRASHED, EXACT, NOT_PLAIN, REFUSED, WRONG, Outcome, RefusedError, refusals
 from benchmarks.league.page import page
 from benchmarks.league.pipelines import label_weights, middle_layer
 from benchmarks.league.system import assembled
@@ -59,16 +62,33 @@ class _RanksOfScripts(ranks.Ranks):
     """Two ranks that train nothing: one answers that it has crashed, the other never answers."""
 
     def __init__(self, failing: int) -> None:
-        super().__init__(2, None, timeout_s=60.0)
+        super().__init__(None, timeout_s=60.0)
         self._failing = failing
 
-    def _start(self) -> None:
+    def _start(self, count: int) -> None:
         answer = json.dumps([CRASHED, "KeyError: layers", 0.0, 0.0])
-        for rank in range(2):
+        for rank in range(count):
             then = f"print({answer!r}, flush=True)" if rank == self._failing else "time.sleep(60)"
-            script = f"import time; print('[\"ready\"]', flush=True); input(); {then}; time.sleep(60)"
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._processes.append(subprocess.Popen([sys.executable, "-c", script], **pipes))
+            ours, theirs = socket.socketpair()
+            script = [sys.executable, "-c", f"import time; input(); {then}; time.sleep(60)"]
+            process = subprocess.Popen(script, stdin=theirs, stdout=theirs)
+            theirs.close()
+            self._ranks.append(ranks.Rank(process.pid, ours, ours.makefile("r")))
+
+
+def test_ranks_start_again_after_one_that_ended() -> None:
+    """All sets of ranks are forked from one process, which has imported the environment."""
+    found = ranks.Ranks(None, timeout_s=60.0)
+    try:
+        for family, name in (("llama", "LlamaForCausalLM"), ("no_such_family", "NoSuchModel")):
+            assert found.judge("accelerate", family, name, 1, 2).kind == REFUSED
+        before = [each.pid for each in found._ranks]
+        os.kill(before[1], signal.SIGKILL)
+        assert found.judge("accelerate", "llama", "LlamaForCausalLM", 1, 2).kind == REFUSED
+        assert not set(before) & {each.pid for each in found._ranks}
+        assert found.judge("plain transformers", "no_such_family", "NoSuchModel", 1, 1).kind == NOT_PLAIN
+    finally:
+        found.close()
 
 
 def test_micro_batches_are_weighted_by_their_labels() -> None:
