@@ -157,6 +157,8 @@ class ModelSharder:
     def _divide_sequence(self, region: SequenceParallel) -> None:
         self.model.sequence_is_cut, self.model.heads_are_exchanged = self.config.cuts_sequence, self.config.uses_ulysses
         for layers in filter(None, self._held_layers()):
+            if getattr(layers[0], "sees_whole_sequences", False):
+                continue
             wrap_layers(layers, region)
             for layer in layers if self.config.uses_ulysses else ():
                 slice_positions(layer, region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -83,20 +84,20 @@ def _settings(runs: Sequence[Run]) -> list[str]:
 
 def _failures(known: Known, runs: Sequence[Run]) -> list[str]:
     """The table of what is wrong, crashed or hung, and the refusals by message."""
-    lines = ["## What is wrong, crashed or hung", "", "| System | Layout | Class | | What |", "|---|---|---|---|---|"]
+    lines = ["## What is wrong, crashed or hung", ""]
+    lines += ["| System | Layout | Classes | | What, for the first of them |", "|---|---|---|---|---|"]
     refusals: dict[str, list[str]] = {}
     for layout, system in runs:
-        for (other, where, name), each in known.items():
-            if (other, where) != (system, layout):
-                continue
-            why = each.why.replace("[", r"\[").replace("*", r"\*")
-            if each.kind in (WRONG, CRASHED, HUNG) and "fault" not in system:
-                note = note_on(system, layout, name)
-                lines.append(
-                    f"| {system} | {layout} | `{name}` | {each.kind} | {why}{f' **{note}**' if note else ''} |"
-                )
-            elif each.kind == REFUSED:
-                refusals.setdefault(f"| {system} | {layout} | {why} |", []).append(name)
+        found = {name: each for (other, where, name), each in known.items() if (other, where) == (system, layout)}
+        for name, each in found.items():
+            if each.kind == REFUSED:
+                refusals.setdefault(f"| {system} | {layout} | {_escaped(each.why)} |", []).append(name)
+        if "fault" not in system:
+            for names, note in _with_one_cause(system, layout, found):
+                first = found[names[0]]
+                classes = ", ".join(f"`{name}`" for name in names)
+                why = f"{_escaped(first.why)}{f' **{note}**' if note else ''}"
+                lines.append(f"| {system} | {layout} | {classes} | {first.kind} | {why} |")
     lines += ["", "One of them again, by itself:", "", "```bash"]
     lines += ["python -m benchmarks.league --prepare environments  # once"]
     lines += [
@@ -110,6 +111,25 @@ def _failures(known: Known, runs: Sequence[Run]) -> list[str]:
     ]
     lines += ["", "## What is refused", "", "| System | Layout | Message | Classes |", "|---|---|---|---|"]
     return [*lines, *(f"{row} {len(names)} |" for row, names in refusals.items()), ""]
+
+
+def _with_one_cause(system: str, layout: str, found: Mapping[str, Outcome]) -> list[tuple[list[str], str]]:
+    """Return the classes that failed with one note, or without a note in the same words but for numbers, and the note.
+
+    A class that is wrong without a note stands alone: the first module that differs is its own.
+    """
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, each in found.items():
+        if each.kind not in (WRONG, CRASHED, HUNG):
+            continue
+        note = note_on(system, layout, name)
+        words = "" if note else name if each.kind == WRONG else re.sub(r"\d+", "", each.why)
+        groups.setdefault((each.kind, note, words), []).append(name)
+    return [(names, note) for (_, note, _), names in groups.items()]
+
+
+def _escaped(why: str) -> str:
+    return why.replace("[", r"\[").replace("*", r"\*")
 
 
 def _place(system: str) -> int:

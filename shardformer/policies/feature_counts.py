@@ -7,9 +7,11 @@ import re
 
 from torch import nn
 
+from shardformer.attention import uses_registry
 from shardformer.utils.source import names_read_by
 
 # Attribute names of head counts: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
 
 
@@ -40,3 +42,25 @@ def names_read(module: nn.Module) -> set[str]:
         found |= names
         todo += [name for name in names if inspect.isroutine(getattr(type(module), name, None))]
     return found
+
+
+def drops_by_function(module: nn.Module) -> bool:
+    """Return whether the forward of `module` calls `nn.functional.dropout`, except through the attention registry."""
+    names = names_read(module)
+    is_function = "dropout" in names and bool(names & {"functional", "F"})
+    is_module = isinstance(getattr(module, "dropout", None), nn.Module)
+    return is_function and not is_module and "ALL_ATTENTION_FUNCTIONS" not in names
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether `module` has numbers of heads or features of a head."""
+    return any(hasattr(module, name) for name in (*HEAD_COUNTS, "head_dim", "num_key_value_groups", "qk_head_dim"))
+
+
+def attends(module: nn.Module) -> bool:
+    """Return whether `module` is an attention that uses transformers' registry, which linear attention does not."""
+    return (
+        uses_registry(module)
+        and is_attention(module)
+        and "ALL_ATTENTION_FUNCTIONS" in names_read_by(type(module).forward)
+    )

@@ -131,3 +131,13 @@ def test_the_page_counts_refusals_apart_from_wrong_numbers() -> None:
     assert "| ours | tp2 | 6 | 5 | 0 | 0 | 1 | 0 | 0 | 0 | 1.50 |" in text
     assert "| DeepSpeed AutoTP | tp2 | 2 | 1 | 1 | 0 | 0 | 0 | 0 | 0 |  |" in text
     assert "| ours | tp2 | no plan | 1 |" in text
+
+
+def test_the_page_puts_failures_in_the_same_words_together() -> None:
+    """What is wrong has a first place of its own in each class."""
+    known = {("ours", "tp2", name): Outcome(CRASHED, f"size {size}") for name, size in (("A", 3), ("B", 4))}
+    known |= {("ours", "tp2", name): Outcome(WRONG, "the loss differs") for name in "CD"}
+    known["ours", "tp2", "E"] = Outcome(CRASHED, "no such layer")
+    text = page(known, "ABCDE", 1)
+    assert "| ours | tp2 | `A`, `B` | crashed | size 3 |" in text
+    assert all(f"| ours | tp2 | `{name}` |" in text for name in "CDE")

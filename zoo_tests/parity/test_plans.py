@@ -6,6 +6,7 @@ that docs/results/coverage.md says are exact; `python -m zoo_tests.campaigns.cen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BioGptConfig, BioGptForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import plain_run, sharded_verdict
 from zoo_tests.docs.pages import REPOSITORY, rows_of
-from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.ranks import distributed, run_on_ranks
 
 _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
 _FAST = ("megatron_bert", "biogpt", "olmo2")
 _EVERY = 4  # of the families is in the suite, all others in the campaign
+_EVERY_DIVIDED = 12
 _LARGE = ("muse_glimmer", "glm4v", "minicpmv4_6")  # in the campaign alone: each takes as long as ten others
 
 
@@ -69,6 +73,49 @@ def test_parts_that_return_several_tensors_of_the_tokens_between_slices_of_the_s
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     assert sharded_verdict(head, "sp2", plain) == "exact"
+
+
+def _divided() -> Iterator:
+    """One head of families whose plans divide sequences; those with other kinds of layers are named."""
+    kinds = {
+        "MegatronBertForMaskedLM": "columns and rows in different modules",
+        "Speech2TextForConditionalGeneration": "a decoder over other states, and linears of the layer itself",
+        "DetrForObjectDetection": "a list of convolutions, which see whole sequences",
+        "Qwen2AudioForConditionalGeneration": "a tower beside the layers",
+    }
+    families = json.loads((Path(tables.__file__).parent / "divided_sequences.json").read_text(encoding="utf-8"))
+    first = {head.family: head for head in reversed(head_classes()) if head.family in families}
+    bad = {name for name, where in _inexact() if where in ("plain", "sp2")}
+    for number, head in enumerate(sorted({*first.values()}, key=lambda head: head.family)):
+        if head.name not in bad and number % _EVERY_DIVIDED == 0:
+            yield pytest.param(head.name, marks=pytest.mark.slow)
+    yield from (pytest.param(name, marks=pytest.mark.slow) for name in kinds)
+
+
+@pytest.mark.parametrize("name", list(_divided()))
+def test_slices_of_sequences_between_the_regions_of_a_plan(name: str) -> None:
+    [head] = [head for head in head_classes() if head.name == name]
+    plain = plain_run(head)
+    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    assert sharded_verdict(head, "sp2", plain) == "exact"
+
+
+@pytest.mark.slow
+def test_stages_of_an_encoder_and_a_decoder_with_slices_of_their_sequences() -> None:
+    [head] = [head for head in head_classes() if head.name == "Speech2TextForConditionalGeneration"]
+    plain = plain_run(head)
+    assert sharded_verdict(head, "tp2pp2", plain, enable_sequence_parallelism=True) == "exact"
+
+
+def _ranks_of_draws() -> list[int | None]:
+    config = BioGptConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    plugin = HybridParallelPlugin(tp_size=2, enable_sequence_parallelism=True)
+    model = Booster(plugin=plugin).boost(BioGptForCausalLM(config))
+    return [getattr(layer, "rank_of_draws", None) for layer in model.unwrap().biogpt.layers]
+
+
+def test_layers_that_drop_by_a_function_draw_other_numbers_for_each_slice() -> None:
+    assert run_on_ranks(2, _ranks_of_draws) == [[0, 0], [1, 1]]
 
 
 def test_masks_of_a_module_around_the_reader_of_tokens_are_refused_under_cp() -> None:

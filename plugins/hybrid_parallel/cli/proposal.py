@@ -27,6 +27,7 @@ from shardformer.policies.proposed.plan import ProposedPlan
 
 _ROWS = 7  # odd, so that no size of the model divides it
 _SPLITS = "pipeline: 2 stages train the same"
+_DIVIDES = "sequence parallelism: slices of the sequence between the regions train the same"
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ class Proposal:
         plan: the plan, of which each part trained the tiny model exactly.
         share: what it divides of the tiny model.
         pipeline: a sentence about whether the layers can be split into two stages.
+        sequence: a sentence about whether their sequences can be sliced between tensor-parallel regions.
     """
 
     plan: ProposedPlan
     share: ShareCut
     pipeline: str
+    sequence: str
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys that the proposal adds to the document of `booster verify`."""
@@ -50,10 +53,12 @@ class Proposal:
             "parameters_cut": self.share.parameters,
             "flops_cut": self.share.flops,
             "pipeline": self.pipeline,
+            "sequence": self.sequence,
         }
 
     def __str__(self) -> str:
-        return f"{self.plan.to_json()}{RANKS} tensor-parallel ranks divide {self.share}\n{self.pipeline}\n"
+        share = f"{RANKS} tensor-parallel ranks divide {self.share}"
+        return f"{self.plan.to_json()}{share}\n{self.pipeline}\n{self.sequence}\n"
 
 
 def propose(
@@ -78,12 +83,21 @@ def propose(
     plan = propose_verified(tiny_model, _ROWS, criterion=criterion, tolerance=tolerance, timeout_s=timeout_s)
     batch = tiny_model.batch(tiny_model.build(), 0, _ROWS)
     share = share_cut(tiny_model.build, batch, RANKS, custom_policy=plan.policy())
-    pipeline = _pipeline(config, model_class, plan, timeout_s, criterion)
-    if pipeline != _SPLITS and (order := execution_order(tiny_model.build(), batch)) is not None:
+
+    def trains(plan: ProposedPlan, **options: Any) -> str:
+        return _trains(config, model_class, options | {"custom_policy": plan.policy()}, timeout_s, criterion)
+
+    stages = {"pp_size": RANKS, "num_microbatches": 1}
+    problem = trains(plan, **stages)
+    if problem and (order := execution_order(tiny_model.build(), batch)) is not None:
         recorded = replace(plan, stages={"*": order})
-        if _pipeline(config, model_class, recorded, timeout_s, criterion) == _SPLITS:
-            plan, pipeline = recorded, _SPLITS
-    return Proposal(plan, share, pipeline)
+        if not trains(recorded, **stages):
+            plan, problem = recorded, ""
+    pipeline = f"pipeline: no ({problem}); use pp_size=1" if problem else _SPLITS
+    divided = replace(plan, splits_sequence=True)
+    problem = trains(divided, tp_size=RANKS, enable_sequence_parallelism=True)
+    sequence = f"sequence parallelism: no ({problem.partition(';')[0]})" if problem else _DIVIDES
+    return Proposal(plan if problem else divided, share, pipeline, sequence)
 
 
 def plan_of_file(file: str) -> ProposedPlan:
@@ -117,14 +131,20 @@ def show(proposal: Proposal, output: str | None, quiet: bool) -> None:
         (sys.stderr if quiet else sys.stdout).write(f"plan written to {output}; edit it, and verify it with --plan\n")
 
 
-def _pipeline(
-    config: Any, model_class: type[nn.Module], plan: ProposedPlan, timeout_s: float, criterion: Criterion | None
+def _trains(
+    config: Any,
+    model_class: type[nn.Module],
+    options: dict[str, Any],
+    timeout_s: float,
+    criterion: Criterion | None,
 ) -> str:
-    """Train the tiny model in two stages, and say what came of it."""
-    options = {"tp_size": 1, "pp_size": RANKS, "dp_size": 1, "num_microbatches": 1, "custom_policy": plan.policy()}
+    """Train the tiny model on two ranks; return what differs or is refused, empty if it trains the same."""
+    sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1}
     try:
-        found: Verification = verify(config, model_class, options, steps=1, timeout_s=timeout_s, criterion=criterion)
+        found: Verification = verify(
+            config, model_class, sizes | options, steps=1, timeout_s=timeout_s, criterion=criterion
+        )
     except ConfigurationError as error:
-        return f"pipeline: no ({error})"
+        return str(error)
     first = found.verdict.first
-    return _SPLITS if first is None else f"pipeline: no ({first.text}); use pp_size=1"
+    return "" if first is None else first.text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -53,7 +55,7 @@ class DeclaredPlan:
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
         splits_sequence: whether layers can process slices of a sequence between the regions of the plan
-            (`split_gather`): only their attention mixes tokens.
+            (`split_gather`): only their attention mixes tokens. See also `divides_sequences`.
         head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
     """
 
@@ -240,6 +242,20 @@ def proposed_plans() -> dict[str, DeclaredPlan]:
 def proposed_plan_of(cls: type) -> DeclaredPlan | None:
     """Return the derived plan of the family that a transformers model class belongs to; None if it has none."""
     return proposed_plans().get(_family_of(cls))
+
+
+@cache
+def _divided_families() -> frozenset[str]:
+    table = Path(__file__).parent / "tables" / "divided_sequences.json"
+    return frozenset(json.loads(table.read_text(encoding="utf-8")))
+
+
+def divides_sequences(cls: type) -> bool:
+    """Return whether slices of sequences between the regions of its plan were seen to train the class's family right.
+
+    `python -m zoo_tests.campaigns.divided_sequences --ship` writes the table.
+    """
+    return _family_of(cls) in _divided_families()
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:

@@ -7,6 +7,7 @@ names the layer list, and modules are assumed to run in the order in which they 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from math import prod
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.attention import log_once, uses_registry
+from shardformer.attention import log_once
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.layers import (
     ColumnParallelLinear,
@@ -23,23 +24,23 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attention
 from shardformer.policies.module_edits import shard_weights_of_heads
-from shardformer.policies.plans.declared import DeclaredPlan, proposed_plan_of
+from shardformer.policies.plans.declared import DeclaredPlan, divides_sequences, proposed_plan_of
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
+    divisible_lists,
     own_parameters_per_token,
     per_token,
-    unclosed_regions,
 )
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES
+from shardformer.sequence_parallel.blocked import BlockedSequence
 from shardformer.shard_spec import spec_of
 from shardformer.utils.module_paths import starred
 from shardformer.utils.phrases import divisors_phrase
-from shardformer.utils.source import names_read_by
 
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
 class PlanPolicy(Policy):
@@ -54,6 +55,7 @@ class PlanPolicy(Policy):
     names_norms = False
     replicate_unlisted = True
     supports_sequence_parallel = True
+    splits_towers = True
 
     def __init__(self, declared: DeclaredPlan | None = None) -> None:
         super().__init__()
@@ -120,11 +122,11 @@ class PlanPolicy(Policy):
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         """Return the table that the plan is lowered to, by paths of the model."""
-        layers = None if self.stages is None or self.shard_config.sequence is None else self.stages.layers
-        uses_ulysses = layers is not None and self.shard_config.uses_ulysses
-        table = self._whole_layers(layers) if uses_ulysses else self._cut_layers()
-        if layers is not None and not uses_ulysses:
-            add_sequence_regions(table, self.model, layers, self.shard_config)
+        cuts_sequence = self.stages is not None and self.shard_config.sequence is not None
+        uses_ulysses = cuts_sequence and self.shard_config.uses_ulysses
+        table = self._whole_layers(self.stages.layers) if uses_ulysses else self._cut_layers()
+        if cuts_sequence and not uses_ulysses:
+            add_sequence_regions(table, self.model, self.stages, self.shard_config)
         for target, module in self._vocabulary():
             path, _, name = _name_of(self.model, module).rpartition(".")
             description = table.setdefault(path, ModulePolicyDescription())
@@ -151,7 +153,13 @@ class PlanPolicy(Policy):
         """Return whether the layers can process slices of the sequence."""
         if self.shard_config.uses_ulysses:
             return self.tokens_mix_only_in_attention()
-        return bool(self._only_layers()) and not unclosed_regions(self._cut_layers(), self.stages.layers)
+        is_known = bool(self._only_layers())
+        if not isinstance(self.shard_config.sequence, BlockedSequence):
+            is_known |= divides_sequences(type(self.model)) or (
+                self.declared is not None and self.declared.splits_sequence
+            )
+            is_known |= bool(os.environ.get("SP_TRIAL"))
+        return is_known and bool(divisible_lists(self._cut_layers(), self.model, self.stages))
 
     def tokens_mix_only_in_attention(self) -> bool:
         """Return whether attention alone mixes tokens, judged by the modules of the layers."""
@@ -165,12 +173,12 @@ class PlanPolicy(Policy):
             return []
         layers = list(self.model.get_submodule(layout.layers))
         held = {id(module) for layer in layers for module in layer.modules()}
-        is_beside = any(_attends(module) and id(module) not in held for module in self.model.modules())
+        is_beside = any(attends(module) and id(module) not in held for module in self.model.modules())
         return [] if is_beside else layers
 
     def _attends_only(self, layers: list[nn.Module]) -> bool:
         """Return whether attention alone mixes tokens, so that a layer can process a part of the sequence."""
-        attentions = [[module for module in layer.modules() if _attends(module)] for layer in layers]
+        attentions = [[module for module in layer.modules() if attends(module)] for layer in layers]
         others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
         # A nested module inside attention may select tokens by itself (an indexer).
         parts = [child for found in attentions for module in found for child in module.children()]
@@ -239,7 +247,7 @@ class PlanPolicy(Policy):
         """
         if self.declared is not None and self.declared.styles is not None:
             return False
-        if self.plan[starred(_join(path, name))] != "rowwise" or not _is_attention(owner):
+        if self.plan[starred(_join(path, name))] != "rowwise" or not is_attention(owner):
             return False
         others = [self.plan.get(starred(_join(path, other))) for other, _ in owner.named_children() if other != name]
         return isinstance(getattr(owner, name), nn.Linear) and not any(others)
@@ -310,19 +318,19 @@ class PlanPolicy(Policy):
 
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
-        if not _is_attention(owner):
+        if not is_attention(owner):
             return None
         config = getattr(owner, "config", None) or _text_config(self.model)
         head_dim = getattr(owner, "head_dim", None)
         is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
         if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:
             return features // head_dim
-        counts = [getattr(owner, name, None) for name in _HEAD_COUNTS] + [getattr(config, "num_attention_heads", None)]
+        counts = [getattr(owner, name, None) for name in HEAD_COUNTS] + [getattr(config, "num_attention_heads", None)]
         heads = next((count for count in counts if isinstance(count, int)), None)
         return heads if heads is not None and features % heads == 0 else None
 
     def _gathers_heads(self, owner: nn.Module, path: str, name: str) -> bool:
-        return _is_attention(owner) and self.plan[starred(_join(path, name))] in (
+        return is_attention(owner) and self.plan[starred(_join(path, name))] in (
             "colwise_gather_output",
             "colwise_rep",
         )
@@ -353,19 +361,6 @@ class PlanPolicy(Policy):
         if kv_heads is None or kv_heads % self.tp_size == 0:
             return {}
         return {"num_key_value_groups": groups * kv_heads // self.tp_size}
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return any(hasattr(module, name) for name in (*_HEAD_COUNTS, "head_dim", "num_key_value_groups", "qk_head_dim"))
-
-
-def _attends(module: nn.Module) -> bool:
-    """Return whether `module` is an attention that uses transformers' registry, which linear attention does not."""
-    return (
-        uses_registry(module)
-        and _is_attention(module)
-        and "ALL_ATTENTION_FUNCTIONS" in names_read_by(type(module).forward)
-    )
 
 
 def _asked(model: nn.Module, getter: str) -> nn.Module | None:

@@ -14,7 +14,7 @@ from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.styles import STYLES
 from shardformer.utils.phrases import divisors_phrase
 
-_FLAGS = ("cut_vocabulary", "whole_logits")
+_FLAGS = ("cut_vocabulary", "whole_logits", "splits_sequence")
 _KEYS = ("styles", "local", "stages", *_FLAGS)
 
 
@@ -43,6 +43,7 @@ class ProposedPlan:
         local: end of the path of a module -> attributes that are divided by the number of ranks.
         cut_vocabulary: whether the embedding and the head of a transformers model are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered, for a model that computes its loss itself.
+        splits_sequence: whether layers can process slices of a sequence between the regions of the plan.
         stages: class of the model, or "*" for all others -> the order in which its parts run, to split it into stages.
     """
 
@@ -50,6 +51,7 @@ class ProposedPlan:
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cut_vocabulary: bool = False
     whole_logits: bool = True
+    splits_sequence: bool = False
     stages: Mapping[str, ExecutionOrder] = field(default_factory=dict)
 
     def policy(self) -> PlanPolicy:
@@ -60,6 +62,7 @@ class ProposedPlan:
                 dict(self.local),
                 cut_vocabulary=self.cut_vocabulary,
                 whole_logits=self.whole_logits,
+                splits_sequence=self.splits_sequence,
                 execution=self.stages,
             )
         )
@@ -70,7 +73,7 @@ class ProposedPlan:
         for path, names in other.local.items():
             local[path] = tuple(sorted({*local.get(path, ()), *names}))
         styles, stages = {**self.styles, **other.styles}, {**self.stages, **other.stages}
-        return ProposedPlan(styles, local, other.cut_vocabulary, other.whole_logits, stages)
+        return ProposedPlan(styles, local, other.cut_vocabulary, other.whole_logits, stages=stages)
 
     def to_json(self) -> str:
         """Return the plan as JSON, one entry a line."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardformer.policies.feature_counts import names_read
+from shardformer.policies.feature_counts import drops_by_function
 from shardformer.policies.proposed.regions import Region
 from shardformer.utils.module_paths import starred
 
@@ -20,7 +20,7 @@ def with_own_masks(model: nn.Module, region: Region) -> Region | None:
     columns = {path.rpartition(".")[0] for path in region.columns}
     for path in sorted({owner, *columns}):
         module = next((each for name, each in model.named_modules() if starred(name) == path), None)
-        if module is None or not _drops_by_function(module):
+        if module is None or not drops_by_function(module):
             continue
         if hasattr(module, "activation_dropout") and hasattr(module, "activation_fn"):
             region.styles[path] = "activation_dropout"
@@ -29,11 +29,3 @@ def with_own_masks(model: nn.Module, region: Region) -> Region | None:
         else:
             return None
     return region
-
-
-def _drops_by_function(module: nn.Module) -> bool:
-    """Return whether the forward of `module` calls `nn.functional.dropout`, except through the attention registry."""
-    names = names_read(module)
-    is_function = "dropout" in names and bool(names & {"functional", "F"})
-    is_module = isinstance(getattr(module, "dropout", None), nn.Module)
-    return is_function and not is_module and "ALL_ATTENTION_FUNCTIONS" not in names

@@ -6,6 +6,7 @@ from zoo_tests.campaigns.mutations.edits import Edit
 
 _VERIFIED = "zoo_tests/hybrid_parallel/verify/test_kinds_of_heads.py::test_trains_as_plainly"
 _PROPOSED = "zoo_tests/shardformer/policies/test_proposed.py"
+_DIVIDED = "zoo_tests/parity/test_plans.py::test_slices_of_sequences_between_the_regions_of_a_plan"
 _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 
 EDITS_OF_PLANS: dict[str, Edit] = {
@@ -20,6 +21,25 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         'if getattr(hook, "sees_adapters", False):',
         "if False:",
         ("zoo_tests/campaigns/test_hot_families.py::test_a_sample_is_exact[glm_moe_dsa-lora]",),
+    ),
+    # slices of sequences
+    "the states of an encoder get one rank's gradient from the decoder's slices": Edit(
+        "shardformer.policies.plans.sequence",
+        "is_gathered = region.sums_gradients and not _reads_whole(owner, path, change)",
+        "is_gathered = region.sums_gradients",
+        (f"{_DIVIDED}[Speech2TextForConditionalGeneration]",),
+    ),
+    "embeddings that attention adds to a slice get one rank's gradient": Edit(
+        "shardformer.policies.plans.sequence",
+        " or (changes and _adds_positions(owner))",
+        "",
+        (f"{_DIVIDED}[DetrForObjectDetection]",),
+    ),
+    "norms between the regions of several modules keep one slice's gradient": Edit(
+        "shardformer.policies.plans.sequence",
+        "partial_gradient=config.cuts_sequence",
+        "partial_gradient=False",
+        (f"{_DIVIDED}[MegatronBertForMaskedLM]",),
     ),
     # proposed plans
     "a column whose features something else reads is cut": Edit(

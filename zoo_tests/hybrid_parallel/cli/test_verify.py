@@ -381,7 +381,8 @@ def test_a_directory_with_code_gets_a_plan_and_a_verdict(capsys: pytest.CaptureF
     assert code == 2 and f"{model} has code of its own, which is not run unasked" in err
     code, out, err = outcome(capsys, "verify", model, "--trust-remote-code", "--propose", "--output", str(file))
     assert code == 0 and "divide 9" in out and "\nequal\n" in out, out + err
-    assert json.loads(file.read_text())["local"] == {"blocks.*.mixer": ["heads"]}
+    plan = json.loads(file.read_text())
+    assert plan["local"] == {"blocks.*.mixer": ["heads"]} and plan["splits_sequence"]
     file.write_text(file.read_text().replace('"heads"', '"width"'))
     code, out, err = outcome(capsys, "verify", model, "--trust-remote-code", "--plan", str(file), "--tp", "2")
     assert code == 1, "an edit that is wrong"
