@@ -108,8 +108,11 @@ def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
 
 
 def first_output(output: Any, change: Any) -> Any:
-    """Apply `change` to the hidden states that a module returns, alone or first in a tuple."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    """Apply `change` to the hidden states that a module returns, alone or first in a tuple or list."""
+    if not isinstance(output, tuple | list):
+        return change(output)
+    changed = (change(output[0]), *output[1:])
+    return list(changed) if isinstance(output, list) else changed
 
 
 class PendingTokens(Tensor):

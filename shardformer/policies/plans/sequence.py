@@ -23,7 +23,7 @@ from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear
 from shardformer.layers.linear import in_features, out_features
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.feature_counts import attends, drops_by_function, names_read
+from shardformer.policies.feature_counts import attends, drops_by_function, is_attention, names_read
 from shardformer.policies.rules import ShardingRules
 from shardformer.sequence_parallel.split_gather import SequenceParallel, run_whole
 from shardformer.shard_config import ShardConfig
@@ -160,6 +160,8 @@ def _between(model: nn.Module, inside: Table, path: str) -> list[tuple[str, str]
     while todo:
         at = todo.pop()
         changes = inside[at].sub_module_replacement if at in inside else []
+        if not changes and is_attention(model.get_submodule(at)):
+            return None  # it reads shapes before its columns, which are in modules of their own
         has_columns = any(change.target_module is ColumnParallelLinear for change in changes)
         for name, child in model.get_submodule(at).named_children():
             if name in {change.suffix for change in changes}:
