@@ -17,7 +17,6 @@ import traceback
 from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,8 @@ from benchmarks.league.outcome import Outcome, RefusedError, shortened
 from benchmarks.league.system import Trained
 from benchmarks.league.systems import SYSTEMS
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
-from plugins.hybrid_parallel.verify.compare import Tolerance, compare
+from plugins.hybrid_parallel.distributed.agreement import broadcast_json
+from plugins.hybrid_parallel.verify.compare import Tolerance, Verdict, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_reference
 
@@ -54,30 +53,32 @@ def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Ou
     except Exception as error:
         traceback.print_exc()
         return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {_told(error)}"))
-    if all(all_gather_json(_agrees(plain, trained))):
+    if broadcast_json(plain is not None and _agrees(plain, trained)):
         return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds, seconds)
     place = _first_place(system, case, plain, trained, (tp_size, pp_size))
     return Outcome(outcome.WRONG, shortened(place), trained.seconds)
 
 
 @lru_cache(maxsize=1)
-def _reference(family: str, name: str) -> tuple[VerifyCase, Trace, float] | Outcome:
+def _reference(family: str, name: str) -> tuple[VerifyCase, Trace | None, float] | Outcome:
     """Return a class's tiny model, its plain training, and the seconds of a plain step; or why it does not train.
 
-    The first rank trains it for all: the others leave the cores to other ranks.
+    The first rank trains plainly, and compares, for all: the others leave the cores to other ranks.
     """
     module = f"transformers.models.{family}.modeling_{family}"
-    found: list[Any] = [None]
+    case = plain = None
+    found: tuple[str, float] = ("", 0.0)
     try:
         config_class = getattr(importlib.import_module(module), name).config_class
         config = small_config(config_class(), TwinSizes(kv_heads=4, is_faithful=False))
         case = VerifyCase(TinyModel(module, name, config, torch.float32, most_parameters=None), _ROWS, _STEPS, {})
         if dist.get_rank() == 0:
-            found = [(train_reference(case), plain_seconds(case))]
+            plain = train_reference(case)
+            found = ("", plain_seconds(case))
     except Exception as error:  # any of a thousand classes may fail in its own way
-        found = [Outcome(outcome.NOT_PLAIN, shortened(error))]
-    dist.broadcast_object_list(found, src=0)
-    return found[0] if isinstance(found[0], Outcome) else (case, *found[0])
+        found = (shortened(error), 0.0)
+    why, seconds = broadcast_json(found)
+    return Outcome(outcome.NOT_PLAIN, why) if why or case is None else (case, plain, seconds)
 
 
 def _agrees(plain: Trace, trained: Trained) -> bool:
@@ -85,17 +86,20 @@ def _agrees(plain: Trace, trained: Trained) -> bool:
     return losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
 
 
-def _first_place(system: str, case: VerifyCase, plain: Trace, trained: Trained, sizes: tuple[int, int]) -> str:
+def _first_place(system: str, case: VerifyCase, plain: Trace | None, trained: Trained, sizes: tuple[int, int]) -> str:
     """Train once more with the outputs of modules, and tell the first that differs; the parameter, where they agree."""
     try:
         again = SYSTEMS[system].train(case, *sizes, is_logged=True) if SYSTEMS[system].is_explained else trained
     except Exception:  # hooks may disturb a library
         again = trained
-    first = compare(plain, again.traces, _TOLERANCE).first or compare(plain, trained.traces, _TOLERANCE).first
-    if first is None:  # another rank sees it
-        return "it differs on another rank"
-    kept = first.text.partition("; outputs of modules")[0].partition(": the forward pass agrees")[0]
-    return kept.partition(": outputs of modules could not")[0]
+    found = [each.first for traces in (again, trained) for each in _compared(plain, traces) if each.first is not None]
+    text = found[0].text if found else "nothing that was recorded"
+    kept = text.partition("; outputs of modules")[0].partition(": the forward pass agrees")[0]
+    return broadcast_json(kept.partition(": outputs of modules could not")[0])
+
+
+def _compared(plain: Trace | None, trained: Trained) -> list[Verdict]:
+    return [] if plain is None else [compare(plain, trained.traces, _TOLERANCE)]
 
 
 def _told(error: BaseException) -> str:

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from shardformer.attention import log_once, uses_registry
 from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear
-from shardformer.layers.linear import in_features, out_features
+from shardformer.layers.linear import in_features, is_linear, out_features
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import attends, drops_by_function, is_attention, names_read
 from shardformer.policies.rules import ShardingRules
@@ -147,7 +146,7 @@ def _divide(table: Table, model: nn.Module, path: str) -> _Division:
 
 
 def _between(model: nn.Module, inside: Table, path: str) -> list[tuple[str, str]] | None:
-    """Return the modules beside the columns and rows of the module at `path`; None if it does not consist of both."""
+    """Return what the module at `path` has between its columns and rows; None if it has other sharded parts."""
     for at, description in inside.items():
         owner = model.get_submodule(at)
         if any(True for _ in owner.parameters(recurse=False)):
@@ -181,7 +180,7 @@ def _is_in_region(owner: nn.Module, change: Change) -> bool:
     if change.target_module not in (ColumnParallelLinear, RowParallelLinear):
         return change.partial_gradient or change.target_module is ParallelDropout
     is_whole = options.get("gather_output") or options.get("splits_input")
-    return isinstance(module, nn.Linear | Conv1D) and not is_whole
+    return is_linear(module) and not is_whole
 
 
 def _adds_positions(attention: nn.Module) -> bool:
