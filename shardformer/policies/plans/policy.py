@@ -7,7 +7,6 @@ names the layer list, and modules are assumed to run in the order in which they 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from math import prod
@@ -158,7 +157,6 @@ class PlanPolicy(Policy):
             is_known |= divides_sequences(type(self.model)) or (
                 self.declared is not None and self.declared.splits_sequence
             )
-            is_known |= bool(os.environ.get("SP_TRIAL"))
         return is_known and bool(divisible_lists(self._cut_layers(), self.model, self.stages))
 
     def tokens_mix_only_in_attention(self) -> bool:
