@@ -145,6 +145,10 @@ class Policy(ABC):
         """Return whether attention is the only operation that mixes tokens of different positions."""
         return True
 
+    def shares_sequences(self) -> bool:
+        """Return whether attention alone mixes the tokens that the layers process, whatever is in front of them."""
+        return self.tokens_mix_only_in_attention()
+
     def position_counter(self) -> Positions:
         """Return a function that computes the base model's default position ids (None: the base model's rule).
 

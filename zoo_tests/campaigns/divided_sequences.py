@@ -1,10 +1,10 @@
-"""Find families whose plans divide sequences right: `enable_sequence_parallelism` for what no policy describes.
+"""Find families whose plans divide sequences right: `enable_sequence_parallelism` and `cp_size` without a policy.
 
-    python -m zoo_tests.campaigns.divided_sequences [--only PATTERN] [--log FILE] [--ship]
+    python -m zoo_tests.campaigns.divided_sequences [--ways split_gather,cp] [--only PATTERN] [--log FILE] [--ship]
 
-Each head class whose layers have regions is trained with slices of sequences between them, and plainly. `--ship` adds
-the families of which a class is exact, and none is wrong or fails, to the table of the package. The log is that of the
-census: what is there under `sp2` is not trained again.
+Each head class whose layers have regions, or attention alone, is trained with parts of sequences, and plainly. `--ship`
+adds the families of which a class is exact, and none is wrong or fails, to the table of the package. The log is that of
+the census: what is there under `sp2` or `cp2` is not trained again.
 """
 
 from __future__ import annotations
@@ -13,48 +13,53 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from shardformer.policies.plans import tables
-from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import plain_run, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, read_log
 from zoo_tests.harness.ranks import stop_pools
+from zoo_tests.harness.trusted_policy import TrustedPlanPolicy
 
 _TABLE = Path(tables.__file__).parent / "divided_sequences.json"
-_LAYOUT = "sp2"
-_NOT_DIVIDED = "does not tell where its tokens meet"
+_LAYOUTS = {"split_gather": "sp2", "cp": "cp2"}
+_REFUSALS = ("does not tell where its tokens meet", "cannot share the sequences")
 
 
 def main() -> int:
     """Train the classes, and write the table if that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", default=",".join(_LAYOUTS), help=f"of {', '.join(_LAYOUTS)}")
     parser.add_argument("--only", default="", help="regular expression on Family/Class")
     parser.add_argument("--log", type=Path, help="log (.jsonl): written after each class, read at first")
     parser.add_argument("--ship", action="store_true", help="add what is found to the table of the package")
     arguments = parser.parse_args()
     log = read_log(arguments.log) if arguments.log is not None else {}
-    found: dict[str, str] = {}
+    ways = arguments.ways.split(",")
+    found: dict[str, dict[str, str]] = {way: {} for way in ways}
     try:
-        for head in head_classes():
-            name = f"{head.family}/{head.name}"
+        for way, head in product(ways, head_classes()):
+            name, layout = f"{head.family}/{head.name}", _LAYOUTS[way]
             if re.search(arguments.only, name):
-                known = log.get(name)
-                found[name] = known.layouts[_LAYOUT] if known is not None else _verdict_of(head)
-                sys.stdout.write(f"{name}: {found[name]}\n")
-                if known is None and arguments.log is not None:
-                    append(arguments.log, name, Verdict(plain=EXACT, layouts={_LAYOUT: found[name]}))
+                known = log.get(name, Verdict(EXACT))
+                if layout not in known.layouts:
+                    known.layouts[layout] = _verdict_of(head, layout)
+                    log[name] = known
+                    if arguments.log is not None:
+                        append(arguments.log, name, known)
+                found[way][name] = known.layouts[layout]
+                sys.stdout.write(f"{way}: {name}: {found[way][name]}\n")
     finally:
         stop_pools()
     if arguments.ship:
-        before = json.loads(_TABLE.read_text(encoding="utf-8"))
-        after = sorted({*before, *families_to_ship(found)})
-        _TABLE.write_text(json.dumps(after, indent=0) + "\n", encoding="utf-8")
-        sys.stdout.write(f"{len(after) - len(before)} families are new in the table of {len(after)}\n")
+        table = json.loads(_TABLE.read_text(encoding="utf-8"))
+        table |= {way: sorted({*table[way], *families_to_ship(found[way])}) for way in ways}
+        _TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(", ".join(f"{way}: {len(families)} families" for way, families in table.items()) + "\n")
     return 0
 
 
@@ -66,19 +71,20 @@ def families_to_ship(found: dict[str, str]) -> set[str]:
     """
     good = {name.partition("/")[0] for name, verdict in found.items() if verdict == EXACT}
     bad = {
-        name.partition("/")[0] for name, verdict in found.items() if verdict != EXACT and _NOT_DIVIDED not in verdict
+        name.partition("/")[0]
+        for name, verdict in found.items()
+        if verdict != EXACT and not any(each in verdict for each in _REFUSALS)
     }
     return good - bad
 
 
-def _verdict_of(head: HeadClass) -> str:
-    """The verdict on a class with slices of sequences, as if its plan said that they may be."""
+def _verdict_of(head: HeadClass, layout: str) -> str:
+    """The verdict on a class with parts of sequences, as if its plan said that there may be some."""
     plain = plain_run(head)
     policy = None if isinstance(plain, str) else policy_for(plain.case.tiny_model.build())
     if not isinstance(policy, PlanPolicy):
-        return _NOT_DIVIDED
-    plan = replace(policy.declared or DeclaredPlan(None), splits_sequence=True)
-    return sharded_verdict(head, _LAYOUT, plain, custom_policy=PlanPolicy(plan))
+        return _REFUSALS[0]
+    return sharded_verdict(head, layout, plain, custom_policy=TrustedPlanPolicy(policy.declared))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def _divided() -> Iterator:
         "Qwen2AudioForConditionalGeneration": "a tower beside the layers",
     }
     families = json.loads((Path(tables.__file__).parent / "divided_sequences.json").read_text(encoding="utf-8"))
+    families = families["split_gather"]
     first = {head.family: head for head in reversed(head_classes()) if head.family in families}
     bad = {name for name, where in _inexact() if where in ("plain", "sp2")}
     for number, head in enumerate(sorted({*first.values()}, key=lambda head: head.family)):

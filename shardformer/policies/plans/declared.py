@@ -55,7 +55,7 @@ class DeclaredPlan:
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
         splits_sequence: whether layers can process slices of a sequence between the regions of the plan
-            (`split_gather`): only their attention mixes tokens. See also `divides_sequences`.
+            (`split_gather`): only their attention mixes tokens. For shipped plans see `divides_sequences`, too.
         head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
     """
 
@@ -245,17 +245,20 @@ def proposed_plan_of(cls: type) -> DeclaredPlan | None:
 
 
 @cache
-def _divided_families() -> frozenset[str]:
+def _divided_families() -> dict[str, frozenset[str]]:
     table = Path(__file__).parent / "tables" / "divided_sequences.json"
-    return frozenset(json.loads(table.read_text(encoding="utf-8")))
+    return {way: frozenset(families) for way, families in json.loads(table.read_text(encoding="utf-8")).items()}
 
 
-def divides_sequences(cls: type) -> bool:
-    """Return whether slices of sequences between the regions of its plan were seen to train the class's family right.
+def divides_sequences(cls: type, way: str) -> bool:
+    """Return whether the class's family was seen to train right where ranks have parts of sequences.
 
     `python -m zoo_tests.campaigns.divided_sequences --ship` writes the table.
+
+    Args:
+        way: `split_gather`, slices between the regions of its plan, or `cp`, ranks that share sequences.
     """
-    return _family_of(cls) in _divided_families()
+    return _family_of(cls) in _divided_families()[way]
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:

@@ -154,14 +154,24 @@ class PlanPolicy(Policy):
             return self.tokens_mix_only_in_attention()
         is_known = bool(self._only_layers())
         if not isinstance(self.shard_config.sequence, BlockedSequence):
-            is_known |= divides_sequences(type(self.model)) or (
-                self.declared is not None and self.declared.splits_sequence
-            )
+            is_known |= self.was_seen("split_gather") or (self.declared is not None and self.declared.splits_sequence)
         return is_known and bool(divisible_lists(self._cut_layers(), self.model, self.stages))
 
     def tokens_mix_only_in_attention(self) -> bool:
         """Return whether attention alone mixes tokens, judged by the modules of the layers."""
         return self._attends_only(self._only_layers())
+
+    def shares_sequences(self) -> bool:
+        """Return whether attention alone mixes the tokens that the layers process, whatever is in front of them."""
+        if self.tokens_mix_only_in_attention():
+            return True
+        is_one_list = self.stages is not None and self.stages.next_layers is None
+        layers = list(self.model.get_submodule(self.stages.layers)) if is_one_list else []
+        return self.was_seen("cp") and self._attends_only(layers)
+
+    def was_seen(self, way: str) -> bool:
+        """Return whether the family was seen to train right with parts of sequences, see `divides_sequences`."""
+        return divides_sequences(type(self.model), way)
 
     def _only_layers(self) -> list[nn.Module]:
         """Return the layers; none if the plan does not tell what they do, or attention is outside the layer list."""
