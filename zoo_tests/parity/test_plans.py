@@ -23,6 +23,7 @@ from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import plain_run, sharded_verdict
+from zoo_tests.campaigns.divided_sequences import families_to_ship
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 
@@ -31,7 +32,12 @@ _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 _FAST = ("megatron_bert", "biogpt", "olmo2")
 _EVERY = 4  # of the families is in the suite, all others in the campaign
 _EVERY_DIVIDED = 12
-_LARGE = ("muse_glimmer", "glm4v", "minicpmv4_6")  # in the campaign alone: each takes as long as ten others
+_LARGE = (
+    "muse_glimmer",
+    "muse_spark",
+    "glm4v",
+    "minicpmv4_6",
+)  # in the campaign alone: each takes as long as ten others
 
 
 def _inexact() -> set[tuple[str, str]]:
@@ -75,30 +81,62 @@ def test_parts_that_return_several_tensors_of_the_tokens_between_slices_of_the_s
     assert sharded_verdict(head, "sp2", plain) == "exact"
 
 
-def _divided() -> Iterator:
-    """One head of families whose plans divide sequences; those with other kinds of layers are named."""
-    kinds = {
-        "MegatronBertForMaskedLM": "columns and rows in different modules",
-        "Speech2TextForConditionalGeneration": "a decoder over other states, and linears of the layer itself",
-        "DetrForObjectDetection": "a list of convolutions, which see whole sequences",
-        "Qwen2AudioForConditionalGeneration": "a tower beside the layers",
-    }
-    families = json.loads((Path(tables.__file__).parent / "divided_sequences.json").read_text(encoding="utf-8"))
-    families = families["split_gather"]
+# What is divided -> its layout, and heads of families with layers of a kind of their own.
+_KINDS = {
+    "split_gather": (
+        "sp2",
+        {
+            "MegatronBertForMaskedLM": "columns and rows in different modules",
+            "Speech2TextForConditionalGeneration": "a decoder over other states, and linears of the layer itself",
+            "DetrForObjectDetection": "a list of convolutions, which see whole sequences",
+            "Qwen2AudioForConditionalGeneration": "a tower beside the layers",
+        },
+    ),
+    "cp": (
+        "cp2",
+        {
+            "StableLmForCausalLM": "a plan of this package",
+            "LlavaForConditionalGeneration": "images among the tokens",
+            "Qwen2VLForConditionalGeneration": "positions of three kinds",
+        },
+    ),
+}
+
+
+def _divided(way: str) -> Iterator:
+    """(head, layout) of families whose plans divide sequences, and of the kinds of layers."""
+    layout, kinds = _KINDS[way]
+    families = json.loads((Path(tables.__file__).parent / "divided_sequences.json").read_text(encoding="utf-8"))[way]
     first = {head.family: head for head in reversed(head_classes()) if head.family in families}
-    bad = {name for name, where in _inexact() if where in ("plain", "sp2")}
+    bad = {name for name, where in _inexact() if where in ("plain", layout)}
     for number, head in enumerate(sorted({*first.values()}, key=lambda head: head.family)):
-        if head.name not in bad and number % _EVERY_DIVIDED == 0:
-            yield pytest.param(head.name, marks=pytest.mark.slow)
-    yield from (pytest.param(name, marks=pytest.mark.slow) for name in kinds)
+        if head.name not in bad and number % _EVERY_DIVIDED == 0 and head.name not in kinds:
+            marks = pytest.mark.campaign if head.family in _LARGE else pytest.mark.slow
+            yield pytest.param(head.name, layout, marks=marks, id=head.name)
+    yield from (pytest.param(name, layout, marks=pytest.mark.slow, id=name) for name in kinds)
 
 
-@pytest.mark.parametrize("name", list(_divided()))
-def test_slices_of_sequences_between_the_regions_of_a_plan(name: str) -> None:
+def _judged(name: str, layout: str) -> str:
     [head] = [head for head in head_classes() if head.name == name]
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
-    assert sharded_verdict(head, "sp2", plain) == "exact"
+    return sharded_verdict(head, layout, plain)
+
+
+@pytest.mark.parametrize(("name", "layout"), list(_divided("split_gather")))
+def test_slices_of_sequences_between_the_regions_of_a_plan(name: str, layout: str) -> None:
+    assert _judged(name, layout) == "exact"
+
+
+@pytest.mark.parametrize(("name", "layout"), list(_divided("cp")))
+def test_ranks_share_the_sequences_of_a_plan(name: str, layout: str) -> None:
+    assert _judged(name, layout) == "exact"
+
+
+def test_families_with_a_wrong_class_are_not_shipped() -> None:
+    refused = "cp_size=2 cannot share the sequences of A"
+    found = {"a/A": "exact", "a/B": refused, "b/A": "exact", "b/B": "the gradient of x differs", "c/A": refused}
+    assert families_to_ship(found) == {"a"}
 
 
 @pytest.mark.slow
