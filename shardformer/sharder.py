@@ -191,7 +191,8 @@ class ModelSharder:
             request, trains = self.config.enable_flash_attention, not self.config.inference_only
             use_backend(self.model, request, device, dtype, trains)
         if self.config.context is not None:
-            use_context_attention(self.model, self.config.context_parallel_mode, self.config.context)
+            layers = [layer for held in self._held_layers() for layer in held]
+            use_context_attention(self.model, layers, self.config.context_parallel_mode, self.config.context)
         if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
             exchange = UlyssesAllToAll(self.config.sequence) if self.config.uses_ulysses else None
             use_sharded_attention(self.model, rank_of_draws(self.config.group), exchange)

@@ -8,7 +8,7 @@ same name, because transformers silently drops the padding mask for a name that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -84,12 +84,18 @@ def recompute_attention(model: nn.Module) -> None:
         module.recomputes_attention = True
 
 
-def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str], None]) -> Iterator[nn.Module]:
+def routed_modules(
+    model: nn.Module,
+    prefix: str,
+    register: Callable[[str, str], None],
+    within: Collection[nn.Module] | None = None,
+) -> Iterator[nn.Module]:
     """Yield the modules that choose a kernel by name, after replacing the name by one with `prefix`.
 
     Args:
         prefix: marks the names that this package registers.
         register: (new name, the model's name) -> None; enters the new name in the registries.
+        within: the modules that are routed, where others keep their kernel; None for all.
     """
     configs: dict[int, tuple[Any, str]] = {}  # an outer configuration overwrites the names of those inside it
     modules = []
@@ -99,9 +105,11 @@ def routed_modules(model: nn.Module, prefix: str, register: Callable[[str, str],
         if implementation is None or not uses_registry(module):
             continue
         configs.setdefault(id(config), (config, implementation))
-        modules.append(module)
+        if within is None or module in within:
+            modules.append(module)
+    routed = {id(module.config) for module in modules}
     for config, implementation in configs.values():
-        if not implementation.startswith(prefix):
+        if id(config) in routed and not implementation.startswith(prefix):
             name = RegisteredName(prefix, implementation)
             register(name, implementation)
             implementation = name

@@ -8,7 +8,7 @@ it again, and so sees its own pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -152,14 +152,17 @@ class PendingMask:
         return self._mask
 
 
-def use_context_attention(model: nn.Module, mode: str, axis: ZigzagSharding) -> None:
-    """Route the attention of `model` that goes through the registry to the kernels of this module.
+def use_context_attention(model: nn.Module, layers: Iterable[nn.Module], mode: str, axis: ZigzagSharding) -> None:
+    """Route the attention of `layers` that goes through the registry to the kernels of this module.
+
+    Attention of other modules of `model`, which read whole images or sounds, keeps its kernel.
 
     Args:
         mode: "ring_attn" or "all_to_all".
         axis: the sharding of the sequences.
     """
-    for module in routed_modules(model, f"{PREFIX}{mode}_", partial(_register, mode=mode)):
+    within = {module for layer in layers for module in layer.modules()}
+    for module in routed_modules(model, f"{PREFIX}{mode}_", partial(_register, mode=mode), within):
         module.context_axis = axis
 
 

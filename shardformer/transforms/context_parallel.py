@@ -26,6 +26,12 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
     reason = reason_against_sharing(model, policy)
     if reason is not None:
         return [f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"]
+    num_stages = config.stage_manager.num_stages
+    if num_stages > 1 and _embeds_outside(model, policy):
+        return [
+            f"{asked} cannot share the sequences of {name} over pp_size={num_stages} stages, because its tokens are "
+            "embedded outside of the module that reads them; use pp_size=1, or cp_size=1"
+        ]
     if config.context_parallel_mode == "ring_attn":
         return []
     size, tp_size = config.context.size, config.tensor_parallel_size
@@ -79,6 +85,13 @@ def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
     asked = {"input_ids", "position_ids"}
     return next((each for each in around if asked <= inspect.signature(each.forward).parameters.keys()), None)
+
+
+def _embeds_outside(model: nn.Module, policy: Policy) -> bool:
+    """Return whether a module around the reader of tokens embeds them, to insert images: stages send it parts."""
+    reader = _reader_of_tokens(model, policy)
+    path = next(name for name, module in model.named_modules() if module is reader)
+    return not policy.tokens_mix_only_in_attention() and "." in path
 
 
 def _makes_masks(base: nn.Module) -> bool:

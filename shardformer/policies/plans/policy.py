@@ -167,7 +167,14 @@ class PlanPolicy(Policy):
             return True
         is_one_list = self.stages is not None and self.stages.next_layers is None
         layers = list(self.model.get_submodule(self.stages.layers)) if is_one_list else []
-        return self.was_seen("cp") and self._attends_only(layers)
+        return self.was_seen("cp") and self._attends_only(layers) and not self._towers_share_configs(layers)
+
+    def _towers_share_configs(self, layers: list[nn.Module]) -> bool:
+        """Return whether attention outside of the layers has their configuration, which names the kernel."""
+        held = {module for layer in layers for module in layer.modules()}
+        named = {id(module.config) for module in held if hasattr(module, "config")}
+        others = [module for module in self.model.modules() if attends(module) and module not in held]
+        return any(id(getattr(module, "config", None)) in named for module in others)
 
     def was_seen(self, way: str) -> bool:
         """Return whether the family was seen to train right with parts of sequences, see `divides_sequences`."""
