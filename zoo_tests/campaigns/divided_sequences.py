@@ -2,9 +2,10 @@
 
     python -m zoo_tests.campaigns.divided_sequences [--ways split_gather,cp] [--only PATTERN] [--log FILE] [--ship]
 
-Each head class whose layers have regions, or attention alone, is trained with parts of sequences, and plainly. `--ship`
-adds the families of which a class is exact, and none is wrong or fails, to the table of the package. The log is that of
-the census: what is there under `sp2` or `cp2` is not trained again.
+Each head class whose layers have regions, or attention alone, is trained with parts of sequences, and plainly; under
+`cp`, one with towers of images gets images. `--ship` adds the families of which a class is exact, and none is wrong or
+fails, to the table of the package. The log is that of the census: what is there under `sp2` or `cp2` is not trained
+again.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
-from zoo_tests.campaigns.census.trained import plain_run, sharded_verdict
+from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, read_log
+from zoo_tests.harness.image_twin import has_towers, image_twin_of
 from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.trusted_policy import TrustedPlanPolicy
 
@@ -84,7 +88,24 @@ def _verdict_of(head: HeadClass, layout: str) -> str:
     policy = None if isinstance(plain, str) else policy_for(plain.case.tiny_model.build())
     if not isinstance(policy, PlanPolicy):
         return _REFUSALS[0]
+    if layout == _LAYOUTS["cp"]:
+        plain = plain_run_with_images(plain, policy)
+    if plain is None:
+        return "it has towers, and no batch for them was made"
     return sharded_verdict(head, layout, plain, custom_policy=TrustedPlanPolicy(policy.declared))
+
+
+def plain_run_with_images(plain: PlainRun, policy: PlanPolicy) -> PlainRun | None:
+    """Plain training with images, if the model has towers; None if no batch for them was made."""
+    model = plain.case.tiny_model.build()
+    policy.set_model(model)
+    if policy.stages is None or not has_towers(model, policy.stages.layers):
+        return plain
+    twin = image_twin_of(plain.case.tiny_model)
+    if twin is None:
+        return None
+    case = replace(plain.case, tiny_model=twin)
+    return PlainRun(case, train_reference(case))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""ImageTwin: a tiny model of texts with images in its batches; those of `booster verify` have texts alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel
+from shardformer.policies.feature_counts import attends
+
+_TOKEN, _TEXT = 98, 8  # in the vocabulary of tiny models; tokens of text behind those of an image
+_NAMES = ("image_token_id", "image_token_index")
+_GRID = (1, 4, 4)  # patches of an image over time, height and width
+
+Images = Callable[[Any, int, torch.Generator], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class ImageTwin(TinyModel):
+    """A tiny model each of whose samples begins with an image.
+
+    Attributes:
+        style: name of the form in which the class takes images, one of `STYLES`.
+    """
+
+    style: str = "pictures"
+
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
+        """Make the global batch of a step; samples have different lengths."""
+        generator = torch.Generator().manual_seed(77 + step)
+        images = STYLES[self.style](model.config.vision_config, rows, generator)
+        images = {name: self._cast(value) for name, value in images.items()}
+        count = _tokens_of(model, images) // rows
+        ids = torch.randint(0, _TOKEN - 10, (rows, count + _TEXT), generator=generator)
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            mask[row, count + _TEXT - row % 4 :] = 0
+        ids[:, :count] = _TOKEN
+        labels = ids.masked_fill((mask == 0) | (ids == _TOKEN), -100)
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, **images}
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            batch["mm_token_type_ids"] = (ids == _TOKEN).long()
+        return batch
+
+
+def image_twin_of(twin: TinyModel) -> ImageTwin | None:
+    """The twin with images in the first style in which they reach the loss; None if there is none."""
+    for style in STYLES:
+        config = type(twin.config).from_dict(twin.config.to_dict())
+        for name in _NAMES:
+            if hasattr(config, name):
+                setattr(config, name, _TOKEN)
+        given = {each.name: getattr(twin, each.name) for each in fields(TinyModel)} | {"config": config}
+        found = ImageTwin(**given, style=style)
+        try:
+            model = found.build()
+            model(**found.batch(model, 0, 2)).loss.backward()
+        except Exception:  # forwards raise arbitrary exception types
+            continue
+        if any(module.weight.grad is not None and module.weight.grad.any() for module in _projections_of_towers(model)):
+            return found
+    return None
+
+
+def has_towers(model: nn.Module, layers: str) -> bool:
+    """Return whether a model attends outside of the list of its layers."""
+    held = {module for layer in model.get_submodule(layers) for module in layer.modules()}
+    return any(attends(module) and module not in held for module in model.modules())
+
+
+def _projections_of_towers(model: nn.Module) -> list[nn.Module]:
+    names = ("vision", "visual", "image")
+    towers = [module for name, module in model.named_modules() if any(each in name.split(".")[-1] for each in names)]
+    return [module for tower in towers for module in tower.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+
+
+def _tokens_of(model: nn.Module, images: dict[str, Tensor]) -> int:
+    """Number of the tokens that images become."""
+    owner = model if hasattr(model, "get_image_features") else model.base_model
+    with torch.no_grad():
+        found = owner.get_image_features(**images)
+    found = getattr(found, "pooler_output", found)
+    parts = [found] if isinstance(found, Tensor) else list(found)
+    return sum(part.shape[:-1].numel() for part in parts)
+
+
+def _pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    size = config.image_size
+    return {"pixel_values": torch.rand(rows, getattr(config, "num_channels", 3), size, size, generator=generator)}
+
+
+def _sized_pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return _pictures(config, rows, generator) | {"image_sizes": torch.tensor([[config.image_size] * 2] * rows)}
+
+
+def _listed_pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"pixel_values": _pictures(config, rows, generator)["pixel_values"][:, None]}
+
+
+def _patches(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    features = getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+    number = rows * _GRID[0] * _GRID[1] * _GRID[2]
+    return {
+        "pixel_values": torch.rand(number, features, generator=generator),
+        "image_grid_thw": torch.tensor([_GRID] * rows),
+    }
+
+
+STYLES: dict[str, Images] = {
+    "pictures": _pictures,
+    "sized pictures": _sized_pictures,
+    "a list of pictures": _listed_pictures,
+    "patches": _patches,
+}
