@@ -20,10 +20,10 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import declared_plans
-from shardformer.policies.registry import family_policies
+from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import plain_run, sharded_verdict
-from zoo_tests.campaigns.divided_sequences import families_to_ship
+from zoo_tests.campaigns.divided_sequences import families_to_ship, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 
@@ -96,8 +96,7 @@ _KINDS = {
         "cp2",
         {
             "StableLmForCausalLM": "a plan of this package",
-            "LlavaForConditionalGeneration": "images among the tokens",
-            "Qwen2VLForConditionalGeneration": "positions of three kinds",
+            "HunYuanDenseV1ForCausalLM": "norms of heads",
         },
     ),
 }
@@ -116,10 +115,14 @@ def _divided(way: str) -> Iterator:
     yield from (pytest.param(name, layout, marks=pytest.mark.slow, id=name) for name in kinds)
 
 
-def _judged(name: str, layout: str) -> str:
+def _judged(name: str, layout: str, has_images: bool = False) -> str:
     [head] = [head for head in head_classes() if head.name == name]
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
+    model = plain.case.tiny_model.build()
+    if layout == "cp2" or has_images:
+        plain = plain_run_with_images(plain, policy_for(model))
+        assert plain is not None and has_images <= ("pixel_values" in plain.case.tiny_model.batch(model, 0, 6))
     return sharded_verdict(head, layout, plain)
 
 
@@ -131,6 +134,14 @@ def test_slices_of_sequences_between_the_regions_of_a_plan(name: str, layout: st
 @pytest.mark.parametrize(("name", "layout"), list(_divided("cp")))
 def test_ranks_share_the_sequences_of_a_plan(name: str, layout: str) -> None:
     assert _judged(name, layout) == "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2pp2", "sp2", "cp2"])
+@pytest.mark.parametrize("name", ["Qwen2VLForConditionalGeneration", "LlavaForConditionalGeneration"])
+def test_images_among_the_tokens(name: str, layout: str) -> None:
+    """Images as lists of patches, and one picture a sample; two micro-batches under a pipeline."""
+    assert _judged(name, layout, has_images=True) == "exact"
 
 
 def test_families_with_a_wrong_class_are_not_shipped() -> None:

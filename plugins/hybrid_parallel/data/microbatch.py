@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.image_patches import pieces_of_patches
 from shardformer.distributed.blocked_collectives import joined_blocks
 
 # Inputs that determine the number of samples of a batch; if none is present, the first tensor does.
@@ -71,6 +72,9 @@ def split_batch(
     Args:
         num_microbatches: number of parts.
         cuts: [parts + 1] token indices at which a batch of one row is cut instead.
+
+    Raises:
+        ConfigurationError: the batch lists patches of images, and not to which samples they belong.
     """
     if num_microbatches == 0:
         return []
@@ -81,8 +85,9 @@ def split_batch(
         ]
     rows = num_rows(batch)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
+    patches = pieces_of_patches(batch, rows, num_microbatches) if num_microbatches > 1 else {}
     for key, value in batch.items():
-        pieces = _labels_of_masked(batch, num_microbatches) if key == "labels" else None
+        pieces = _labels_of_masked(batch, num_microbatches) if key == "labels" else patches.get(key)
         for part, piece in zip(parts, pieces or _pieces(key, value, rows, num_microbatches), strict=True):
             part[key] = piece
     return parts

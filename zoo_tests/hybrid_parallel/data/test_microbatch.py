@@ -171,3 +171,37 @@ def test_outputs_of_parts_of_a_row_join_along_its_tokens() -> None:
     scores = [SequenceClassifierOutput(attentions=(torch.zeros(1, size, size, size),)) for size in (3, 2)]
     with pytest.raises(ConfigurationError, match="attentions of micro-batches have shapes"):
         merge_outputs(scores, [3, 2])
+
+
+def _patches(images: list[int]) -> dict[str, torch.Tensor]:
+    """A batch of samples with so many images of 2x2 or 2x4 patches, merged by four, whose patches are numbered."""
+    grids = [[1, 2, 2 + 2 * (index % 2)] for index in range(sum(images))]
+    tokens = [grid[1] * grid[2] // 4 for grid in grids]
+    first = [sum(images[:row]) for row in range(len(images))]
+    own = [sum(tokens[start : start + count]) for start, count in zip(first, images, strict=True)]
+    types = torch.tensor([[1] * count + [0] * (8 - count) for count in own])
+    grid = torch.tensor(grids).reshape(-1, 3)
+    return {
+        "input_ids": torch.arange(len(images))[:, None].expand(-1, 8),
+        "image_grid_thw": grid,
+        "pixel_values": torch.arange(int(grid.prod(-1).sum()))[:, None],
+        "mm_token_type_ids": types,
+    }
+
+
+def test_patches_of_images_go_with_their_samples() -> None:
+    batch = _patches([2, 0, 1, 3, 1])
+    parts = split_batch(batch, 3)  # of 2, 2 and 1 samples
+    assert [len(part["image_grid_thw"]) for part in parts] == [2, 4, 1]
+    assert all(len(part["pixel_values"]) == part["image_grid_thw"].prod(-1).sum() for part in parts)
+    assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
+
+
+def test_patches_without_their_samples_are_refused() -> None:
+    batch = _patches([1, 1, 1])
+    del batch["mm_token_type_ids"]
+    assert [len(part["image_grid_thw"]) for part in split_batch(batch, 3)] == [1, 1, 1]
+    batch["input_ids"] = batch["input_ids"][:2]
+    with pytest.raises(ConfigurationError, match="image_grid_thw has 3 entries for 2 samples.*num_microbatches=1"):
+        split_batch(batch, 2)
+    assert split_batch(batch, 1)[0]["pixel_values"] is not None
