@@ -50,6 +50,18 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "A layer gets parts where it expects whole inputs, or the reverse: AutoTP tells rows from columns by names.",
     ),
     (
+        "DeepSpeed AutoTP",
+        "tp2",
+        "DiffLlamaFor.*",
+        "The class subtracts the second half of its heads from the first; each rank pairs the heads that it has.",
+    ),
+    (
+        "DeepSpeed AutoTP",
+        "tp2",
+        "Vilt.*",
+        "The class draws patches at random, and other numbers were drawn before: this one says nothing of the library.",
+    ),
+    (
         "torch pipelining.*",
         "pp2",
         "(Canary|MT5)ForConditionalGeneration",
@@ -58,7 +70,7 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "NeMo Automodel",
         "tp2",
-        "Qwen3MoeForCausalLM",
+        "Qwen3MoeForCausalLM|Qwen3OmniMoeTalkerForConditionalGeneration",
         "It has no plan for the class, warns, and applies its default one, which lacks `q_norm` and `k_norm`: they see "
         "half of the heads on each rank, and their gradients are averaged instead of summed. Qwen3 has a plan, and is "
         "exact.",
@@ -73,7 +85,7 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "NeMo Automodel",
         "tp2",
-        "(PLBart|T5)For.*",
+        "(BigBirdPegasus|PLBart|T5|UMT5|Udop)For.*",
         "Its groups of FSDP2 part the modules that share an embedding.",
     ),
     (
@@ -86,7 +98,7 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "NeMo Automodel",
         "(tp2)?pp2",
-        "(GPTNeo|MiMoV2Flash|OlmoHybrid)ForCausalLM",
+        "(CodeGen|FalconMamba|GPTNeo|Inkling|Mamba2|MiMoV2Flash|OlmoHybrid|RoFormer|xLSTM)ForCausalLM",
         "Its stages run a forward of its own, of Llama's form, which does not fit the class; in one process, too.",
     ),
 ]
