@@ -29,7 +29,7 @@ from benchmarks.league.system import Trained
 from benchmarks.league.systems import SYSTEMS
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json
-from plugins.hybrid_parallel.verify.compare import Tolerance, Verdict, compare
+from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_reference
 
@@ -53,14 +53,14 @@ def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Ou
     except Exception as error:
         traceback.print_exc()
         return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {_told(error)}"))
-    if broadcast_json(plain is not None and _agrees(plain, trained)):
+    if broadcast_json(_agrees(plain, trained)):
         return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds, seconds)
     place = _first_place(system, case, plain, trained, (tp_size, pp_size))
     return Outcome(outcome.WRONG, shortened(place), trained.seconds)
 
 
 @lru_cache(maxsize=1)
-def _reference(family: str, name: str) -> tuple[VerifyCase, Trace | None, float] | Outcome:
+def _reference(family: str, name: str) -> tuple[VerifyCase, Trace, float] | Outcome:
     """Return a class's tiny model, its plain training, and the seconds of a plain step; or why it does not train.
 
     All ranks train plainly: losses of detectors add up their boxes over ranks where accelerate has been in the process.
@@ -85,20 +85,16 @@ def _agrees(plain: Trace, trained: Trained) -> bool:
     return losses.value < _TOLERANCE.loss and gradients.value < _TOLERANCE.tensor
 
 
-def _first_place(system: str, case: VerifyCase, plain: Trace | None, trained: Trained, sizes: tuple[int, int]) -> str:
+def _first_place(system: str, case: VerifyCase, plain: Trace, trained: Trained, sizes: tuple[int, int]) -> str:
     """Train once more with the outputs of modules, and tell the first that differs; the parameter, where they agree."""
     try:
         again = SYSTEMS[system].train(case, *sizes, is_logged=True) if SYSTEMS[system].is_explained else trained
     except Exception:  # hooks may disturb a library
         again = trained
-    found = [each.first for traces in (again, trained) for each in _compared(plain, traces) if each.first is not None]
-    text = found[0].text if found else "nothing that was recorded"
+    first = compare(plain, again.traces, _TOLERANCE).first or compare(plain, trained.traces, _TOLERANCE).first
+    text = "nothing that the first rank recorded" if first is None else first.text
     kept = text.partition("; outputs of modules")[0].partition(": the forward pass agrees")[0]
     return broadcast_json(kept.partition(": outputs of modules could not")[0])
-
-
-def _compared(plain: Trace | None, trained: Trained) -> list[Verdict]:
-    return [] if plain is None else [compare(plain, trained.traces, _TOLERANCE)]
 
 
 def _told(error: BaseException) -> str:
