@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.distributed.blocks import Blocks
-from shardformer.distributed.random import seed_default_generators
+from shardformer.distributed.random import restoring_default_generators, seed_default_generators
 
 _DRAW = frozenset(
     {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu}
@@ -142,11 +142,8 @@ def _streams(region: Blocks) -> Iterator[tuple[int, int]]:
 
     The stream then continues after a single number, however many blocks there are.
     """
-    seed = int(torch.randint(2**62, ()))
-    state = torch.get_rng_state()
-    try:
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    with restoring_default_generators():
         for index, block in enumerate(region.local):
             seed_default_generators(seed ^ (0x9E3779B97F4A7C15 * (block + 1) % 2**62))
             yield index, block
-    finally:
-        torch.set_rng_state(state)

@@ -35,15 +35,19 @@ def parallel_region(rank: int) -> Iterator[None]:
     """
     # Drawn on the CPU even for a GPU region: no synchronisation with the device.
     seed = int(torch.randint(_SEED_LIMIT, (), device="cpu"))
-    cpu_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    seed_default_generators(seed ^ (0x9E3779B97F4A7C15 * (rank + 1) % _SEED_LIMIT))
+    with restoring_default_generators():
+        seed_default_generators(seed ^ (0x9E3779B97F4A7C15 * (rank + 1) % _SEED_LIMIT))
+        yield
+
+
+@contextmanager
+def restoring_default_generators() -> Iterator[None]:
+    """Restore the state of the default generators at the end."""
+    states = _default_states()
     try:
         yield
     finally:
-        torch.set_rng_state(cpu_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
+        _set_default_states(states)
 
 
 @untraced

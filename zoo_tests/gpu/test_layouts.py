@@ -7,12 +7,14 @@ through host memory over gloo (`staging.py`).
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from zoo_tests.gpu.training import generate, needs_real_gpu, on_ranks, resume, train
+from zoo_tests.gpu.training import generate, needs_real_gpu, on_ranks, resume, train, train_to_bits
 
 FP32 = 1e-4  # as in test_one_rank.py
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, options)
@@ -31,6 +33,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, 
     "tp2-pp2": (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}),
     "tp2-dp2": (4, {"tp_size": 2}),
 }
+REPRODUCED: dict[str, tuple[int, dict[str, Any]]] = {
+    "micro-batches": (1, {"num_microbatches": 4}),
+    "tp2": (2, {"tp_size": 2}),
+    "tp2, sequence parallelism": (2, {"tp_size": 2, "enable_sequence_parallelism": True}),
+    "pp2, zero-bubble": (2, {"pp_size": 2, "pp_style": "zbv"}),
+    "dp2, ZeRO-2": (2, {"dp_size": 2, "zero_stage": 2, "zero_bucket_size_in_mb": 0.05}),
+    "cp2": (2, {"cp_size": 2}),
+    "tp2-pp2": (4, {"tp_size": 2, "pp_size": 2}),
+}
 OTHERS = [  # of the families that differ most, where they differ
     ("bert", "tp2-pp2"),
     ("gpt2", "tp2"),
@@ -45,6 +56,25 @@ def test_layout(family: str, layout: str) -> None:
     needs_real_gpu(options)
     for losses, plain in on_ranks(world_size, train, family, options):
         assert losses == pytest.approx(plain, rel=FP32)
+
+
+@cache
+def _bits(family: str, options: tuple[tuple[str, Any], ...], world_size: int = 1) -> Any:
+    with TemporaryDirectory() as directory:
+        return on_ranks(world_size, train_to_bits, family, directory, dict(options))[0]
+
+
+@pytest.mark.parametrize("layout", REPRODUCED)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_the_same_bits(family: str, layout: str) -> None:
+    world_size, options = REPRODUCED[layout]
+    precision = (("precision", "bf16" if family == "llama" else "fp32"),)
+    on = (("reproducible", True), *precision)
+    assert _bits(family, (*on, *options.items()), world_size) == _bits(family, on)
+
+
+def test_without_reproducible_bits_differ() -> None:
+    assert _bits("bert", (("tp_size", 2),), 2) != _bits("bert", ())
 
 
 def test_compiled_layers_on_two_ranks() -> None:

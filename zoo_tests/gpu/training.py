@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,14 @@ from torch import Tensor, nn
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import record_module_init
+from zoo_tests.campaigns.bits.training import hash_of
 from zoo_tests.gpu import device
 from zoo_tests.harness.adapters import with_adapters
 from zoo_tests.harness.ranks import run_on_ranks
 
 STEPS, ROWS, LENGTH, VOCABULARY = 3, 16, 13, 160  # 16 x 13 tokens: products in 8 bit need multiples of 16
 _SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
-_DECODER = {**_SIZES, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+_DECODER = {**_SIZES, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "attention_dropout": 0.0}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> (model, configuration, its values)
     "bert": ("BertForMaskedLM", "BertConfig", {**_SIZES, **_NO_DROPOUT, "vocab_size": VOCABULARY}),
@@ -41,9 +44,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> (model, conf
 _TARGETS = ("q_proj", "down_proj")
 
 
-def build(family: str, adapters: bool = False) -> nn.Module:
+def build(family: str, adapters: bool = False, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     model, config, values = FAMILIES[family]
+    values = {name: dropout if "drop" in name else value for name, value in values.items()}
     built = getattr(transformers, model)(getattr(transformers, config)(**values))
     return with_adapters(built, _TARGETS) if adapters else built
 
@@ -63,12 +67,15 @@ class Training:
         family: one of `FAMILIES`.
         adapters: whether a LoRA is trained, and not the model.
         directory: of a saved model, which is read once it is sharded; None to build the model.
+        dropout: probability.
         options: of the plugin.
     """
 
-    def __init__(self, family: str, adapters: bool = False, directory: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, family: str, adapters: bool = False, directory: str | None = None, dropout: float = 0.0, **options: Any
+    ) -> None:
         if directory is None:
-            model = build(family, adapters)
+            model = build(family, adapters, dropout)
         else:
             with record_module_init():
                 model = getattr(transformers, FAMILIES[family][0]).from_pretrained(directory)
@@ -133,6 +140,23 @@ def generate(options: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]
     asked = {name: value[:, : LENGTH // 2].cuda() for name, value in batch(0).items() if name != "labels"}
     asked |= {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     return boosted.eval().generate(**asked).tolist(), plain.eval().generate(**asked).tolist()
+
+
+def train_to_bits(family: str, directory: str, options: dict[str, Any]) -> tuple[list[float], float, str]:
+    """Losses, the last norm of the gradients, and a hash of the weights, of a training with dropout.
+
+    Args:
+        directory: where all ranks save the model.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of a real GPU it was set before
+    try:
+        training = Training(family, dropout=0.1, **options)
+        losses = training.train()
+    finally:
+        torch.use_deterministic_algorithms(False)  # `boost` turned it on
+    training.booster.save_model(training.model, directory)
+    dist.barrier()
+    return losses, float(training.optimizer.grad_norm), hash_of(Path(directory))
 
 
 def needs_real_gpu(options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.campaigns.bits.training import Bits
-from zoo_tests.campaigns.bits.trials import CUT, Trial, recipe_of, reference_of
+from zoo_tests.campaigns.bits.trials import CUT, WHOLE, Trial, recipe_of, reference_of
 from zoo_tests.harness.case import Recipe
 from zoo_tests.harness.optimizers import Lamb
 from zoo_tests.harness.ranks import distributed
@@ -36,7 +36,10 @@ def _reference(recipe: Recipe, trial: Trial) -> Bits:
         ("llama", "bf16", Trial("dp2", options=(("gradient_checkpointing", "full"),), resumed_from="pp2")),
         ("llama", "bf16", Trial("tp4")),
         ("bert", "fp32", Trial("tp2", 3, ordinary_loop=True)),
-        ("bert", "fp32", Trial("tp2", options=CUT)),
+        ("bert", "fp32", Trial("cp2")),
+        pytest.param("bert", "fp32", Trial("tp2", options=CUT), marks=pytest.mark.slow),
+        pytest.param("llama", "bf16", Trial("cp2tp2", 2, ordinary_loop=True), marks=pytest.mark.slow),
+        pytest.param("gpt2", "fp32", Trial("tp2", options=WHOLE), marks=pytest.mark.slow),
         pytest.param("gpt2", "fp32", Trial("tp2pp2"), marks=pytest.mark.slow),
         pytest.param("t5", "bf16", Trial("tp2pp2"), marks=pytest.mark.slow),
         pytest.param("mixtral", "fp32", Trial("tp2dp2", 2), marks=pytest.mark.slow),
@@ -72,20 +75,22 @@ def test_without_the_option_bits_differ() -> None:
     ("options", "said"),
     [
         (
-            {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
-            | {"tp_size": 2, "reproducible_sequence_blocks": 2},
+            {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"} | {"tp_size": 2},
             "sequence_parallelism_mode='all_to_all' multiplies parts of sequences by whole weights",
         ),
         (
-            {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
-            | {"tp_size": 2, "reproducible_sequence_blocks": 2},
+            {"enable_sequence_parallelism": True, "enable_sequence_overlap": True} | {"tp_size": 2},
             "enable_sequence_overlap=True multiplies the tokens of each rank",
         ),
         (
-            {"enable_sequence_parallelism": True, "tp_size": 2},
-            "tp_size=2 does not divide reproducible_sequence_blocks=1, as enable_sequence_parallelism=True needs",
+            {"enable_sequence_parallelism": True, "tp_size": 2, "reproducible_sequence_blocks": 3},
+            "tp_size=2 does not divide reproducible_sequence_blocks=3, as enable_sequence_parallelism=True needs",
         ),
-        ({"cp_size": 2}, "cp_size=2 adds up attention over parts of sequences"),
+        (
+            {"tp_size": 2, "cp_size": 2, "reproducible_sequence_blocks": 2},
+            r"tp_size\*cp_size=2\*2=4 does not divide reproducible_sequence_blocks=2, as cp_size=2 needs; use",
+        ),
+        ({"cp_size": 4, "reproducible_blocks": 2}, "cp_size=4 does not divide reproducible_blocks=2; use"),
         ({"precision": "fp16"}, "precision='fp16' has a loss scale that overflows at other steps"),
         ({"compile_layers": True}, "compile_layers=True chooses kernels by measured time"),
         ({"offload_optimizer": "cpu"}, "offload_optimizer='cpu' adds up gradients outside of the device's memory"),

@@ -43,7 +43,8 @@ class DebugOptions(OptionGroup):
         reproducible_blocks: number of blocks that tensor-parallel layers are computed in under `reproducible=True`, the
             same for all layouts; `tp_size` divides it. None for 4, or fewer if the model cannot be divided so.
         reproducible_sequence_blocks: number of blocks that sequences are divided into between these layers, the same
-            for all layouts; under sequence parallelism `tp_size` divides it.
+            for all layouts; under sequence parallelism `tp_size` divides it. None for as many as `reproducible_blocks`,
+            or 1 if sequence parallelism cannot divide the model.
     """
 
     nonfinite: str = option("raise", one_of("raise", "skip", "ignore"))
@@ -66,13 +67,13 @@ class DebugOptions(OptionGroup):
     reproducible: bool = option(False, SWITCH)
     reproducible_unit: int = option(1, COUNT)
     reproducible_blocks: int | None = option(None, _POWER_OF_TWO)
-    reproducible_sequence_blocks: int = option(1, COUNT)
+    reproducible_sequence_blocks: int | None = option(None, COUNT)
 
     def conflicts(self) -> list[str]:
         """Return one sentence for each broken rule between these options."""
         if self.reproducible:
             return []
-        defaults = {"reproducible_unit": 1, "reproducible_blocks": None, "reproducible_sequence_blocks": 1}
+        defaults = {"reproducible_unit": 1, "reproducible_blocks": None, "reproducible_sequence_blocks": None}
         return [
             f"{name}={getattr(self, name)} needs reproducible=True; use it, or {name}={default}"
             for name, default in defaults.items()

@@ -6,6 +6,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from booster.errors import ConfigurationError, check_names
+from booster.logging import get_logger
 from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.kernels import KernelOptions
 from plugins.hybrid_parallel.config.offload import OffloadOptions
@@ -14,9 +15,11 @@ from plugins.hybrid_parallel.config.parallel import ParallelOptions
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.config.policy import PolicyOptions
 from plugins.hybrid_parallel.config.precision import PrecisionOptions
-from plugins.hybrid_parallel.config.reproducible import conflicts_with_reproducible
+from plugins.hybrid_parallel.config.reproducible import conflicts_with_reproducible, sharing_layers
 from plugins.hybrid_parallel.config.zero import ZeroOptions
 from plugins.hybrid_parallel.pipeline.schedule import Schedule
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,13 @@ class HybridParallelConfig:
             problems += self._conflicts()
         if problems:
             raise ConfigurationError("; ".join(problems))
+        if self.debugging.reproducible and self.parallel.cp_size > 1:
+            _logger.info(
+                "reproducible=True: the cp_size=%d ranks share layers and sequences as tensor-parallel ranks do "
+                "(split_gather), because attention over parts of sequences rounds otherwise",
+                self.parallel.cp_size,
+            )
+            object.__setattr__(self, "parallel", sharing_layers(self.parallel))
 
     @classmethod
     def from_options(cls, /, **options: Any) -> HybridParallelConfig:

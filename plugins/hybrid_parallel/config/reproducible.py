@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+from plugins.hybrid_parallel.config.parallel import ParallelOptions
 
 # Option -> the value it needs, and why another one is refused.
 _NEEDED: dict[str, tuple[Any, str]] = {
-    "cp_size": (1, "adds up attention over parts of sequences"),
     "enable_sequence_overlap": (False, "multiplies the tokens of each rank by themselves"),
     "ep_size": (1, "multiplies the tokens of several ranks at once"),
     "expert_capacity_factor": (None, "drops tokens by the whole batch of a rank"),
@@ -34,23 +36,25 @@ def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
         for name, (needed, why) in _NEEDED.items()
         if options[name] != needed
     ]
-    if options["enable_sequence_parallelism"] and options["sequence_parallelism_mode"] != "split_gather":
-        mode = options["sequence_parallelism_mode"]
+    shares = options["cp_size"] > 1  # in one way, whatever the mode, see `sharing_layers`
+    mode = options["sequence_parallelism_mode"]
+    if options["enable_sequence_parallelism"] and mode != "split_gather" and not shares:
         problems.append(
             f"sequence_parallelism_mode={mode!r} multiplies parts of sequences by whole weights, so that "
             "reproducible=True refuses it; use 'split_gather', or reproducible=False"
         )
-    blocks, tp_size = options["reproducible_blocks"], options["tp_size"]
-    if blocks is not None and blocks % tp_size:
+    num_ranks, given = _sharing_ranks(options)
+    blocks, parts = options["reproducible_blocks"], options["reproducible_sequence_blocks"]
+    if blocks is not None and blocks % num_ranks:
         problems.append(
-            f"tp_size={tp_size} does not divide reproducible_blocks={blocks}; use "
-            f"reproducible_blocks={1 << (tp_size - 1).bit_length()} in every layout, or another tp_size"
+            f"{given} does not divide reproducible_blocks={blocks}; use "
+            f"reproducible_blocks={1 << (num_ranks - 1).bit_length()} in every layout, or fewer ranks"
         )
-    parts = options["reproducible_sequence_blocks"]
-    if options["enable_sequence_parallelism"] and parts % tp_size:
+    if (options["enable_sequence_parallelism"] or shares) and parts is not None and parts % num_ranks:
+        why = f"cp_size={options['cp_size']}" if shares else "enable_sequence_parallelism=True"
         problems.append(
-            f"tp_size={tp_size} does not divide reproducible_sequence_blocks={parts}, as enable_sequence_parallelism="
-            f"True needs; use reproducible_sequence_blocks={tp_size} in every layout, or no sequence parallelism"
+            f"{given} does not divide reproducible_sequence_blocks={parts}, as {why} needs; use "
+            f"reproducible_sequence_blocks={num_ranks} in every layout, or no sequence parallelism"
         )
     precision = options["precision"]
     if precision in _PRECISIONS:
@@ -59,3 +63,31 @@ def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
             "'fp32', or reproducible=False"
         )
     return problems
+
+
+def _sharing_ranks(options: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the number of ranks that share layers, and the options that say so."""
+    tp_size, cp_size = options["tp_size"], options["cp_size"]
+    if cp_size == 1:
+        return tp_size, f"tp_size={tp_size}"
+    if tp_size == 1:
+        return cp_size, f"cp_size={cp_size}"
+    return tp_size * cp_size, f"tp_size*cp_size={tp_size}*{cp_size}={tp_size * cp_size}"
+
+
+def sharing_layers(parallel: ParallelOptions) -> ParallelOptions:
+    """Return the mesh on which `cp_size` ranks share sequences and layers as `split_gather` does.
+
+    Attention that is added up over parts of sequences rounds otherwise than attention over whole ones, so that each
+    rank computes some of the heads over whole sequences, and between layers has a part of each sequence.
+    """
+    if parallel.cp_size == 1:
+        return parallel
+    return replace(
+        parallel,
+        tp_size=parallel.tp_size * parallel.cp_size,
+        cp_size=1,
+        sp_size=None,
+        enable_sequence_parallelism=True,
+        sequence_parallelism_mode="split_gather",
+    )

@@ -23,7 +23,7 @@ LIMIT = 2.0**13  # 2**63 / _STEPS
 # A square is split into multiples of 2**-4, 2**-34 and 2**-64: each part has at most 31 bits, so that 2**32 of them
 # add up in int64.
 _FIRST_BITS, _PART_BITS, NUM_PARTS = 4, 30, 3
-_CHUNK = 1 << 16  # elements that are converted at once: their intermediate values stay in the cache
+_CHUNK = 1 << 16  # elements that a CPU converts at once: their intermediate values stay in its cache
 
 
 def largest(values: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ def add_multiples(sums: Tensor, values: Tensor, begin: bool) -> float:
     Returns:
         The largest absolute value; nan if one is nan.
     """
-    bound = 0.0
-    for total, part in zip(sums.view(-1).split(_CHUNK), values.reshape(-1).split(_CHUNK), strict=True):
+    bound, size = 0.0, _chunk_of(values)
+    for total, part in zip(sums.view(-1).split(size), values.reshape(-1).split(size), strict=True):
         most = largest(part).item()
         bound = most if most != most else max(bound, most)
         if not most:  # most rows of an embedding
@@ -63,14 +63,21 @@ def add_multiples(sums: Tensor, values: Tensor, begin: bool) -> float:
 def from_multiples(multiples: Tensor, dtype: torch.dtype) -> Tensor:
     """Return int64 multiples of the grid, [n], as floating-point values."""
     values = multiples.new_empty(multiples.shape, dtype=dtype)
-    for part, into in zip(multiples.split(_CHUNK), values.split(_CHUNK), strict=True):
+    size = _chunk_of(values)
+    for part, into in zip(multiples.split(size), values.split(size), strict=True):
         into.copy_(part.to(torch.float64).mul_(1.0 / _STEPS))
     return values
 
 
 def square_parts(values: Tensor) -> Tensor:
     """Return the sum of squares of fp32 `values`, [n], in parts, [3] int64; parts add up exactly over tensors."""
-    return sum((_square_parts(part) for part in values.split(_CHUNK)), torch.zeros(NUM_PARTS, dtype=torch.int64))
+    zero = torch.zeros(NUM_PARTS, dtype=torch.int64, device=values.device)
+    return sum((_square_parts(part) for part in values.split(_chunk_of(values))), zero)
+
+
+def _chunk_of(values: Tensor) -> int:
+    """Return how many elements to convert at once."""
+    return _CHUNK if values.device.type == "cpu" else max(1, values.numel())
 
 
 def _square_parts(values: Tensor) -> Tensor:

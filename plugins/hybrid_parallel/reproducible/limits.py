@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -14,11 +15,13 @@ from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 
 _logger = get_logger(__name__)
 
+_FIXED_WORKSPACES = (":4096:8", ":16:8")  # with which products of cuBLAS are deterministic, by NVIDIA's documentation
+
 
 def check_reproducible(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], num_replicas: int, device: torch.device
 ) -> None:
-    """Refuse models, optimizers and devices for which bits may depend on the layout; pin the number of threads.
+    """Refuse models, optimizers and devices for which bits may depend on the layout; pin kernels.
 
     Args:
         num_replicas: number of data-parallel replicas.
@@ -26,11 +29,7 @@ def check_reproducible(
     Raises:
         ConfigurationError: for the first of them.
     """
-    if device.type != "cpu":
-        raise ConfigurationError(
-            f"reproducible=True is not proved for kernels of the device {device.type!r}; train on CPUs, or use "
-            "reproducible=False"
-        )
+    _pin_kernels(device)
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise ConfigurationError(
@@ -50,9 +49,29 @@ def check_reproducible(
             f"dp_size={num_replicas} times its inverse is not 1 in fp32, so that reproducible=True does not hold; use "
             "a power of two"
         )
-    if torch.get_num_threads() != 1:
-        _logger.info("reproducible=True runs kernels in one thread a rank: how they round depends on their number")
-        torch.set_num_threads(1)
+
+
+def _pin_kernels(device: torch.device) -> None:
+    """Have kernels round in one way from run to run."""
+    if device.type == "cpu":
+        if torch.get_num_threads() != 1:
+            _logger.info("reproducible=True runs kernels in one thread a rank: how they round depends on their number")
+            torch.set_num_threads(1)
+    elif device.type == "cuda":
+        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _FIXED_WORKSPACES:
+            raise ConfigurationError(
+                "reproducible=True needs a fixed workspace of cuBLAS on GPUs, and CUBLAS_WORKSPACE_CONFIG is "
+                f"{os.environ.get('CUBLAS_WORKSPACE_CONFIG', 'not set')}; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before "
+                "the job starts, or use reproducible=False"
+            )
+        if not torch.are_deterministic_algorithms_enabled():
+            _logger.info("reproducible=True turns on torch.use_deterministic_algorithms")
+            torch.use_deterministic_algorithms(True)
+    else:
+        raise ConfigurationError(
+            f"reproducible=True is not proved for kernels of the device {device.type!r}; train on CPUs or CUDA "
+            "GPUs, or use reproducible=False"
+        )
 
 
 def check_names_of_tied(tied: Collection[nn.Parameter], model: nn.Module, aliases: Mapping[str, Sequence[str]]) -> None:

@@ -24,24 +24,40 @@ def tensor_group(model: nn.Module, config: HybridParallelConfig, mesh: HybridMes
     if not config.debugging.reproducible:
         return mesh.group("tp")
     count = _num_blocks(model, config)
+    sequence_count = _num_sequence_blocks(model, config, count)
+    return mesh.group("tp") if count == 1 else block_group(mesh, count, one_use, sequence_count)
+
+
+def _num_sequence_blocks(model: nn.Module, config: HybridParallelConfig, count: int) -> int:
+    """Return the number of blocks of each sequence, which must not depend on the layout.
+
+    Args:
+        count: number of blocks of the layers.
+    """
+    asked = config.debugging.reproducible_sequence_blocks
+    if asked == 1 or (asked is None and count == 1):
+        return 1
     if count == 1:
-        return mesh.group("tp")
-    return block_group(mesh, count, one_use, config.debugging.reproducible_sequence_blocks)
+        problem = _problem(model, config, _COUNTS[-1]) or "its layers are computed at once"
+    else:
+        problem = _problem(model, config, count, cuts_sequences=True)
+    if not problem:
+        return asked or count
+    if asked is None:  # under sequence parallelism the model is refused for the same reason
+        return 1
+    raise ConfigurationError(
+        f"reproducible_sequence_blocks={asked} cannot divide the sequences of {type(model).__name__}: "
+        f"{problem.split(';')[0]}; use reproducible_sequence_blocks=1 without sequence parallelism, or "
+        "reproducible=False"
+    )
 
 
 def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
-    """Return the number of blocks, which must not depend on the layout."""
+    """Return the number of blocks of the layers, which must not depend on the layout."""
     asked, tp_size, name = config.debugging.reproducible_blocks, config.parallel.tp_size, type(model).__name__
     counts = _COUNTS if asked is None else (asked,)
     reasons = {count: _problem(model, config, count) for count in counts if count > 1}
     count = next((count for count, reason in reasons.items() if not reason), 1)
-    sequence_blocks = config.debugging.reproducible_sequence_blocks
-    if sequence_blocks > 1 and count == 1:
-        reason = next(iter(reasons.values()), "its layers are computed at once").split(";")[0]
-        raise ConfigurationError(
-            f"reproducible_sequence_blocks={sequence_blocks} cannot divide the sequences of {name}: {reason}; use "
-            "reproducible_sequence_blocks=1 without sequence parallelism, or reproducible=False"
-        )
     if asked is not None and count != asked:
         raise ConfigurationError(
             f"reproducible_blocks={asked} cannot divide the layers of {name}: {reasons[asked]}; use "
@@ -58,8 +74,12 @@ def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
     return count
 
 
-def _problem(model: nn.Module, config: HybridParallelConfig, count: int) -> str:
-    """Return the first reason why the model cannot be computed in blocks; empty if it can."""
+def _problem(model: nn.Module, config: HybridParallelConfig, count: int, cuts_sequences: bool = False) -> str:
+    """Return the first reason why the model cannot be computed in blocks; empty if it can.
+
+    Args:
+        cuts_sequences: in blocks of the sequence too, which need what sequence parallelism needs.
+    """
     policy, kernels = config.policy, config.kernels
     options = {
         "custom_policy": policy.custom_policy is not None,
@@ -71,8 +91,7 @@ def _problem(model: nn.Module, config: HybridParallelConfig, count: int) -> str:
     opaque = next((option for option, is_set in options.items() if is_set), None)
     if opaque is not None:
         return f"{opaque} does not tell how to compute a layer in blocks"
-    # Blocks of the sequence need what sequence parallelism needs.
-    shard_config = InBlocks(enable_sequence_parallelism=config.debugging.reproducible_sequence_blocks > 1)
+    shard_config = InBlocks(enable_sequence_parallelism=cuts_sequences)
     shard_config.count = count
     try:
         sharder = ModelSharder(model, shard_config)

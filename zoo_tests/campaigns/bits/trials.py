@@ -24,8 +24,8 @@ FAMILIES: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "mixtral": ("causal_lm", (("attention_dropout", 0.1),)),
 }
 ON = ("reproducible", True)
-DIVIDED = (("reproducible_sequence_blocks", 4),)
-CUT = (*DIVIDED, ("enable_sequence_parallelism", True))
+WHOLE = (("reproducible_sequence_blocks", 1),)  # another tree of sums than the default
+CUT = (("enable_sequence_parallelism", True),)
 # Whose losses do not read `num_items_in_batch`: the sum over parts of a batch is not that over the whole.
 _DIVIDE_EACH_PART = ("bert", "t5")
 
@@ -104,12 +104,16 @@ TRIALS = (
     Trial("tp2pp2", options=(("pp_style", "zbv"),), resumed_from="tp4"),
     Trial("tp2dp2"),
     Trial("tp2dp2", 2),
-    Trial("tp2", options=DIVIDED),
+    Trial("cp2"),
+    Trial("cp2", 3, options=(("sequence_parallelism_mode", "all_to_all"),), ordinary_loop=True),
+    Trial("cp2pp2", resumed_from="dp2"),
+    Trial("cp2tp2", 2, accumulation=2),
+    Trial("tp2", options=WHOLE),
     Trial("tp2", options=CUT),
     Trial("tp2", 2, options=CUT, accumulation=2),
     Trial("tp4", options=CUT),
     Trial("tp2pp2", options=CUT),
-    Trial("dp2", options=DIVIDED),
+    Trial("dp2", options=WHOLE),
     Trial("tp2dp2", 3, options=CUT, ordinary_loop=True),
     *(Trial("single", accumulation=parts) for parts in (2, 4)),
     Trial("single", accumulation=2, ordinary_loop=True),
@@ -135,7 +139,7 @@ def recipe_of(family: str, precision: str, steps: int, rows: int = 9) -> Recipe:
 
 def reference_of(trial: Trial, family: str) -> Trial:
     """The unsharded run that a trial must equal."""
-    options = tuple(each for each in trial.options if each in DIVIDED)
+    options = tuple(each for each in trial.options if each in WHOLE)
     if trial.accumulation is None or family in _DIVIDE_EACH_PART:
         return Trial("single", options=options, accumulation=trial.accumulation)
     return Trial("single", options=options, accumulation=1)

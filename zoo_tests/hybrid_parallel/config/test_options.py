@@ -109,13 +109,12 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
         ("sp_size", "dp_size", "zero_size", "num_microbatches", "microbatch_size", "num_model_chunks"), COUNT
     ),
     **dict.fromkeys(
-        ("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval")
-        + ("reproducible_unit", "reproducible_sequence_blocks"),
-        (*COUNT, None),
+        ("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval", "reproducible_unit"), (*COUNT, None)
     ),
     **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
     "moe_router_bias_update_rate": (-1.0, "0.1", True, float("nan"), float("inf"), None),
     "reproducible_blocks": (*COUNT, 3, 6),
+    "reproducible_sequence_blocks": COUNT,
     "initial_scale": (*NUMBER, float("inf"), None),
     "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
     **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
