@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.blocked_tensor import BlockedTensor
 from shardformer.distributed.blocks import Blocks, sum_over_blocks
 
-_ALIGNMENT = 64  # bytes; torch aligns the memory of a tensor of its own so
+_ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; torch aligns the memory of a tensor of its own so
 
 
 class _Copy(torch.autograd.Function):
@@ -90,7 +90,7 @@ def block_to_read(weight: Tensor, dim: int, slices: Sequence[slice]) -> Tensor:
     """Return a block of a shard: a view that lies in memory as a copy would, else a copy."""
     if len(slices) == 1:
         view = weight.narrow(dim, slices[0].start, slices[0].stop - slices[0].start)
-        if view.is_contiguous() and view.data_ptr() % _ALIGNMENT == 0:
+        if view.is_contiguous() and view.data_ptr() % _ALIGNMENT[view.device.type] == 0:
             return view
     return block_of(weight, dim, slices)
 

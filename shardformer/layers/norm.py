@@ -53,13 +53,22 @@ class FusedLayerNorm(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dim of `x`, [batch, seq, hidden]."""
         # Checked here, not at construction: the model moves to its device later.
-        kernel = _apex_layer_norm() if x.is_cuda and self.bias is not None else None
+        kernel = _apex_layer_norm() if self.bias is not None and _takes_kernels(x) else None
         if kernel is not None and (reason := _not_served_by_apex(x, self.weight)):
             _log_once(type(self).__name__, reason)
             kernel = None
         if kernel is None:
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return kernel(x, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+def _takes_kernels(x: Tensor) -> bool:
+    """Return whether a package's kernel can run: torch.compile fuses norms itself.
+
+    It also cannot see which arguments a Triton kernel of Liger writes to, copies all of them, and then reads beyond the
+    end of some (an illegal memory access on an H100, torch 2.11).
+    """
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _not_served_by_apex(x: Tensor, weight: Tensor) -> str:
@@ -106,7 +115,7 @@ class FusedRMSNorm(ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dim of `x`, [batch, seq, hidden]."""
-        kernel = _liger_rms_norm() if x.is_cuda else None
+        kernel = _liger_rms_norm() if _takes_kernels(x) else None
         if kernel is not None and (reason := _not_served_by_liger(x, self.weight)):
             _log_once(type(self).__name__, reason)
             kernel = None

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from zoo_tests.gpu.training import generate, needs_real_gpu, on_ranks, resume, train, train_to_bits
+from zoo_tests.harness.ranks import RankError
 
 FP32 = 1e-4  # as in test_one_rank.py
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, options)
@@ -68,9 +69,13 @@ def _bits(family: str, options: tuple[tuple[str, Any], ...], world_size: int = 1
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_the_same_bits(family: str, layout: str) -> None:
     world_size, options = REPRODUCED[layout]
-    precision = (("precision", "bf16" if family == "llama" else "fp32"),)
-    on = (("reproducible", True), *precision)
+    on = (("reproducible", True),)
     assert _bits(family, (*on, *options.items()), world_size) == _bits(family, on)
+
+
+def test_bits_of_products_in_16_bit_are_refused() -> None:
+    with pytest.raises(RankError, match="reproducible=True refuses 16-bit products on GPUs"):
+        _bits("bert", (("reproducible", True), ("precision", "bf16")))
 
 
 def test_without_reproducible_bits_differ() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.reproducible.limits import check_reproducible
 from zoo_tests.campaigns.bits.training import Bits
 from zoo_tests.campaigns.bits.trials import CUT, WHOLE, Trial, recipe_of, reference_of
 from zoo_tests.harness.case import Recipe
@@ -131,6 +132,25 @@ def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
         with pytest.raises(ConfigurationError, match=said) as caught:
             Booster(plugin=plugin).boost(each, torch.optim.SGD(each.parameters(), lr=0.1))
         assert str(caught.value).count("; ") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "workspace", "said"),
+    [
+        ("cuda", "bf16", ":4096:8", "refuses 16-bit products on GPUs, which rounded in another way from run to run"),
+        ("cuda", "fp32", None, "CUBLAS_WORKSPACE_CONFIG is not set; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"),
+        ("cuda", "fp32", ":0:0", "CUBLAS_WORKSPACE_CONFIG is :0:0; set"),
+        ("mps", "fp32", None, "is not proved for kernels of the device 'mps'; train on CPUs or CUDA GPUs"),
+    ],
+)
+def test_kernels_that_are_not_pinned_are_refused(
+    device: str, precision: str, workspace: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if workspace is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    with pytest.raises(ConfigurationError, match=said):
+        check_reproducible(toy(), [], 1, torch.device(device), precision)
 
 
 @distributed(2)

@@ -15,20 +15,33 @@ from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 
 _logger = get_logger(__name__)
 
+_SHORT = (torch.bfloat16, torch.float16)
 _FIXED_WORKSPACES = (":4096:8", ":16:8")  # with which products of cuBLAS are deterministic, by NVIDIA's documentation
 
 
 def check_reproducible(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], num_replicas: int, device: torch.device
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    num_replicas: int,
+    device: torch.device,
+    precision: str,
 ) -> None:
     """Refuse models, optimizers and devices for which bits may depend on the layout; pin kernels.
 
     Args:
         num_replicas: number of data-parallel replicas.
+        precision: the option.
 
     Raises:
         ConfigurationError: for the first of them.
     """
+    is_short = precision == "bf16" or any(each.dtype in _SHORT for each in model.parameters())
+    if device.type == "cuda" and is_short:
+        raise ConfigurationError(
+            "reproducible=True refuses 16-bit products on GPUs, which rounded in another way from run to run on the "
+            "one that was tested; use precision='fp32' and a model in fp32, or train on CPUs, or use "
+            "reproducible=False"
+        )
     _pin_kernels(device)
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm):

@@ -122,7 +122,7 @@ def check_options_against_model(
     check_recomputation(config.kernels.gradient_checkpointing, model)
     check_layers(config.offload.offload_activations, model)
     if config.debugging.reproducible:
-        check_reproducible(model, optimizers, num_replicas, current_device())
+        check_reproducible(model, optimizers, num_replicas, current_device(), config.mixed_precision.precision)
     if config.offload != OffloadOptions():
         raise_on_all_ranks(lambda: check_places(optimizers, config, current_device().type))
     if config.kernels.compile_layers:

@@ -53,7 +53,7 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         "shardformer.sequence_parallel.blocked",
         "BlockedTensor([blocks.use(each) for _ in blocks.local], blocks)",
         "BlockedTensor([blocks.use(each)] * len(blocks.local), blocks)",
-        (f"{_SAME}[bert-fp32-tp2, reproducible_sequence_blocks=4, enable_sequence_parallelism=True]",),
+        (f"{_SAME}[bert-fp32-cp2]",),
     ),
     "blocks that copy a key/value head add up their gradients in floating point": Edit(
         "shardformer.layers.blocked_linear",

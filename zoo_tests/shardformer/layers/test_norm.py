@@ -93,6 +93,15 @@ def test_apex_gets_its_arguments_and_what_it_serves(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_compiled_layers_call_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with apex() as of_apex, liger() as of_liger:
+        _layer_norm()(_on_gpu())
+        _rms_norm()(_on_gpu())
+    assert of_apex == of_liger == []
+
+
+@pytest.mark.usefixtures("gpu")
 def test_packages_that_are_not_what_they_seem(caplog: pytest.LogCaptureFixture) -> None:
     """PyPI's apex is another package, and NVIDIA's may lack its extension or be built for another torch."""
     layer, x = _layer_norm(), _on_gpu()
