@@ -15,7 +15,11 @@ from shardformer.policies.feature_counts import attends
 
 _TOKEN, _TEXT = 98, 8  # in the vocabulary of tiny models; tokens of text behind those of an image
 _NAMES = ("image_token_id", "image_token_index")
+# Features that a tower gives.
+_OUT = ("out_hidden_size", "projection_dim", "output_dim", "vision_output_dim", "projector_input_dim")
+_OUT += ("projector_output_dim",)
 _GRID = (1, 4, 4)  # patches of an image over time, height and width
+_SIZE, _PATCH = 32, 4  # of images whose size, or whose patches' size, the configuration does not say
 
 Images = Callable[[Any, int, torch.Generator], dict[str, Tensor]]
 
@@ -41,7 +45,10 @@ class ImageTwin(TinyModel):
         for row in range(rows):
             mask[row, count + _TEXT - row % 4 :] = 0
         ids[:, :count] = _TOKEN
-        labels = ids.masked_fill((mask == 0) | (ids == _TOKEN), -100)
+        labels = super().batch(model, step, rows)["labels"]
+        if labels.dim() > 1:  # of tokens
+            classes = model.config.num_labels if "TokenClassification" in type(model).__name__ else _TOKEN
+            labels = (ids % classes).masked_fill((mask == 0) | (ids == _TOKEN), -100)
         batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, **images}
         if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
             batch["mm_token_type_ids"] = (ids == _TOKEN).long()
@@ -52,9 +59,7 @@ def image_twin_of(twin: TinyModel) -> ImageTwin | None:
     """The twin with images in the first style in which they reach the loss; None if there is none."""
     for style in STYLES:
         config = type(twin.config).from_dict(twin.config.to_dict())
-        for name in _NAMES:
-            if hasattr(config, name):
-                setattr(config, name, _TOKEN)
+        fit_towers(config)
         given = {each.name: getattr(twin, each.name) for each in fields(TinyModel)} | {"config": config}
         found = ImageTwin(**given, style=style)
         try:
@@ -65,6 +70,28 @@ def image_twin_of(twin: TinyModel) -> ImageTwin | None:
         if any(module.weight.grad is not None and module.weight.grad.any() for module in _projections_of_towers(model)):
             return found
     return None
+
+
+def fit_towers(config: Any) -> None:
+    """Let images have a token, and let the sizes of towers fit those of the text; tiny models shrink each by itself."""
+    for name in _NAMES:
+        if hasattr(config, name):
+            setattr(config, name, _TOKEN)
+    vision, text = getattr(config, "vision_config", None), config.get_text_config()
+    if vision is None:
+        return
+    for owner in (vision, config):
+        for name in _OUT:
+            if isinstance(getattr(owner, name, None), int):
+                setattr(owner, name, text.hidden_size)
+    if hasattr(config, "mm_tokens_per_image"):  # pooled from 4 x 4 patches
+        config.mm_tokens_per_image = 4
+    if hasattr(config, "image_grid_pinpoints"):  # one tile beside the whole image
+        config.image_grid_pinpoints = [[vision.image_size] * 2]
+    if hasattr(config, "vision_feature_layers"):
+        config.vision_feature_layers = [-1, -2]
+    if hasattr(vision, "pixel_shuffle_ratio"):
+        vision.intermediate_size = int(vision.hidden_size / vision.pixel_shuffle_ratio**2)
 
 
 def has_towers(model: nn.Module, layers: str) -> bool:
@@ -84,26 +111,44 @@ def _tokens_of(model: nn.Module, images: dict[str, Tensor]) -> int:
     owner = model if hasattr(model, "get_image_features") else model.base_model
     with torch.no_grad():
         found = owner.get_image_features(**images)
-    found = getattr(found, "pooler_output", found)
+    states = getattr(found, "pooler_output", found)
+    found = found.last_hidden_state if states is None else states
     parts = [found] if isinstance(found, Tensor) else list(found)
     return sum(part.shape[:-1].numel() for part in parts)
 
 
+def _sides(config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", _SIZE)
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
 def _pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    size = config.image_size
-    return {"pixel_values": torch.rand(rows, getattr(config, "num_channels", 3), size, size, generator=generator)}
+    channels = getattr(config, "num_channels", 3)
+    return {"pixel_values": torch.rand(rows, channels, *_sides(config), generator=generator)}
 
 
 def _sized_pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    return _pictures(config, rows, generator) | {"image_sizes": torch.tensor([[config.image_size] * 2] * rows)}
+    return _pictures(config, rows, generator) | {"image_sizes": torch.tensor([_sides(config)] * rows)}
+
+
+def _tiled_pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    whole = _sized_pictures(config, rows, generator)
+    tile = _pictures(config, rows, generator)["pixel_values"]
+    return whole | {"pixel_values": torch.stack([whole["pixel_values"], tile], 1)}
 
 
 def _listed_pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": _pictures(config, rows, generator)["pixel_values"][:, None]}
 
 
+def _frames(config: Any) -> int:
+    """Number of frames in a patch."""
+    return getattr(config, "temporal_patch_size", None) or getattr(config, "patch_temporal", 1)
+
+
 def _patches(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    features = getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+    side = getattr(config, "patch_size", _PATCH)
+    features = getattr(config, "in_channels", 3) * _frames(config) * side**2
     number = rows * _GRID[0] * _GRID[1] * _GRID[2]
     return {
         "pixel_values": torch.rand(number, features, generator=generator),
@@ -111,9 +156,32 @@ def _patches(config: Any, rows: int, generator: torch.Generator) -> dict[str, Te
     }
 
 
+def _merged_patches(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return _patches(config, rows, generator) | {"image_merge_sizes": torch.tensor([2] * rows)}
+
+
+def _square_patches(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    patches, side = _patches(config, rows, generator), config.patch_size
+    return patches | {"pixel_values": patches["pixel_values"].unflatten(1, (-1, side, side))}
+
+
+def _padded_patches(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    _, height, width = _GRID
+    features = getattr(config, "num_channels", 3) * config.patch_size**2
+    return {
+        "pixel_values": torch.rand(rows, height * width, features, generator=generator),
+        "spatial_shapes": torch.tensor([[height, width]] * rows),
+        "pixel_attention_mask": torch.ones(rows, height * width, dtype=torch.long),
+    }
+
+
 STYLES: dict[str, Images] = {
     "pictures": _pictures,
     "sized pictures": _sized_pictures,
+    "tiled pictures": _tiled_pictures,
     "a list of pictures": _listed_pictures,
     "patches": _patches,
+    "patches that are merged": _merged_patches,
+    "square patches": _square_patches,
+    "padded patches": _padded_patches,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,17 @@ def test_ranks_share_the_sequences_of_a_plan(name: str, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2pp2", "sp2", "cp2"])
-@pytest.mark.parametrize("name", ["Qwen2VLForConditionalGeneration", "LlavaForConditionalGeneration"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *product(("Qwen2VLForConditionalGeneration", "LlavaForConditionalGeneration"), ("tp2pp2", "sp2", "cp2")),
+        # Whose towers are registered behind the text, or have other names for their projections.
+        ("Ernie4_5_VLMoeForConditionalGeneration", "pp2"),
+        ("Ovis2ForConditionalGeneration", "pp2"),
+        ("HunYuanVLForConditionalGeneration", "tp2"),
+        ("Lfm3VlForConditionalGeneration", "tp2pp2"),
+    ],
+)
 def test_images_among_the_tokens(name: str, layout: str) -> None:
     """Images as lists of patches, and one picture a sample; two micro-batches under a pipeline."""
     assert _judged(name, layout, has_images=True) == "exact"

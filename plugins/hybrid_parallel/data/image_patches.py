@@ -11,12 +11,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 
 # Entry of patches -> entry of grids, and what `mm_token_type_ids` has at their tokens.
 _LISTED = {"pixel_values": ("image_grid_thw", 1), "pixel_values_videos": ("video_grid_thw", 2)}
+
+# Families (`model_type`) in which the position of an image's tokens has its number in the batch, not in the sample.
+_NUMBER_IMAGES = ("hunyuan_vl",)
+
+
+def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> None:
+    """Refuse to cut the batch of a model whose positions would change with the parts.
+
+    Raises:
+        ConfigurationError: positions count the images of the whole batch.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if num_parts > 1 and model_type in _NUMBER_IMAGES and batch.get("image_grid_thw") is not None:
+        raise ConfigurationError(
+            f"{type(model).__name__} numbers the images of a whole batch in the positions of their tokens, which "
+            f"{num_parts} micro-batches would begin anew; use num_microbatches=1, or batches without images"
+        )
 
 
 def pieces_of_patches(batch: Mapping[str, Any], rows: int, num_pieces: int) -> dict[str, list[Tensor]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from shardformer.policies.plans.stage_inference import feature_modules
 from shardformer.stages.earlier_modules import MetaModule
 from shardformer.stages.stage import StageLayout
 from shardformer.utils.module_paths import starred
@@ -87,6 +88,7 @@ class ExecutionOrder:
         first: list[dict[str, type[MetaModule]]] = [{} for _ in lists]
         last: list[str] = []
         parts: list[dict[str, int]] = [{} for _ in lists]
+        features = feature_modules(model, lists)
         opened = {path for path, _ in model.named_modules() if name(path) in self.opened}
         every = list(own_parameters(model, lists, opened))
         for path in units_of(model, lists, opened):
@@ -102,7 +104,9 @@ class ExecutionOrder:
             else:
                 key = self._key(path, prefix)
                 after = next((at for at, start in enumerate(starts) if key is not None and key < start), None)
-                if after is None:
+                if key is None and any(f"{path}.".startswith(f"{each}.") for each in features):
+                    first[0][path] = MetaModule  # the recorded batch had no images
+                elif after is None:
                     last.append(path)
                 else:
                     first[after][path] = MetaModule

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from os.path import commonprefix
 
@@ -31,6 +32,7 @@ ENCODED_INPUTS = (
     "input_audio_embeds",
     "audio_values",
 )
+_FEATURES = re.compile(r"get_(?!cls|text)\w+_features")
 # The output of these modules is added to the token embeddings.
 _POSITIONS = ("embed_positions", "position_embeddings", "positions_embed", "wpe")
 
@@ -57,16 +59,17 @@ def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
 def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageLayout | None:
     """Build a layout for the layer list `layers`, assuming that modules run in registration order.
 
-    Modules registered before the list, on any level, run before it; modules registered after it run after it. Modules
-    without parameters (rotary tables) stay on every stage. A pooler, and the modules of a head class outside its base
-    model, run after the layers regardless of their order. Only modules below `root` are considered.
+    Modules registered before the list, on any level, run before it, and so do those that turn images or sounds into
+    embeddings (`feature_modules`); other modules registered after it run after it. Modules without parameters (rotary
+    tables) stay on every stage. A pooler, and the modules of a head class outside its base model, run after the layers
+    regardless of their order. Only modules below `root` are considered.
     """
     if layers is None or len(model.get_submodule(layers)) == 0:
         return None
     first: dict[str, type[StagePlaceholder]] = {}
     last: list[str] = []
     every: list[str] = []  # parameters that modules own directly: class tokens, layer weights
-    parts = layers.split(".")
+    parts, features = layers.split("."), feature_modules(model, [layers])
     for depth in range(len(root.split(".")) if root else 0, len(parts)):
         parent = ".".join(parts[:depth])
         every += [_below(parent, name) for name in model.get_submodule(parent)._parameters]
@@ -74,7 +77,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         for name, module in with_parameters(model.get_submodule(parent)):
             if name == parts[depth]:
                 seen = True
-            elif seen or name == "pooler":
+            elif (seen and _below(parent, name) not in features) or name == "pooler":
                 last.append(_below(parent, name))
             else:
                 first[_below(parent, name)] = placeholder_for(module, name)
@@ -124,6 +127,43 @@ def tower_layout(
     whole_encoder = ".".join(parts[: shared + 1])  # its forward may use modules around the layers
     finished_towers = {whole_encoder: ("last_hidden_state",)}
     return replace(layouts[0], first=first, finished_towers=finished_towers, next_layers=behind)
+
+
+def feature_modules(model: nn.Module, lists: Iterable[str]) -> set[str]:
+    """Return the paths of the modules that turn images or sounds into embeddings, before the layers of text run.
+
+    They are those that `get_image_features` and the like call. Methods that call the layers themselves are left out:
+    their modules run around the layers.
+
+    Args:
+        lists: paths of the layer lists.
+    """
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        for method in filter(_FEATURES.fullmatch, dir(type(module))):
+            called = {_below(path, name) for name in _modules_called_by(module, method, set())}
+            if not any(layers.startswith(f"{each}.") for layers in lists for each in called):
+                found |= called
+    return found
+
+
+def _modules_called_by(module: nn.Module, method: str, seen: set[str]) -> set[str]:
+    """Return the names of the children that a method of `module` reads, itself or by other methods."""
+    seen.add(method)
+    try:
+        tree = syntax_of(getattr(type(module), method))
+    except OSError:  # a model without source
+        return set()
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+    found = names & module._modules.keys()
+    for name in names - seen - {"forward"}:
+        if inspect.isfunction(getattr(type(module), name, None)):
+            found |= _modules_called_by(module, name, seen)
+    return found
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -20,15 +20,18 @@ _CONFIG = {
 }
 
 
-def seconds_of_steps(tp_size: int, pp_size: int, dp_size: int, unit: int) -> tuple[float, float]:
+def seconds_of_steps(
+    tp_size: int, pp_size: int, dp_size: int, unit: int, sequence_blocks: int | None
+) -> tuple[float, float]:
     """Return the seconds of the fastest step on this rank, without and with the option.
 
     Args:
         unit: samples of a pass in both.
+        sequence_blocks: the option.
     """
-    layout = {"tp_size": tp_size, "pp_size": pp_size, "max_norm": 1.0, "seed": 3}
-    plain = _Job(dp_size, microbatch_size=unit, **layout)
-    exact = _Job(dp_size, reproducible=True, reproducible_unit=unit, microbatch_size=unit, **layout)
+    layout = {"tp_size": tp_size, "pp_size": pp_size, "max_norm": 1.0, "seed": 3, "microbatch_size": unit}
+    on = {"reproducible": True, "reproducible_unit": unit, "reproducible_sequence_blocks": sequence_blocks}
+    plain, exact = _Job(dp_size, **layout), _Job(dp_size, **layout, **on)
     seconds = [(plain.step(), exact.step()) for _ in range(STEPS)]
     return min(first for first, _ in seconds), min(second for _, second in seconds)
 

@@ -106,7 +106,8 @@ TRIALS = (
     Trial("tp2dp2", 2),
     Trial("cp2"),
     Trial("cp2", 3, options=(("sequence_parallelism_mode", "all_to_all"),), ordinary_loop=True),
-    Trial("cp2pp2", resumed_from="dp2"),
+    Trial("cp2pp2", resumed_from="dp4"),
+    Trial("cp2tp2"),
     Trial("cp2tp2", 2, accumulation=2),
     Trial("tp2", options=WHOLE),
     Trial("tp2", options=CUT),
@@ -120,6 +121,15 @@ TRIALS = (
     Trial("dp2", accumulation=2),
     Trial("dp2", 2, accumulation=2, ordinary_loop=True),
 )
+
+
+def brief() -> list[Trial]:
+    """Return the first trial of each layout, with and without sequence parallelism."""
+    first: dict[tuple[str, bool], Trial] = {}
+    for trial in TRIALS:
+        if trial.accumulation is None and WHOLE[0] not in trial.options:
+            first.setdefault((trial.layout, CUT[0] in trial.options), trial)
+    return list(first.values())
 
 
 def recipe_of(family: str, precision: str, steps: int, rows: int = 9) -> Recipe:

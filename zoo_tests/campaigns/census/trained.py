@@ -109,7 +109,7 @@ def sharded_run(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -
     reason, ranks, worst = _run(layout, plain, TOLERANCE, options)
     # Gradients of a criterion may be small against activations, and so against what single precision rounds.
     if ranks and 1 <= worst < (math.inf if plain.criterion else _MAY_BE_ROUNDING):
-        case = replace(plain.case, tiny_model=twin_of(head, torch.float64, plain.case.tiny_model.has_labels))
+        case = replace(plain.case, tiny_model=replace(plain.case.tiny_model, dtype=torch.float64))
         try:
             plain = PlainRun(case, train_reference(case), plain.criterion)
         except Exception:  # it does not train in fp64

@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.image_patches import check_parts
 from plugins.hybrid_parallel.data.microbatch import as_batch, num_rows, signature, split_batch, to_device
 from plugins.hybrid_parallel.data.packed_rows import packed_row
 from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
@@ -195,6 +198,16 @@ def test_patches_of_images_go_with_their_samples() -> None:
     assert [len(part["image_grid_thw"]) for part in parts] == [2, 4, 1]
     assert all(len(part["pixel_values"]) == part["image_grid_thw"].prod(-1).sum() for part in parts)
     assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
+
+
+def test_images_that_are_numbered_over_a_batch_are_not_cut() -> None:
+    model, batch = nn.Module(), _patches([1, 1])
+    model.config = PreTrainedConfig()
+    model.config.model_type = "hunyuan_vl"
+    check_parts(model, {"input_ids": batch["input_ids"]}, 2)
+    check_parts(model, batch, 1)
+    with pytest.raises(ConfigurationError, match="numbers the images of a whole batch.*2 micro-batches.*use num_micro"):
+        check_parts(model, batch, 2)
 
 
 def test_patches_without_their_samples_are_refused() -> None:

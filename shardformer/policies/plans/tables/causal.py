@@ -198,7 +198,7 @@ PLANS = {
     "lfm2": DeclaredPlan(_LFM2),
     "lfm2_vl": DeclaredPlan(_LFM2, layers="language_model.layers"),
     "lfm3": DeclaredPlan(_LFM3),
-    "lfm3_vl": DeclaredPlan(_LFM3, layers="language_model.layers"),
+    "lfm3_vl": DeclaredPlan({**_LFM3, "self_attn.out_proj": "rowwise"}, layers="language_model.layers"),
     "phi4_multimodal": DeclaredPlan(None, first={"embed_tokens_extend": Received}),
     # Layers pass on several streams, [batch, seq, streams, hidden].
     "deepseek_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}),
@@ -227,10 +227,9 @@ PLANS = {
             "self_attn.key_layernorm": "replicated_with_grad_allreduce",
         }
     ),
-    **{
-        family: DeclaredPlan(LLAMA, layers="language_model.layers")
-        for family in ("cosmos3_omni", "hunyuan_vl", "qwen3_vl")
-    },
+    **{family: DeclaredPlan(LLAMA, layers="language_model.layers") for family in ("cosmos3_omni", "qwen3_vl")},
+    # The tower of images counts its heads, the text does not.
+    "hunyuan_vl": DeclaredPlan(LLAMA, {"self_attn": ("num_heads",)}, layers="language_model.layers"),
     "openai_privacy_filter": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
     "recurrent_gemma": DeclaredPlan(
         {"mlp_block.gate_proj": "colwise", "mlp_block.up_proj": "colwise", "mlp_block.down_proj": "rowwise"}
