@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,16 @@ from transformers import BioGptConfig, BioGptForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
-from zoo_tests.campaigns.census.trained import plain_run, sharded_verdict
+from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
 from zoo_tests.campaigns.divided_sequences import families_to_ship, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.sound_twin import sound_twin_of
 
 _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
@@ -152,6 +155,16 @@ def test_ranks_share_the_sequences_of_a_plan(name: str, layout: str) -> None:
 def test_images_among_the_tokens(name: str, layout: str) -> None:
     """Images as lists of patches, and one picture a sample; two micro-batches under a pipeline."""
     assert _judged(name, layout, has_images=True) == "exact"
+
+
+def test_sounds_among_the_tokens() -> None:
+    """The projection of sounds is registered behind the text."""
+    [head] = [head for head in head_classes() if head.name == "VoxtralForConditionalGeneration"]
+    case = replace(plain_run(head).case, tiny_model=sound_twin_of(twin_of(head)))
+    plain = PlainRun(case, train_reference(case))
+    projection = "model.multi_modal_projector.linear_1.weight"
+    assert plain.trace.steps[0].gradients[projection].any()
+    assert sharded_verdict(head, "tp2pp2", plain) == "exact"
 
 
 def test_families_with_a_wrong_class_are_not_shipped() -> None:

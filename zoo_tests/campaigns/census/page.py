@@ -49,7 +49,7 @@ def _head(verdicts: dict[HeadClass, Verdict], version: str) -> list[str]:
         f"**{both}** of them train exactly with the loss that they compute from these under tp2·pp2 ({tp} under tp2,",
         f"{pp} under pp2): two losses and all first gradients agree with plain training in fp32, on a tiny",
         "configuration and a ragged batch that the census makes by itself. Models of text and images, or sound, get",
-        "text alone; `zoo_tests/parity/test_plans.py` trains some of them on images, too.",
+        "text alone; [images](images.md) has those that were trained with images, too.",
         "",
         f"{more} more train exactly with a criterion of the script's over their outputs, because transformers computes",
         f"no loss that could be trained here ({more_tp} under tp2, {more_pp} under pp2): {both + more} together. They",
