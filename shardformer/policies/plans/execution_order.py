@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.policies.plans.stage_inference import feature_modules
+from shardformer.policies.plans.stage_inference import feature_modules, is_below
 from shardformer.stages.earlier_modules import MetaModule
 from shardformer.stages.stage import StageLayout
 from shardformer.utils.module_paths import starred
@@ -86,8 +86,7 @@ class ExecutionOrder:
             for path in lists
         ]
         first: list[dict[str, type[MetaModule]]] = [{} for _ in lists]
-        last: list[str] = []
-        parts: list[dict[str, int]] = [{} for _ in lists]
+        last, parts = list[str](), [dict[str, int]() for _ in lists]
         features = feature_modules(model, lists)
         opened = {path for path, _ in model.named_modules() if name(path) in self.opened}
         every = list(own_parameters(model, lists, opened))
@@ -103,10 +102,9 @@ class ExecutionOrder:
                     parts[index][path] = number
             else:
                 key = self._key(path, prefix)
-                after = next((at for at, start in enumerate(starts) if key is not None and key < start), None)
-                if key is None and any(f"{path}.".startswith(f"{each}.") for each in features):
-                    first[0][path] = MetaModule  # the recorded batch had no images
-                elif after is None:
+                default = 0 if key is None and is_below(path, features) else None  # the batch had no images
+                after = next((at for at, start in enumerate(starts) if key is not None and key < start), default)
+                if after is None:
                     last.append(path)
                 else:
                     first[after][path] = MetaModule

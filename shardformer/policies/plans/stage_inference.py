@@ -142,9 +142,14 @@ def feature_modules(model: nn.Module, lists: Iterable[str]) -> set[str]:
     for path, module in model.named_modules():
         for method in filter(_FEATURES.fullmatch, dir(type(module))):
             called = {_below(path, name) for name in _modules_called_by(module, method, set())}
-            if not any(layers.startswith(f"{each}.") for layers in lists for each in called):
+            if not any(is_below(layers, called) for layers in lists):
                 found |= called
     return found
+
+
+def is_below(path: str, modules: Iterable[str]) -> bool:
+    """Return whether a path is that of one of the modules, or of a part of one."""
+    return any(f"{path}.".startswith(f"{each}.") for each in modules)
 
 
 def _modules_called_by(module: nn.Module, method: str, seen: set[str]) -> set[str]:
