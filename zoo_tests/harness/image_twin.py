@@ -15,9 +15,15 @@ from shardformer.policies.feature_counts import attends
 
 _TOKEN, _TEXT = 98, 8  # in the vocabulary of tiny models; tokens of text behind those of an image
 _NAMES = ("image_token_id", "image_token_index")
-# Features that a tower gives.
-_OUT = ("out_hidden_size", "projection_dim", "output_dim", "vision_output_dim", "projector_input_dim")
-_OUT += ("projector_output_dim",)
+# Features that a tower and its projection give.
+_OUT = (
+    "out_hidden_size",
+    "projection_dim",
+    "output_dim",
+    "vision_output_dim",
+    "projector_input_dim",
+    "projector_output_dim",
+)
 _GRID = (1, 4, 4)  # patches of an image over time, height and width
 _SIZE, _PATCH = 32, 4  # of images whose size, or whose patches' size, the configuration does not say
 
