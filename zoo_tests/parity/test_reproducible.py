@@ -91,6 +91,7 @@ def test_without_the_option_bits_differ() -> None:
             {"tp_size": 2, "cp_size": 2, "reproducible_sequence_blocks": 2},
             r"tp_size\*cp_size=2\*2=4 does not divide reproducible_sequence_blocks=2, as cp_size=2 needs; use",
         ),
+        ({"cp_size": 3}, "cp_size=3 is no power of two, as the blocks of layers that these ranks share"),
         ({"cp_size": 4, "reproducible_blocks": 2}, "cp_size=4 does not divide reproducible_blocks=2; use"),
         ({"precision": "fp16"}, "precision='fp16' has a loss scale that overflows at other steps"),
         ({"compile_layers": True}, "compile_layers=True chooses kernels by measured time"),

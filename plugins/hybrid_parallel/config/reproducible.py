@@ -45,6 +45,11 @@ def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
         )
     num_ranks, given = _sharing_ranks(options)
     blocks, parts = options["reproducible_blocks"], options["reproducible_sequence_blocks"]
+    if shares and blocks is None and num_ranks.bit_count() > 1:
+        problems.append(
+            f"{given} is no power of two, as the blocks of layers that these ranks share under reproducible=True are; "
+            "use powers of two, such as cp_size=2, or reproducible=False"
+        )
     if blocks is not None and blocks % num_ranks:
         problems.append(
             f"{given} does not divide reproducible_blocks={blocks}; use "
@@ -81,8 +86,6 @@ def sharing_layers(parallel: ParallelOptions) -> ParallelOptions:
     Attention that is added up over parts of sequences rounds otherwise than attention over whole ones, so that each
     rank computes some of the heads over whole sequences, and between layers has a part of each sequence.
     """
-    if parallel.cp_size == 1:
-        return parallel
     return replace(
         parallel,
         tp_size=parallel.tp_size * parallel.cp_size,
