@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shardformer.attention import log_once, route_own_attention, use_backend, use_sharded_attention
-from shardformer.attention.scores import return_whole_scores
-from shardformer.context_parallel.attention import use_context_attention
-from shardformer.distributed.blocks import blocks_of, rank_of_draws
+from shardformer.attention import log_once
+from shardformer.context_parallel.inside_layers import LayerSequence
+from shardformer.distributed.blocks import blocks_of
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
 from shardformer.layers.parallel_module import ParallelModule
@@ -21,17 +20,17 @@ from shardformer.policies.base import ModulePolicyDescription, Policy, SubModule
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.uniform import UniformPolicy
-from shardformer.sequence_parallel.blocked import BlockedSequence, return_whole_states, use_parameters_by_block
-from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry, slice_positions, wrap_layers
-from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
+from shardformer.sequence_parallel.split_gather import gather_on_entry
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder
-from shardformer.transforms.context_parallel import context_problems, share_sequences
+from shardformer.transforms.attention_kernels import route_attention
+from shardformer.transforms.context_parallel import context_problems, reason_against_sharing, share_sequences
 from shardformer.transforms.layout_checks import exchange_problems, router_problems
 from shardformer.transforms.norm_fusion import fuse_norms
 from shardformer.transforms.operator_fusion import fuse_operators
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
+from shardformer.transforms.sequence_regions import divide_layers
 from shardformer.utils.customizations import carry_over
 from shardformer.utils.derived_modules import change_module
 from shardformer.utils.module_paths import has_module, replace_module, told
@@ -79,7 +78,8 @@ class ModelSharder:
         groups = alias_groups(self.model)
         tied = [names for names in groups if len(names) > 1]
         shared = self._names_on_several_stages(groups)
-        positions = self.policy.position_counter() if self.config.context is not None else None
+        shares = self.config.context is not None and self._layer_sequence is None
+        positions = self.policy.position_counter() if shares else None
         if self._cut is not None:
             self._cut.apply()
             self._tell_blocks()
@@ -88,6 +88,9 @@ class ModelSharder:
             keep_head_losses(self.model, self.policy)
         if positions is not None:
             share_sequences(self.model, self.policy, self.config, positions)
+        if self._layer_sequence is not None:
+            divide_layers(self.model, self._held_layers(), self._layer_sequence, by_exchange=True)
+            self.model.sequence_is_cut = True
         shard_experts(self.model, self.config)
         retie(self.model, tied)
         self._annotate_the_rest()
@@ -124,8 +127,7 @@ class ModelSharder:
 
     def _check_towers(self) -> list[str]:
         layout = self.policy.stages
-        is_split = self.policy.splits_towers and not self.config.uses_ulysses
-        if self.config.sequence is None or layout is None or layout.next_layers is None or is_split:
+        if self.config.sequence is None or layout is None or layout.next_layers is None or self.policy.splits_towers:
             return []
         return [
             f"enable_sequence_parallelism=True is not supported for the several layer lists of "
@@ -150,22 +152,12 @@ class ModelSharder:
         if self.config.enable_jit_fused:
             fusions += fuse_operators(self.model, self._device.type)
         self._tell_what_stays(fusions)
-        self._route_attention()
+        exchanged = self.config.sequence if self.config.uses_ulysses else self._layer_sequence
+        route_attention(self.model, self.policy, self.config, self._held_layers, exchanged, self._device)
         if self.config.sequence is not None:
-            self._divide_sequence(self.config.sequence)
-
-    def _divide_sequence(self, region: SequenceParallel) -> None:
-        self.model.sequence_is_cut, self.model.heads_are_exchanged = self.config.cuts_sequence, self.config.uses_ulysses
-        for layers in filter(None, self._held_layers()):
-            if getattr(layers[0], "sees_whole_sequences", False):
-                continue
-            wrap_layers(layers, region)
-            for layer in layers if self.config.uses_ulysses else ():
-                slice_positions(layer, region)
-            if isinstance(region, BlockedSequence):
-                use_parameters_by_block(layers, region)
-        if isinstance(region, BlockedSequence) and not region.is_cut:
-            return_whole_states(self.model, region)
+            divide_layers(self.model, self._held_layers(), self.config.sequence, self.config.uses_ulysses)
+            self.model.sequence_is_cut = self.config.cuts_sequence
+            self.model.heads_are_exchanged = self.config.uses_ulysses
 
     def _tell_what_stays(self, fusions: int) -> None:
         """Log the options that have no effect on this model, so that they are not ignored silently."""
@@ -182,23 +174,13 @@ class ModelSharder:
         """The device that the model will run on."""
         return self.config.device_of(next(self.model.parameters(), torch.empty(0)))
 
-    def _route_attention(self) -> None:
-        if (self.config.enable_flash_attention or self.config.uses_ulysses) and self.config.context is None:
-            route_own_attention(self.model, self.policy.own_attention)
-        if self.config.enable_flash_attention:
-            first = next(self.model.parameters(), torch.empty(0))
-            device, dtype = self._device, self.config.compute_dtype or first.dtype
-            request, trains = self.config.enable_flash_attention, not self.config.inference_only
-            use_backend(self.model, request, device, dtype, trains)
-        if self.config.context is not None:
-            layers = [layer for held in self._held_layers() for layer in held]
-            use_context_attention(self.model, layers, self.config.context_parallel_mode, self.config.context)
-        if self.config.tensor_parallel_size > 1 and self.policy.cuts_attention:
-            exchange = UlyssesAllToAll(self.config.sequence) if self.config.uses_ulysses else None
-            use_sharded_attention(self.model, rank_of_draws(self.config.group), exchange)
-            return_whole_scores(self.model, self.policy.head_counts().values(), self.config.group)
-        elif self.config.enable_flash_attention:
-            use_sharded_attention(self.model, None)
+    @cached_property
+    def _layer_sequence(self) -> LayerSequence | None:
+        """What context-parallel ranks share, if it is not the inputs. First accessed before the model is changed."""
+        context = self.config.context
+        if context is None or reason_against_sharing(self.model, self.policy) is None:
+            return None
+        return LayerSequence(context.group)
 
     @cached_property
     def _cut(self) -> StagePartitioner | None:

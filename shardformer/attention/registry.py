@@ -8,7 +8,7 @@ same name, because transformers silently drops the padding mask for a name that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -59,19 +59,29 @@ class RegisteredName(str):
         return self._arguments
 
 
-def use_sharded_attention(model: nn.Module, tp_rank: int | None, exchange: UlyssesAllToAll | None = None) -> None:
+def use_sharded_attention(
+    model: nn.Module,
+    tp_rank: int | None,
+    exchange: UlyssesAllToAll | None = None,
+    exchanging: Iterable[nn.Module] = (),
+) -> None:
     """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
 
     Args:
         model: the model.
         tp_rank: whose dropout masks this rank draws; None to draw from the model's own stream, as without sharding.
         exchange: of heads for parts of the sequence; None for none.
+        exchanging: the layers whose attention does so.
 
     The kernel stays the one the model was built with (SDPA by default). Models that do not use the registry stay
     unchanged: their policies say how their attention dropout is made parallel.
     """
+    within = {module for layer in exchanging for module in layer.modules()}
     for module in routed_modules(model, _PREFIX, _register):
-        module.sharded_attention_rank, module.sequence_exchange = tp_rank, exchange
+        module.sharded_attention_rank, module.sequence_exchange = tp_rank, None
+        if exchange is not None and module in within:
+            module.sequence_exchange = exchange
+            exchange.cut_memory(module)
 
 
 def recompute_attention(model: nn.Module) -> None:
@@ -150,6 +160,9 @@ def _sharded(implementation: str) -> Any:
         attention_mask = exchange.own_heads(attention_mask, query.shape[1])
         if hasattr(module, "num_key_value_groups"):  # key/value heads may have been repeated
             module.num_key_value_groups = query.shape[1] // key.shape[1]
+        if "position_bias" in kwargs:  # T5's cross-attention has one of zeros, for its slices
+            is_cross = exchange.memory_length is not None
+            kwargs["position_bias"] = None if is_cross else exchange.own_heads(kwargs["position_bias"], query.shape[1])
         if kwargs.get("position_ids") is not None:  # flash-attn finds packed documents by them, in the whole sequence
             kwargs["position_ids"] = exchange.region.positions
         found, weights = call_kernel(implementation, module, query, key, value, attention_mask, **kwargs)

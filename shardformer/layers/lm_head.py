@@ -50,6 +50,12 @@ class VocabParallelLMHead(ColumnParallelLinear):
         return start, stop
 
 
+class GatheredLMHead(ColumnParallelLinear):
+    """Language-model head whose logits are gathered at once, for a model that changes them: a bias, a scale."""
+
+    shards_layer = False
+
+
 @contextmanager
 def parallel_logits(model: nn.Module) -> Iterator[None]:
     """Let the heads of `model` return their own shards of the logits."""

@@ -16,7 +16,7 @@ from shardformer.distributed.collectives import (
     split_to_region,
 )
 from shardformer.layers.linear import ColumnParallelLinear, RowParallelLinear, column_spec, copies_group, row_spec
-from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.layers.lm_head import GatheredLMHead, VocabParallelLMHead
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.quantised import QuantisedWeight, kind_of_layer
 from shardformer.shard_spec import ShardSpec, annotate, parameter_like, shard_parameter
@@ -135,6 +135,7 @@ class QuantisedRowLinear(RowParallelLinear):
 
 _QUANTISED: dict[type[ParallelModule], type[ParallelModule]] = {
     ColumnParallelLinear: QuantisedColumnLinear,
+    GatheredLMHead: QuantisedColumnLinear,
     RowParallelLinear: QuantisedRowLinear,
     VocabParallelLMHead: QuantisedLMHead,
 }

@@ -208,17 +208,25 @@ class Policy(ABC):
                 return False
         return False
 
+    def exchanges_heads(self) -> bool:
+        """Return whether the layers can have parts of sequences between attentions that exchange them for heads."""
+        return self.supports_ulysses and self._may_cut_sequence()
+
     def check_hidden_states(self, classes: Collection[str]) -> list[str]:
         """Return the problems of a model in `classes`, whose heads read the hidden states of all layers."""
         name, problems = type(self.model).__name__, []
         are_kept = self.stages is not None and self.stages.kept_outputs
         if name in classes and self.shard_config.stage_manager.num_stages > 1 and not are_kept:
             problems.append(f"{name} reads hidden states that lie on several pipeline stages; use pp_size=1")
-        if name in classes and self.shard_config.sequence is not None:
-            problems.append(
-                f"enable_sequence_parallelism=True leaves {name} parts of the hidden states that it reads; "
-                "use enable_sequence_parallelism=False"
-            )
+        cut_by = (
+            ("enable_sequence_parallelism=True", self.shard_config.sequence, "enable_sequence_parallelism=False"),
+            ("cp_size above 1", self.shard_config.context, "cp_size=1"),
+        )
+        problems += [
+            f"{option} leaves {name} parts of the hidden states that it reads; use {way_out}"
+            for option, axis, way_out in cut_by
+            if name in classes and axis is not None
+        ]
         return problems
 
     def preprocess(self) -> nn.Module:

@@ -61,6 +61,6 @@ def attends(module: nn.Module) -> bool:
     """Return whether `module` is an attention that uses transformers' registry, which linear attention does not."""
     return (
         uses_registry(module)
-        and is_attention(module)
+        and (is_attention(module) or hasattr(module, "head_size"))
         and "ALL_ATTENTION_FUNCTIONS" in names_read_by(type(module).forward)
     )

@@ -12,6 +12,7 @@ from shardformer.layers import (
     ColumnParallelLinear,
     FusedLayerNorm,
     FusedRMSNorm,
+    GatheredLMHead,
     HeadParallelEmbedding,
     ParallelDropout,
     RowParallelLinear,
@@ -82,7 +83,7 @@ class ShardingRules:
 
     def gathered_lm_head(self, suffix: str) -> list[Replacement]:
         """Shard a language-model head and gather its logits immediately, for models that process the logits."""
-        return [_replace(suffix, ColumnParallelLinear, {**self.config.vocab_options, "gather_output": True})]
+        return [_replace(suffix, GatheredLMHead, {**self.config.vocab_options, "gather_output": True})]
 
     def layer_norm(self, *suffixes: str) -> list[Replacement]:
         """Describe layer norms inside the stack of layers."""
@@ -125,8 +126,13 @@ class ShardingRules:
         return [declare]
 
     def heads_of_parameter(self, name: str, dim: int) -> list[Change]:
-        """Shard a module's own parameter along `dim`, which has one entry per attention head."""
+        """Shard a module's own parameter along `dim`, which has one entry per attention head.
+
+        Where heads are exchanged for parts of sequences it stays whole, and a rank reads the entries of its heads.
+        """
         group, size = self.config.group, self.config.tensor_parallel_size
+        if self.config.uses_ulysses:
+            return self.module_parameters(name, partial_gradient=True)
 
         def share_out(module: nn.Module) -> None:
             parameter = getattr(module, name)

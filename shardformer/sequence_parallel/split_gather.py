@@ -60,6 +60,10 @@ class SequenceParallel:
     def enter(self, x: Tensor) -> Tensor:
         """Split [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
         self.length = x.shape[SEQ_DIM]
+        return self.split(x)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Split any sequence [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
         return split_to_region(x, SEQ_DIM, self.group)
 
     def leave(self, x: Tensor) -> Tensor:

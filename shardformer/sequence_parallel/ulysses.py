@@ -6,11 +6,16 @@ each rank the whole sequence for a subset of the heads; an all-to-all after it r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardformer.distributed.collectives import all_to_all, pad_dim
 from shardformer.sequence_parallel.split_gather import SequenceParallel
+
+# Names under which a cross-attention takes the hidden states of the encoder.
+_MEMORY = ("key_value_states", "encoder_hidden_states")
 
 
 class UlyssesAllToAll:
@@ -18,22 +23,44 @@ class UlyssesAllToAll:
 
     Args:
         region: defines this rank's slice of the sequence.
+
+    Attributes:
+        memory_length: tokens of the encoder's sequence, where the attention that runs now reads it; None where it reads
+            the sequence of its queries.
     """
 
     def __init__(self, region: SequenceParallel) -> None:
         self.region = region
+        self.memory_length: int | None = None
 
-    def to_heads(self, *projections: Tensor) -> tuple[Tensor, ...]:
+    def cut_memory(self, attention: nn.Module) -> None:
+        """Let an attention, where it is called as a cross-attention, project a slice of the encoder's sequence.
+
+        The sequence, [batch, memory, hidden], is whole on every rank.
+        """
+
+        def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            name = next((name for name in _MEMORY if kwargs.get(name) is not None), None)
+            self.memory_length = None if name is None else kwargs[name].shape[1]
+            return args, kwargs if name is None else {**kwargs, name: self.region.split(kwargs[name])}
+
+        attention.register_forward_pre_hook(cut, with_kwargs=True)
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[batch, heads, seq/tp, head_dim] -> [batch, heads/tp, seq, head_dim], without padding.
 
         Key/value heads fewer than ranks are repeated, so that every rank gets one.
         """
         size, length = self.region.world_size, self.region.length
-        repeated = (repeated_for(x, size) for x in projections)
-        return tuple(all_to_all(x, 1, 2, self.region.group)[:, :, :length] for x in repeated)
+        of_keys = length if self.memory_length is None else self.memory_length
+
+        def exchanged(x: Tensor, tokens: int) -> Tensor:
+            return all_to_all(repeated_for(x, size), 1, 2, self.region.group)[:, :, :tokens]
+
+        return exchanged(query, length), exchanged(key, of_keys), exchanged(value, of_keys)
 
     def own_heads(self, bias: Tensor | None, heads: int) -> Tensor | None:
-        """Return the part of a bias [batch, all heads or 1, seq, seq] for this rank's `heads`."""
+        """Return the part of a bias [batch, all heads or 1, queries, keys] for this rank's `heads`."""
         if bias is None or bias.dim() < 4 or bias.shape[1] in (1, heads):
             return bias
         return bias.narrow(1, dist.get_rank(self.region.group) * heads, heads)

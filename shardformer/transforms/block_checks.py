@@ -12,6 +12,7 @@ from shardformer.layers import (
     ColumnParallelLinear,
     FusedLayerNorm,
     FusedRMSNorm,
+    GatheredLMHead,
     HeadParallelEmbedding,
     ParallelDropout,
     RowParallelLinear,
@@ -25,7 +26,7 @@ from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.shard_config import ShardConfig
 from shardformer.transforms.replicated_layers import KeptLayers
 
-_VOCABULARY = (VocabParallelEmbedding, VocabParallelLMHead)
+_VOCABULARY = (VocabParallelEmbedding, VocabParallelLMHead, GatheredLMHead)
 _LAYERS = (
     *_VOCABULARY,
     ColumnParallelLinear,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardformer.attention import uses_registry
-from shardformer.context_parallel.attention import gather_behind
+from shardformer.context_parallel.attention import RING, gather_behind
 from shardformer.context_parallel.zigzag import Positions, cut_inputs
 from shardformer.policies.base import Policy
 from shardformer.policies.head_losses import head_loss_of
@@ -18,31 +18,61 @@ from shardformer.stages.stage import StagePlaceholder
 
 # Rotary embeddings that depend on the length of the full sequence, which no rank has.
 _ROTARY_OF_LENGTH = ("dynamic", "longrope")
+_LAYERS_AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
     """Return the reasons why the sequences of a model cannot be sharded over ranks; empty if there are none."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
+    is_ring = config.context_parallel_mode == RING
     reason = reason_against_sharing(model, policy)
+    if reason is not None and (is_ring or not _attends_by_heads(model, policy)):
+        way_out = "sequence_parallelism_mode='all_to_all', or " if _attends_by_heads(model, policy) else ""
+        return [f"{asked} cannot share the sequences of {name}, {reason}; use {way_out}cp_size=1"]
     if reason is not None:
-        return [f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"]
+        return [*_layer_problems(model, config), *_head_problems(policy, config)]
     num_stages = config.stage_manager.num_stages
     if num_stages > 1 and _embeds_outside(model, policy):
         return [
             f"{asked} cannot share the sequences of {name} over pp_size={num_stages} stages, because its tokens are "
             "embedded outside of the module that reads them; use pp_size=1, or cp_size=1"
         ]
-    if config.context_parallel_mode == "ring_attn":
-        return []
-    size, tp_size = config.context.size, config.tensor_parallel_size
-    heads = getattr(model.config, "num_attention_heads", size) // tp_size
-    kv_heads = max((getattr(model.config, "num_key_value_heads", None) or heads * tp_size) // tp_size, 1)
-    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
-        return []
-    return [
-        f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({kv_heads} of keys) out over {asked} ranks, "
-        "which does not divide them; use 'ring_attn'"
-    ]
+    return [] if is_ring else _head_problems(policy, config)
+
+
+def _attends_by_heads(model: nn.Module, policy: Policy) -> bool:
+    """Return whether layers can exchange parts of sequences for heads, see `context_parallel/inside_layers.py`."""
+    attends = policy.own_attention or any(map(uses_registry, model.modules()))
+    return policy.stages is not None and bool(attends) and policy.exchanges_heads()
+
+
+def _layer_problems(model: nn.Module, config: ShardConfig) -> Iterator[str]:
+    """Yield why parts of sequences inside of layers would compute something else, or not at all."""
+    asked, name = f"cp_size={config.context.size}", type(model).__name__
+    if config.sequence is not None:
+        yield (
+            f"{asked} and enable_sequence_parallelism=True both share the layers of {name}; "
+            "use enable_sequence_parallelism=False, or cp_size=1"
+        )
+    if (head := head_loss_of(model)) is not None and head.routers is not None:
+        yield f"{asked} cannot share the sequences of {name}, whose routers see whole ones; use cp_size=1"
+    for option in _LAYERS_AT_RANDOM:
+        if value := getattr(model.config, option, 0.0):
+            yield f"{option}={value} skips layers at random, other ones on each rank of {asked}; use {option}=0.0"
+
+
+def _head_problems(policy: Policy, config: ShardConfig) -> list[str]:
+    size, tp_size, problems = config.context.size, config.tensor_parallel_size, []
+    kv_heads = getattr(policy.model.config, "num_key_value_heads", None)
+    for count in dict.fromkeys(policy.head_counts().values()):
+        heads = count // tp_size
+        of_keys = max((kv_heads or heads * tp_size) // tp_size, 1)
+        if heads % size or (of_keys % size and size % of_keys):
+            problems.append(
+                f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({of_keys} of keys) out over "
+                f"cp_size={size} ranks, which does not divide them; use 'ring_attn', or another cp_size"
+            )
+    return problems
 
 
 def reason_against_sharing(model: nn.Module, policy: Policy) -> str | None:

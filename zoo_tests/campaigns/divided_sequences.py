@@ -1,11 +1,12 @@
 """Find families whose plans divide sequences right: `enable_sequence_parallelism` and `cp_size` without a policy.
 
-    python -m zoo_tests.campaigns.divided_sequences [--ways split_gather,cp] [--only PATTERN] [--log FILE] [--ship]
+    python -m zoo_tests.campaigns.divided_sequences [--ways split_gather,cp,exchange] [--only PATTERN] [--log FILE]
+        [--ship]
 
 Each head class whose layers have regions, or attention alone, is trained with parts of sequences, and plainly; under
-`cp`, one with towers of images gets images. `--ship` adds the families of which a class is exact, and none is wrong or
-fails, to the table of the package. The log is that of the census: what is there under `sp2` or `cp2` is not trained
-again.
+`cp` and `exchange`, one with towers of images gets images. `--ship` adds the families of which a class is exact, and
+none is wrong or fails, to the table of the package. The log is that of the census: what is there under `sp2`, `cp2` or
+`cp2-ulysses` is not trained again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.trusted_policy import TrustedPlanPolicy
 
 _TABLE = Path(tables.__file__).parent / "divided_sequences.json"
-_LAYOUTS = {"split_gather": "sp2", "cp": "cp2"}
+_LAYOUTS = {"split_gather": "sp2", "cp": "cp2", "exchange": "cp2-ulysses"}
 _REFUSALS = ("does not tell where its tokens meet", "cannot share the sequences")
 
 
@@ -88,7 +89,7 @@ def _verdict_of(head: HeadClass, layout: str) -> str:
     policy = None if isinstance(plain, str) else policy_for(plain.case.tiny_model.build())
     if not isinstance(policy, PlanPolicy):
         return _REFUSALS[0]
-    if layout == _LAYOUTS["cp"]:
+    if layout != _LAYOUTS["split_gather"]:
         plain = plain_run_with_images(plain, policy)
     if plain is None:
         return "it has towers, and no batch for them was made"

@@ -5,37 +5,8 @@ A cell without a proof and without a sentence here fails the page's test, and so
 
 from __future__ import annotations
 
-_ENCODER_DECODERS = (
-    *("bart", "blenderbot", "blenderbot_small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "plbart", "whisper"),
-    *("t5", "mt5", "umt5"),
-)
-
 # (families, columns, sentence)
 _TABLE: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (
-        _ENCODER_DECODERS,
-        ("all-to-all",),
-        "In cross-attention two sequences of different lengths meet, and the exchange of heads knows the slices of "
-        "one; split-gather shards the activations of both towers.",
-    ),
-    (
-        ("clip_towers", "blip_2", "blip_2_t5"),
-        ("all-to-all",),
-        "The model has several towers with sequences of different lengths, and the exchange of heads knows the slices "
-        "of one; split-gather shards the activations of all towers.",
-    ),
-    (
-        ("beit",),
-        ("all-to-all",),
-        "Each head has a table of relative positions of its own, which is sharded with the heads; under the exchange "
-        "weights are whole.",
-    ),
-    (
-        ("gpt_neox",),
-        ("all-to-all",),
-        "The plan of transformers by which the model is sharded does not tell where tokens meet, and its attention and "
-        "feed-forward are added in parallel; split-gather works.",
-    ),
     (
         ("gpt_neo",),
         ("all-to-all", "attention backends"),

@@ -45,6 +45,8 @@ FAST = [
     _case("llama", "cp2tp2", enable_sequence_parallelism=True),
     _case("gpt2", "cp2pp2"),
     _case("olmo2", "cp2tp2", config={"num_hidden_layers": 2}),
+    # Inside of layers alone: two sequences that meet in cross-attention, and a bias of the whole ones.
+    _case("t5", "cp2tp2", **_EXCHANGE),
 ]
 SLOW = [
     _case("bert", "cp2", head="sequence"),
@@ -88,6 +90,18 @@ SLOW = [
     _case("glm4", "cp2"),
     _case("mixtral", "cp2"),
     _case("qwen3_moe", "cp2tp2"),
+    _case("bart", "cp2pp2", **_EXCHANGE),
+    _case("bart", "cp2", gradient_checkpointing="full", **_EXCHANGE),
+    _case("umt5", "cp2", head="sequence", **_EXCHANGE),
+    _case("mvp", "cp2dp2", **_EXCHANGE),
+    _case("whisper", "cp2pp2", **_EXCHANGE),
+    _case("bloom", "cp2tp2", **_EXCHANGE),
+    _case("gemma2", "cp2", **_EXCHANGE),
+    _case("clip_towers", "cp2", **_EXCHANGE),
+    _case("blip_2_t5", "cp2", **_EXCHANGE),
+    _case("beit", "cp2tp2", **_EXCHANGE),
+    _case("vit", "cp4", **_EXCHANGE),
+    _case("layoutlm", "cp2pp2", **_EXCHANGE),
 ]
 
 
@@ -113,7 +127,8 @@ def test_shared_sequences_train_like_plain_training(case: Case, tmp_path: Path) 
     ],
 )
 def test_what_cannot_share_sequences_is_refused(family: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=f"cp_size=2 cannot share the sequences of .*{reason}; use cp_size=1"):
+    sentence = f"cp_size=2 cannot share the sequences of .*{reason}; use sequence_parallelism_mode='all_to_all', or"
+    with pytest.raises(RankError, match=sentence):
         check_case(_case(family, "cp2"), tmp_path)
 
 

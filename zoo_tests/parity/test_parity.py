@@ -38,7 +38,6 @@ _ALL_TO_ALL = {"enable_sequence_parallelism": True, "sequence_parallelism_mode":
 _WITHOUT_RECOMPUTATION = ("cpmant",)
 _WITHOUT_FUSED_NORMS = ("cpmant",)
 _WITHOUT_FUSIONS = ("falcon", "falcon_multi_query", "mixtral", "qwen3_moe", "cpmant")
-_WITHOUT_EXCHANGE = ("gpt_neox", "clip_towers", "blip_2", "blip_2_t5")
 # Members of the zoo that are other configurations, or other models, of a family with a policy.
 _VARIANTS = {
     **dict.fromkeys(("clip_text", "clip_vision", "clip_towers"), "clip"),
@@ -136,7 +135,7 @@ def _kernels(family: str, members: Family) -> dict[str, Any]:
 
 def _supports_ulysses(family: str, members: Family) -> bool:
     policy = _policy(family)
-    exchanges = family not in _WITHOUT_EXCHANGE and (policy is None or policy.supports_ulysses)
+    exchanges = policy is None or policy.supports_ulysses
     return exchanges and members.sequence_parallel and _attends_by_registry(family, members)
 
 

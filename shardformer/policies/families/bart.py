@@ -27,7 +27,6 @@ class BartPolicy(Policy):
 
     family, prefix = "bart", "Bart"
     splits_towers = True
-    supports_ulysses = False
     heads: tuple[str, ...] = (
         "Model",
         "ForConditionalGeneration",
@@ -224,11 +223,13 @@ class WhisperPolicy(BartPolicy):
     head_losses = _HEAD_LOSSES
 
     def check(self) -> list[str]:
-        """Return why the model cannot be sharded; a pipeline cannot sum the outputs of all layers."""
+        """Return why the model cannot be sharded; no rank can sum the outputs of all layers if it has parts of them."""
         problems = super().check()
         sums_layers = getattr(self.model.config, "use_weighted_layer_sum", False) and hasattr(
             self.model, "layer_weights"
         )
         if sums_layers and self.shard_config.stage_manager.num_stages > 1:
             problems.append("use_weighted_layer_sum=True reads the outputs of all layers; use pp_size=1 or False")
+        elif sums_layers:
+            problems += self.check_hidden_states((type(self.model).__name__,))
         return problems

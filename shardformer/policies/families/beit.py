@@ -25,7 +25,6 @@ class BeitPolicy(ViTPolicy):
     splits its batches.
     """
 
-    supports_ulysses = False  # attention has per-head biases
     family, prefix = "beit", "Beit"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
     supports_sequence_parallel = True

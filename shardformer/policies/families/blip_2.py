@@ -87,6 +87,7 @@ class Blip2Policy(Policy):
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.qformer_config.num_attention_heads
+        has_regions = self.shard_config.sequence is not None and not self.shard_config.uses_ulysses
         output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
 
         def attention(reads_image: bool) -> ModulePolicyDescription:
@@ -100,8 +101,8 @@ class Blip2Policy(Policy):
         return {
             # It reshapes by the size of its input, so weights are sharded but every rank computes all heads.
             "Blip2Attention": ModulePolicyDescription(
-                {"attention_is_replicated": True},
-                [self._run_whole] if self.shard_config.sequence is not None else [],
+                {} if self.shard_config.uses_ulysses else {"attention_is_replicated": True},
+                [self._run_whole] if has_regions else [],
                 sub_module_replacement=[*rules.gathered("qkv"), *rules.row_split_input("projection")],
             ),
             "Blip2MLP": ModulePolicyDescription(

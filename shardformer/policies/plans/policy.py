@@ -18,13 +18,19 @@ from shardformer.attention import log_once
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.layers import (
     ColumnParallelLinear,
+    GatheredLMHead,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attention
+from shardformer.policies.feature_counts import HEAD_COUNTS, is_attention
 from shardformer.policies.module_edits import shard_weights_of_heads
+from shardformer.policies.plans.attention_alone import (
+    attention_alone_mixes,
+    attention_outside,
+    towers_share_configs,
+)
 from shardformer.policies.plans.declared import DeclaredPlan, divides_sequences, proposed_plan_of
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
@@ -123,7 +129,7 @@ class PlanPolicy(Policy):
         """Return the table that the plan is lowered to, by paths of the model."""
         cuts_sequence = self.stages is not None and self.shard_config.sequence is not None
         uses_ulysses = cuts_sequence and self.shard_config.uses_ulysses
-        table = self._whole_layers(self.stages.layers) if uses_ulysses else self._cut_layers()
+        table = self._whole_layers() if uses_ulysses else self._cut_layers()
         if cuts_sequence and not uses_ulysses:
             add_sequence_regions(table, self.model, self.stages, self.shard_config)
         for target, module in self._vocabulary():
@@ -132,8 +138,8 @@ class PlanPolicy(Policy):
             if all(replacement.suffix != name for replacement in description.sub_module_replacement):
                 options = dict(self.shard_config.vocab_options)
                 if target is VocabParallelLMHead and self._reads_logits:
-                    target = ColumnParallelLinear
-                if target is ColumnParallelLinear:
+                    target = GatheredLMHead
+                if target is GatheredLMHead:
                     options["gather_output"] = True
                 description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
         return table
@@ -151,7 +157,7 @@ class PlanPolicy(Policy):
     def _splits_sequence(self) -> bool:
         """Return whether the layers can process slices of the sequence."""
         if self.shard_config.uses_ulysses:
-            return self.tokens_mix_only_in_attention()
+            return self.exchanges_heads()
         is_known = bool(self._only_layers())
         if not isinstance(self.shard_config.sequence, BlockedSequence):
             is_known |= self.was_seen("split_gather") or (self.declared is not None and self.declared.splits_sequence)
@@ -159,52 +165,42 @@ class PlanPolicy(Policy):
 
     def tokens_mix_only_in_attention(self) -> bool:
         """Return whether attention alone mixes tokens, judged by the modules of the layers."""
-        return self._attends_only(self._only_layers())
+        return attention_alone_mixes(self._only_layers())
+
+    def exchanges_heads(self) -> bool:
+        """Return whether the layers can have parts of sequences between attentions that exchange them for heads."""
+        if self.tokens_mix_only_in_attention():
+            return True
+        lists = self._layer_lists()
+        return bool(lists) and self.was_seen("exchange") and all(map(attention_alone_mixes, lists))
 
     def shares_sequences(self) -> bool:
         """Return whether attention alone mixes the tokens that the layers process, whatever is in front of them."""
         if self.tokens_mix_only_in_attention():
             return True
-        is_one_list = self.stages is not None and self.stages.next_layers is None
-        layers = list(self.model.get_submodule(self.stages.layers)) if is_one_list else []
-        return self.was_seen("cp") and self._attends_only(layers) and not self._towers_share_configs(layers)
-
-    def _towers_share_configs(self, layers: list[nn.Module]) -> bool:
-        """Return whether attention outside of the layers has their configuration, which names the kernel."""
-        held = {module for layer in layers for module in layer.modules()}
-        named = {id(module.config) for module in held if hasattr(module, "config")}
-        others = [module for module in self.model.modules() if attends(module) and module not in held]
-        return any(id(getattr(module, "config", None)) in named for module in others)
+        lists = self._layer_lists()
+        if len(lists) != 1 or not self.was_seen("cp"):
+            return False
+        return attention_alone_mixes(lists[0]) and not towers_share_configs(self.model, lists[0])
 
     def was_seen(self, way: str) -> bool:
         """Return whether the family was seen to train right with parts of sequences, see `divides_sequences`."""
         return divides_sequences(type(self.model), way)
 
+    def _layer_lists(self) -> list[list[nn.Module]]:
+        chain = () if self.stages is None else self.stages.chain
+        return [list(self.model.get_submodule(layout.layers)) for layout in chain]
+
     def _only_layers(self) -> list[nn.Module]:
         """Return the layers; none if the plan does not tell what they do, or attention is outside the layer list."""
         is_known = self.declared is None or self.declared.splits_sequence
-        layout = self.stages if is_known else None
-        if layout is None or layout.next_layers is not None:
-            return []
-        layers = list(self.model.get_submodule(layout.layers))
-        held = {id(module) for layer in layers for module in layer.modules()}
-        is_beside = any(attends(module) and id(module) not in held for module in self.model.modules())
-        return [] if is_beside else layers
+        lists = self._layer_lists() if is_known else []
+        return lists[0] if len(lists) == 1 and not attention_outside(self.model, lists[0]) else []
 
-    def _attends_only(self, layers: list[nn.Module]) -> bool:
-        """Return whether attention alone mixes tokens, so that a layer can process a part of the sequence."""
-        attentions = [[module for module in layer.modules() if attends(module)] for layer in layers]
-        others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
-        # A nested module inside attention may select tokens by itself (an indexer).
-        parts = [child for found in attentions for module in found for child in module.children()]
-        others += [part for part in parts if any(True for child in part.children() for _ in child.parameters())]
-        sinks = [parameter for found in attentions for module in found for parameter in module._parameters.values()]
-        return bool(layers) and all(attentions) and not others and not sinks
-
-    def _whole_layers(self, layers: str) -> dict[str, ModulePolicyDescription]:
+    def _whole_layers(self) -> dict[str, ModulePolicyDescription]:
         """Return the table for full layers that process a part of the tokens, so that gradients are summed."""
         return {
-            f"{layers}.{index}": ModulePolicyDescription(
+            f"{layout.layers}.{index}": ModulePolicyDescription(
                 param_replacement=own_parameters_per_token(layer, self.shard_config),
                 sub_module_replacement=[
                     change
@@ -212,7 +208,8 @@ class PlanPolicy(Policy):
                     for change in per_token(name, child, self.shard_config)
                 ],
             )
-            for index, layer in enumerate(self.model.get_submodule(layers))
+            for layout in self.stages.chain
+            for index, layer in enumerate(self.model.get_submodule(layout.layers))
         }
 
     def _cut_layers(self) -> dict[str, ModulePolicyDescription]:
@@ -280,7 +277,7 @@ class PlanPolicy(Policy):
             # An encoder-decoder has several embeddings with one weight; VisualBERT ties another linear layer to it.
             same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
             cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
-            cut += [(ColumnParallelLinear, each) for each in same if type(each) is nn.Linear and each is not head]
+            cut += [(GatheredLMHead, each) for each in same if type(each) is nn.Linear and each is not head]
         return cut
 
     @property

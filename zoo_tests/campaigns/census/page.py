@@ -63,7 +63,8 @@ def _head(verdicts: dict[HeadClass, Verdict], version: str) -> list[str]:
 def _outcomes(verdicts: dict[HeadClass, Verdict], layouts: list[str]) -> list[str]:
     return [
         "A refusal is one sentence before any training. A class that is exact under tp2·pp2 is counted as exact under",
-        "tp2 and pp2. sp2 is tp2 with sequence parallelism, cp2 two ranks that share each sequence.",
+        "tp2 and pp2. sp2 is tp2 with sequence parallelism, cp2 two ranks that share each sequence by ring attention,",
+        "cp2-ulysses by `sequence_parallelism_mode='all_to_all'`.",
         "",
         *outcome_rows(verdicts, layouts),
         "",
@@ -133,7 +134,7 @@ def _refusals(verdicts: dict[HeadClass, Verdict]) -> list[str]:
     ordered = sorted(names.items(), key=lambda item: (item[0][0], -len(item[1])))
     rows = [f"| {key[0]} | {sentences[key]} | {len(each)} | {', '.join(each)} |" for key, each in ordered]
     titles = "| Refused under | Reason | Number | Classes |"
-    return ["", "## What sp2 and cp2 refuse", "", titles, "|---|---|---|---|", *rows] if rows else []
+    return ["", "## What sp2, cp2 and cp2-ulysses refuse", "", titles, "|---|---|---|---|", *rows] if rows else []
 
 
 def _is_grouped(where: str, reason: str) -> bool:
