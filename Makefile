@@ -15,7 +15,7 @@ ARGS ?=
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
-	@echo "make test         the test suite; make test-fast leaves out all slow tests, make test-all runs all of them"
+	@echo "make test         the test suite; make test-fast leaves out all that take long, make test-all nothing"
 	@echo "make test-cuda    tests on a CUDA device that is simulated in host memory; needs a C++ compiler"
 	@echo "make gpu          on a machine with a GPU: tests and measures it in 8 minutes, and writes runs/gpu.md"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
@@ -50,7 +50,7 @@ test-all: setup
 	$(PYTEST) $(ARGS)
 
 test-fast: setup
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" --quick $(ARGS)
 
 ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda -m "not slow" --numprocesses $(WORKERS)
 

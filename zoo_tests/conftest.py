@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zoo_tests.gpu import device as gpu
+from zoo_tests.harness.long_tests import LongTests, function_of, long_tests
 from zoo_tests.harness.poison import poison_fresh_memory
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, start_server, stop_pools
 from zoo_tests.harness.support import SupportMatrix
 from zoo_tests.simcuda import build
 
 _MANY_TESTS = 400
-_SAMPLED = 8
+_SAMPLED = 16
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "simcuda", "gpu"), help=devices)
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
     parser.addoption("--sample", action="store_true", help=f"run one of {_SAMPLED} tests that are marked slow")
+    parser.addoption("--quick", action="store_true", help="leave out what zoo_tests/long_tests.txt names")
+    parser.addoption("--write-long-tests", action="store_true", help="write zoo_tests/long_tests.txt from this run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,8 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
         _choose_device(config.getoption("--device"))
     if config.getoption("--write-support") and config.getoption("--sample"):
         raise pytest.UsageError("--write-support writes what all cases prove; use it without --sample")
-    matrix = SupportMatrix(config.getoption("--write-support"), hasattr(config, "workerinput"))
+    is_worker = hasattr(config, "workerinput")
+    matrix = SupportMatrix(config.getoption("--write-support"), is_worker)
     config.pluginmanager.register(matrix, "support-matrix")
+    config.pluginmanager.register(LongTests(config.getoption("--write-long-tests"), is_worker), "long-tests")
 
 
 def _choose_device(name: str) -> None:
@@ -69,6 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {item for item in items if item.get_closest_marker("campaign") is not None})
     if config.getoption("--sample"):
         _leave_out(config, items, _beyond_the_sample(items))
+    if config.getoption("--quick"):
+        long = long_tests()
+        _leave_out(config, items, {item for item in items if function_of(item.nodeid) in long})
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], which: set[pytest.Item]) -> None:
@@ -77,16 +85,15 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], which: set[pytes
 
 
 def _beyond_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of a file's slow tests, all but the first and those that a hash of their names picks, the same in every run."""
-    seen: set[str] = set()
+    """The slow tests but those that a hash of their names picks, alike in every run, and the first of a slow file."""
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    seen = {item.path for item in set(items).difference(slow)}
     beyond = set()
-    for item in items:
-        if item.get_closest_marker("slow") is None:
-            continue
+    for item in slow:
         picked = zlib.crc32(item.nodeid.encode()) % _SAMPLED == 0
-        if item.parent.nodeid in seen and not picked:
+        if item.path in seen and not picked:
             beyond.add(item)
-        seen.add(item.parent.nodeid)
+        seen.add(item.path)
     return beyond
 
 

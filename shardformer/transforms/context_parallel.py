@@ -30,14 +30,14 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
         way_out = "sequence_parallelism_mode='all_to_all', or " if _attends_by_heads(model, policy) else ""
         return [f"{asked} cannot share the sequences of {name}, {reason}; use {way_out}cp_size=1"]
     if reason is not None:
-        return [*_layer_problems(model, config), *_head_problems(policy, config)]
+        return [*_layer_problems(model, config), *_head_problems(policy, config, "cp_size=1")]
     num_stages = config.stage_manager.num_stages
     if num_stages > 1 and _embeds_outside(model, policy):
         return [
             f"{asked} cannot share the sequences of {name} over pp_size={num_stages} stages, because its tokens are "
             "embedded outside of the module that reads them; use pp_size=1, or cp_size=1"
         ]
-    return [] if is_ring else _head_problems(policy, config)
+    return [] if is_ring else _head_problems(policy, config, "'ring_attn'")
 
 
 def _attends_by_heads(model: nn.Module, policy: Policy) -> bool:
@@ -61,7 +61,7 @@ def _layer_problems(model: nn.Module, config: ShardConfig) -> Iterator[str]:
             yield f"{option}={value} skips layers at random, other ones on each rank of {asked}; use {option}=0.0"
 
 
-def _head_problems(policy: Policy, config: ShardConfig) -> list[str]:
+def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[str]:
     size, tp_size, problems = config.context.size, config.tensor_parallel_size, []
     kv_heads = getattr(policy.model.config, "num_key_value_heads", None)
     for count in dict.fromkeys(policy.head_counts().values()):
@@ -70,7 +70,7 @@ def _head_problems(policy: Policy, config: ShardConfig) -> list[str]:
         if heads % size or (of_keys % size and size % of_keys):
             problems.append(
                 f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({of_keys} of keys) out over "
-                f"cp_size={size} ranks, which does not divide them; use 'ring_attn', or another cp_size"
+                f"cp_size={size} ranks, which does not divide them; use {way_out}, or one that divides them"
             )
     return problems
 

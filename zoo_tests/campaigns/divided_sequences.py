@@ -19,6 +19,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.policy import PlanPolicy
@@ -93,14 +94,17 @@ def _verdict_of(head: HeadClass, layout: str) -> str:
         plain = plain_run_with_images(plain, policy)
     if plain is None:
         return "it has towers, and no batch for them was made"
-    return sharded_verdict(head, layout, plain, custom_policy=TrustedPlanPolicy(policy.declared))
+    try:
+        return sharded_verdict(head, layout, plain, custom_policy=TrustedPlanPolicy(policy.declared))
+    except ConfigurationError as error:  # a plan with a function of its own cannot be sent to ranks
+        return str(error).splitlines()[0]
 
 
 def plain_run_with_images(plain: PlainRun, policy: PlanPolicy) -> PlainRun | None:
     """Plain training with images, if the model has towers; None if no batch for them was made."""
     model = plain.case.tiny_model.build()
     policy.set_model(model)
-    if policy.stages is None or not has_towers(model, policy.stages.layers):
+    if policy.stages is None or not has_towers(model, [layout.layers for layout in policy.stages.chain]):
         return plain
     twin = image_twin_of(plain.case.tiny_model)
     if twin is None:

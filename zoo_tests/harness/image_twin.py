@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -83,9 +83,10 @@ def fit_towers(config: Any) -> None:
     for name in _NAMES:
         if hasattr(config, name):
             setattr(config, name, _TOKEN)
-    vision, text = getattr(config, "vision_config", None), config.get_text_config()
+    vision = getattr(config, "vision_config", None)
     if vision is None:
         return
+    text = config.get_text_config()
     for owner in (vision, config):
         for name in _OUT:
             if isinstance(getattr(owner, name, None), int):
@@ -100,10 +101,11 @@ def fit_towers(config: Any) -> None:
         vision.intermediate_size = int(vision.hidden_size / vision.pixel_shuffle_ratio**2)
 
 
-def has_towers(model: nn.Module, layers: str) -> bool:
-    """Return whether a model attends outside of the list of its layers."""
-    held = {module for layer in model.get_submodule(layers) for module in layer.modules()}
-    return any(attends(module) and module not in held for module in model.modules())
+def has_towers(model: nn.Module, lists: Iterable[str]) -> bool:
+    """Return whether a model has other inputs than texts, or attends outside of its lists of layers."""
+    held = {module for layers in lists for layer in model.get_submodule(layers) for module in layer.modules()}
+    reads_more = any(hasattr(model.config, name) for name in ("vision_config", "audio_config"))
+    return reads_more or any(attends(module) and module not in held for module in model.modules())
 
 
 def _projections_of_towers(model: nn.Module) -> list[nn.Module]:

@@ -132,6 +132,12 @@ def test_what_cannot_share_sequences_is_refused(family: str, reason: str, tmp_pa
         check_case(_case(family, "cp2"), tmp_path)
 
 
-def test_heads_that_cannot_be_exchanged_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="shares 4 heads .* out over cp_size=3 ranks, .*; use 'ring_attn'"):
-        check_case(_case("llama", "cp3", **_EXCHANGE), tmp_path)
+@pytest.mark.parametrize(("family", "way_out"), [("llama", "'ring_attn'"), ("t5", "cp_size=1")])
+def test_heads_that_cannot_be_exchanged_are_refused(family: str, way_out: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=f"shares 4 heads .* out over cp_size=3 ranks, .*; use {way_out}, or"):
+        check_case(_case(family, "cp3", **_EXCHANGE), tmp_path)
+
+
+def test_layers_that_are_skipped_at_random_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="decoder_layerdrop=0.1 skips layers at random, other ones on each rank of"):
+        check_case(_case("bart", "cp2", config={"decoder_layerdrop": 0.1}, **_EXCHANGE), tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,26 +27,25 @@ def _tour(names: list[str]) -> list[str]:
     return found[::-1]
 
 
+_LLAMA = Recipe(family="llama", head="causal_lm", optimizer="adamw", precision="fp32", rows=72)
+
+
 @pytest.mark.parametrize(
-    ("recipe", "options"),
+    ("recipe", "layouts"),
     [
-        (Recipe(family="llama", head="causal_lm", optimizer="adamw", precision="fp32", rows=72), {}),
-        (Recipe(family="gpt2", head="lm_head", optimizer="adamw", precision="bf16", rows=72), {}),
-        (
-            Recipe(
-                family="llama", head="causal_lm", optimizer="adamw", precision="fp32", rows=72, adapters=("q_proj",)
-            ),
-            {},
+        pytest.param(replace(_LLAMA, rows=32), ["tp2dp2", "pp2dp2", "dp4 stage 3"], id="three layouts"),
+        pytest.param(_LLAMA, list(LAYOUTS), id="llama", marks=pytest.mark.slow),
+        pytest.param(replace(_LLAMA, adapters=("q_proj",)), list(LAYOUTS), id="llama-lora", marks=pytest.mark.slow),
+        pytest.param(
+            Recipe(family="gpt2", head="lm_head", optimizer="adamw", precision="bf16", rows=72),
+            list(LAYOUTS),
+            id="gpt2-bf16",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["llama", "gpt2-bf16", "llama-lora"],
 )
-@pytest.mark.slow
-def test_the_bits_of_a_save_and_a_load(recipe: Recipe, options: dict, tmp_path: Path) -> None:
-    layouts = list(LAYOUTS)
-    runs = [
-        run_on_ranks(4, train, recipe, layouts, options, folder, timeout_s=300.0) for folder in (None, str(tmp_path))
-    ]
+def test_the_bits_of_a_save_and_a_load(recipe: Recipe, layouts: list[str], tmp_path: Path) -> None:
+    runs = [run_on_ranks(4, train, recipe, layouts, {}, folder, timeout_s=300.0) for folder in (None, str(tmp_path))]
     for (losses, weights), (expected, saved) in zip(*runs, strict=True):
         assert losses == expected
         assert weights.keys() == saved.keys()
@@ -56,7 +56,7 @@ def test_the_bits_of_a_save_and_a_load(recipe: Recipe, options: dict, tmp_path: 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_every_ordered_pair_of_layouts(family: str, tmp_path: Path) -> None:
     head = {"llama": "causal_lm", "bert": "masked_lm"}[family]
-    recipe = Recipe(family=family, head=head, optimizer="adamw", precision="fp32", rows=72)
+    recipe = replace(_LLAMA, family=family, head=head)
     tour = _tour(list(LAYOUTS))
     assert set(itertools.pairwise(tour)) == set(itertools.permutations(LAYOUTS, 2))
     runs = [run_on_ranks(4, train, recipe, tour, {}, folder, timeout_s=900.0) for folder in (None, str(tmp_path))]
