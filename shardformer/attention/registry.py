@@ -80,8 +80,7 @@ def use_sharded_attention(
     for module in routed_modules(model, _PREFIX, _register):
         module.sharded_attention_rank, module.sequence_exchange = tp_rank, None
         if exchange is not None and module in within:
-            module.sequence_exchange = exchange
-            exchange.cut_memory(module)
+            exchange.attach(module)
 
 
 def recompute_attention(model: nn.Module) -> None:

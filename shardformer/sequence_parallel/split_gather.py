@@ -7,7 +7,9 @@ with `reduce_scatter`. A length that the number of ranks does not divide is padd
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -237,16 +239,21 @@ def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:
         missing = share - piece.shape[dim]
         return F.pad(piece, (0, 0) * (-dim - 1) + (0, missing)) if missing else piece
 
+    def own_tables(tables: Any) -> Any:
+        if isinstance(tables, (tuple, list)):  # cos and sin, [..., seq, features]
+            return tuple(own(table, -2) for table in tables)
+        return own(tables, -2)  # one table of complex numbers
+
+    def own_positions(positions: Any) -> Any:
+        region.positions = positions
+        return own(positions, -1)
+
+    changes = {"position_embeddings": own_tables, "position_ids": own_positions}
+    names = list(inspect.signature(layer.forward).parameters)
+
     def narrow(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        changed = dict(kwargs)
-        tables = kwargs.get("position_embeddings")  # cos and sin, [..., seq, features]
-        if isinstance(tables, (tuple, list)):
-            changed["position_embeddings"] = tuple(own(table, -2) for table in tables)
-        elif isinstance(tables, Tensor):  # one table of complex numbers
-            changed["position_embeddings"] = own(tables, -2)
-        if "position_ids" in kwargs:
-            region.positions = kwargs["position_ids"]
-            changed["position_ids"] = own(kwargs["position_ids"], -1)
-        return args, changed
+        changed = {name: changes[name](value) if name in changes else value for name, value in kwargs.items()}
+        named = zip_longest(names[: len(args)], args)  # a forward that takes *args names fewer
+        return tuple(changes[name](value) if name in changes else value for name, value in named), changed
 
     layer.register_forward_pre_hook(narrow, with_kwargs=True)

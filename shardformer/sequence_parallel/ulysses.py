@@ -33,11 +33,15 @@ class UlyssesAllToAll:
         self.region = region
         self.memory_length: int | None = None
 
-    def cut_memory(self, attention: nn.Module) -> None:
-        """Let an attention, where it is called as a cross-attention, project a slice of the encoder's sequence.
+    def attach(self, attention: nn.Module) -> None:
+        """Let an attention exchange heads for parts of the sequence.
 
-        The sequence, [batch, memory, hidden], is whole on every rank.
+        Where it is called as a cross-attention, it projects a slice of the encoder's sequence, [batch, memory, hidden],
+        which is whole on every rank. T5's, which make a bias of relative positions, make that of whole sequences.
         """
+        attention.sequence_exchange = self
+        if hasattr(attention, "compute_bias"):
+            attention.compute_bias = _bias_of_sequence.__get__(attention)
 
         def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             name = next((name for name in _MEMORY if kwargs.get(name) is not None), None)
@@ -68,6 +72,12 @@ class UlyssesAllToAll:
     def to_sequence(self, found: Tensor) -> Tensor:
         """Exchange attention output back: [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""
         return all_to_all(pad_dim(found, 1, self.region.world_size), 1, 2, self.region.group)
+
+
+def _bias_of_sequence(self: nn.Module, query_length: int, key_length: int, **options: Any) -> Tensor:
+    """Compute T5's position bias, [1, heads, seq, seq], in a layer whose hidden states are a slice of a sequence."""
+    length = self.sequence_exchange.region.length
+    return type(self).compute_bias(self, length, length, **options)
 
 
 def repeated_for(x: Tensor, size: int) -> Tensor:

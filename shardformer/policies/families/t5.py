@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
@@ -67,7 +65,6 @@ class T5Policy(Policy):
         rules = ShardingRules(self.shard_config)
         config = self.model.config
         heads = config.num_heads
-        sees_slices = self.shard_config.uses_ulysses or self.shard_config.context is not None
 
         def attention(name: str, *read_together: str) -> ModulePolicyDescription:
             together = [f"{name}.{projection}" for projection in read_together]
@@ -93,9 +90,7 @@ class T5Policy(Policy):
         return {
             f"{self.prefix}Stack": ModulePolicyDescription(sub_module_replacement=rules.vocab("embed_tokens")),
             f"{self.prefix}Attention": ModulePolicyDescription(
-                {"n_heads": heads // self.tp_size},
-                method_replacement={"compute_bias": _bias_of_sequence} if sees_slices else {},
-                gathers_sequence=True,
+                {"n_heads": heads // self.tp_size}, gathers_sequence=True
             ),
             f"{self.prefix}LayerSelfAttention": attention("SelfAttention", "q", "k", "v"),
             f"{self.prefix}LayerCrossAttention": attention("EncDecAttention", "k", "v"),
@@ -106,12 +101,6 @@ class T5Policy(Policy):
             ),
             **{f"{self.prefix}{head}": vocabulary for head in self.heads},
         }
-
-
-def _bias_of_sequence(self: nn.Module, query_length: int, key_length: int, **options: Any) -> Tensor:
-    """Compute T5's position bias, [1, heads, seq, seq], in a layer whose hidden states are a slice of a sequence."""
-    length = self.sequence_exchange.region.length
-    return type(self).compute_bias(self, length, length, **options)
 
 
 class MT5Policy(T5Policy):
