@@ -1,12 +1,12 @@
 """Find families whose plans divide sequences right: `enable_sequence_parallelism` and `cp_size` without a policy.
 
-    python -m zoo_tests.campaigns.divided_sequences [--ways split_gather,cp,exchange] [--only PATTERN] [--log FILE]
-        [--ship]
+    python -m zoo_tests.campaigns.divided_sequences [--ways split_gather,cp,all_to_all,cp_all_to_all] [--only PATTERN]
+        [--log FILE] [--ship]
 
 Each head class whose layers have regions, or attention alone, is trained with parts of sequences, and plainly; under
-`cp` and `exchange`, one with towers of images gets images. `--ship` adds the families of which a class is exact, and
-none is wrong or fails, to the table of the package. The log is that of the census: what is there under `sp2`, `cp2` or
-`cp2-ulysses` is not trained again.
+all but `split_gather`, one with towers of images gets images. `--ship` adds the families of which a class is exact, and
+none is wrong or fails, to the table of the package. The log is that of the census: what is there under a way's layout
+is not trained again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.trusted_policy import TrustedPlanPolicy
 
 _TABLE = Path(tables.__file__).parent / "divided_sequences.json"
-_LAYOUTS = {"split_gather": "sp2", "cp": "cp2", "exchange": "cp2-ulysses"}
+_LAYOUTS = {"split_gather": "sp2", "cp": "cp2", "all_to_all": "sp2-ulysses", "cp_all_to_all": "cp2-ulysses"}
 _REFUSALS = ("does not tell where its tokens meet", "cannot share the sequences")
 
 

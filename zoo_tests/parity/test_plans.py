@@ -103,6 +103,11 @@ _KINDS = {
             "HunYuanDenseV1ForCausalLM": "norms of heads",
         },
     ),
+    "all_to_all": (
+        "sp2-ulysses",
+        {"T5GemmaForConditionalGeneration": "two lists, and an embedding that is tied to the head alone"},
+    ),
+    "cp_all_to_all": ("cp2-ulysses", {"Pop2PianoForConditionalGeneration": "a bias of relative positions"}),
 }
 
 
@@ -124,18 +129,18 @@ def _judged(name: str, layout: str, has_images: bool = False) -> str:
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     model = plain.case.tiny_model.build()
-    if layout == "cp2" or has_images:
+    if layout != "sp2" or has_images:
         plain = plain_run_with_images(plain, policy_for(model))
         assert plain is not None and has_images <= ("pixel_values" in plain.case.tiny_model.batch(model, 0, 6))
     return sharded_verdict(head, layout, plain)
 
 
-@pytest.mark.parametrize(("name", "layout"), list(_divided("split_gather")))
+@pytest.mark.parametrize(("name", "layout"), [*_divided("split_gather"), *_divided("all_to_all")])
 def test_slices_of_sequences_between_the_regions_of_a_plan(name: str, layout: str) -> None:
     assert _judged(name, layout) == "exact"
 
 
-@pytest.mark.parametrize(("name", "layout"), list(_divided("cp")))
+@pytest.mark.parametrize(("name", "layout"), [*_divided("cp"), *_divided("cp_all_to_all")])
 def test_ranks_share_the_sequences_of_a_plan(name: str, layout: str) -> None:
     assert _judged(name, layout) == "exact"
 

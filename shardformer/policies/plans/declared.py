@@ -256,8 +256,8 @@ def divides_sequences(cls: type, way: str) -> bool:
     `python -m zoo_tests.campaigns.divided_sequences --ship` writes the table.
 
     Args:
-        way: `split_gather`, slices between the regions of its plan; `cp`, ranks that share sequences; or `exchange`,
-            parts of sequences in several lists of layers that are exchanged for heads.
+        way: `split_gather`, slices between the regions of its plan; `cp`, ranks that share sequences; or `all_to_all`
+            and `cp_all_to_all`, parts of sequences inside of its lists of layers that are exchanged for heads.
     """
     return _family_of(cls) in _divided_families()[way]
 

@@ -171,8 +171,8 @@ class PlanPolicy(Policy):
         """Return whether the layers can have parts of sequences between attentions that exchange them for heads."""
         if self.tokens_mix_only_in_attention():
             return True
-        lists = self._layer_lists()
-        return bool(lists) and self.was_seen("exchange") and all(map(attention_alone_mixes, lists))
+        lists, way = self._layer_lists(), "all_to_all" if self.shard_config.uses_ulysses else "cp_all_to_all"
+        return bool(lists) and self.was_seen(way) and all(map(attention_alone_mixes, lists))
 
     def shares_sequences(self) -> bool:
         """Return whether attention alone mixes the tokens that the layers process, whatever is in front of them."""
@@ -274,8 +274,10 @@ class PlanPolicy(Policy):
             cut.append((VocabParallelLMHead, head))
         is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
         if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
-            # An encoder-decoder has several embeddings with one weight; VisualBERT ties another linear layer to it.
-            same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
+            # An encoder-decoder has several embeddings, each with the weight of the first or of the head; VisualBERT
+            # ties another linear layer to it.
+            tied = {id(each.weight) for each in (embedding, *(module for _, module in cut))}
+            same = [each for each in self.model.modules() if id(getattr(each, "weight", None)) in tied]
             cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
             cut += [(GatheredLMHead, each) for each in same if type(each) is nn.Linear and each is not head]
         return cut

@@ -179,15 +179,16 @@ def _largest_gradient(plain: Trace) -> float:
 def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
     """Sizes of the axes, and options of the plugin.
 
-    "sp2" is tp2 with sequence parallelism, "cp2-ulysses" cp2 that exchanges heads.
+    "sp2" is tp2 with sequence parallelism; "sp2-ulysses" and "cp2-ulysses" exchange heads.
     """
-    sizes = LAYOUTS["tp2" if layout == "sp2" else layout.removesuffix("-ulysses")]
+    axes = layout.removesuffix("-ulysses")
+    sizes = LAYOUTS["tp2" if axes == "sp2" else axes]
     options: dict[str, Any] = {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
     if sizes.cp_size > 1:
         options["cp_size"] = sizes.cp_size
-    if layout == "sp2":
+    if axes == "sp2":
         options["enable_sequence_parallelism"] = True
-    if layout.endswith("-ulysses"):
+    if axes != layout:
         options["sequence_parallelism_mode"] = "all_to_all"
     return sizes, options
 
