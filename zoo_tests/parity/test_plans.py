@@ -199,7 +199,7 @@ def test_layers_that_drop_by_a_function_draw_other_numbers_for_each_slice() -> N
 def test_masks_of_a_module_around_the_reader_of_tokens_are_refused_under_cp() -> None:
     [head] = [head for head in head_classes() if head.name == "Gemma4UnifiedForConditionalGeneration"]
     verdict = sharded_verdict(head, "cp2", plain_run(head))
-    assert "which makes its masks before the module that reads the tokens; use cp_size=1" in verdict
+    assert "which makes its masks before the module that reads the tokens; use sequence_parallelism_mode" in verdict
 
 
 def _towers() -> Iterator:
