@@ -93,6 +93,7 @@ SLOW = [
     _case("bart", "cp2pp2", **_EXCHANGE),
     _case("bart", "cp2", gradient_checkpointing="full", **_EXCHANGE),
     _case("umt5", "cp2", head="sequence", **_EXCHANGE),
+    _case("mt5", "cp2", ordinary_loop=True, **_EXCHANGE),
     _case("mvp", "cp2dp2", **_EXCHANGE),
     _case("whisper", "cp2pp2", **_EXCHANGE),
     _case("bloom", "cp2tp2", **_EXCHANGE),

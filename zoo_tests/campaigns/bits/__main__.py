@@ -1,11 +1,11 @@
 """`python -m zoo_tests.campaigns.bits`: `reproducible=True` trains to the same bits under every layout.
 
     python -m zoo_tests.campaigns.bits [--steps 50] [--families bert,llama] [--precisions fp32,bf16] [--only TEXT]
-        [--brief]
+        [--brief] [--no-cost] [--hidden-sizes 256,1024]
 
 Prints, for each layout and family, whether the weights, the losses and the gradient norms equal those of the unsharded
 run; the same for a negative control without the option; and, last, the time of a step with the option over that without
-it, for a Llama of 5 million parameters on sequences of 128 tokens.
+it, for a Llama of four layers on sequences of 128 tokens. No `--families` prints the times alone.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="trials whose name contains this")
     parser.add_argument("--brief", action="store_true", help="one trial for each layout")
     parser.add_argument("--no-cost", action="store_true", help="leave out the times")
+    parser.add_argument("--hidden-sizes", default="256", help="of the models that are timed")
     arguments = parser.parse_args()
     failures = 0
     trials = [each for each in (brief() if arguments.brief else TRIALS) if arguments.only in str(each)]
-    for family in arguments.families.split(","):
+    for family in filter(None, arguments.families.split(",")):
         for precision in arguments.precisions.split(","):
             failures += _compare(family, precision, arguments.steps, trials)
     if not arguments.no_cost:
-        _print_cost()
+        for hidden_size in map(int, arguments.hidden_sizes.split(",")):
+            _print_cost(hidden_size)
     print(f"{failures} runs differ" if failures else "every run has the bits of the unsharded one")
     return int(failures > 0)
 
@@ -71,15 +73,15 @@ def _compare(family: str, precision: str, steps: int, trials: Sequence[Trial]) -
     return failures
 
 
-def _print_cost() -> None:
+def _print_cost(hidden_size: int) -> None:
     for sizes in _TIMED:
         for unit, sequence_blocks in _WAYS:
-            arguments = (*sizes, unit, sequence_blocks)
+            arguments = (*sizes, unit, sequence_blocks, hidden_size)
             found = run_on_ranks(prod(sizes), seconds_of_steps, *arguments, timeout_s=600.0)
             plain, exact = (max(each) for each in zip(*found, strict=True))
             times = f"{plain:.3f} s without, {exact:.3f} s with the option: {exact / plain:.2f} times"
             blocks = "" if sequence_blocks is None else f" reproducible_sequence_blocks={sequence_blocks}"
-            layout = "tp_size={} pp_size={} dp_size={} unit={}".format(*sizes, unit)
+            layout = "tp_size={} pp_size={} dp_size={} hidden_size={} unit={}".format(*sizes, hidden_size, unit)
             print(f"{layout}{blocks} | {times}", flush=True)
 
 
