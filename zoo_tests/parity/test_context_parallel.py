@@ -133,6 +133,11 @@ def test_what_cannot_share_sequences_is_refused(family: str, reason: str, tmp_pa
         check_case(_case(family, "cp2"), tmp_path)
 
 
+def test_windows_are_refused_however_sequences_are_shared(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="has other layers than one list of them; use cp_size=1"):
+        check_case(_case("swin", "cp2", **_EXCHANGE), tmp_path)
+
+
 @pytest.mark.parametrize(("family", "way_out"), [("llama", "'ring_attn'"), ("t5", "cp_size=1")])
 def test_heads_that_cannot_be_exchanged_are_refused(family: str, way_out: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=f"shares 4 heads .* out over cp_size=3 ranks, .*; use {way_out}, or"):

@@ -47,6 +47,7 @@ class SwinPolicy(Policy):
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "Backbone")
     layer_outputs = 2
     supports_sequence_parallel = True
+    supports_ulysses = False  # parts of sequences are not made of whole windows
     head_losses = USUAL_HEAD_LOSSES
 
     @property
