@@ -111,6 +111,24 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "x.repeat(1, size // x.shape[1], 1, 1)",
         (f"{CONTEXT}[llama-causal_lm-cp4-zero1-momentum-clip-sequence_parallelism_mode=all_to_all]",),
     ),
+    "keys of the length of the queries' sequence": Edit(
+        "shardformer.sequence_parallel.ulysses",
+        "of_keys = length if self.memory_length is None else self.memory_length",
+        "of_keys = length",
+        (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
+    ),
+    "whole gradients in front of layers that ranks share": Edit(
+        "shardformer.context_parallel.inside_layers",
+        "return local_slice(x, SEQ_DIM, self.group)",
+        "return super().split(x)",
+        (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
+    ),
+    "a position bias of parts of sequences": Edit(
+        "shardformer.sequence_parallel.ulysses",
+        "    length = self.sequence_exchange.region.length\n",
+        "    length = query_length\n",
+        (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
+    ),
     # attention
     "one random stream for all heads": Edit(
         "shardformer.attention.registry",
