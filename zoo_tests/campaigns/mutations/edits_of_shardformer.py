@@ -111,22 +111,22 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "x.repeat(1, size // x.shape[1], 1, 1)",
         (f"{CONTEXT}[llama-causal_lm-cp4-zero1-momentum-clip-sequence_parallelism_mode=all_to_all]",),
     ),
-    "keys of the length of the queries' sequence": Edit(
+    "no gradient of the encoder through cross-attention": Edit(
         "shardformer.sequence_parallel.ulysses",
-        "of_keys = length if self.memory_length is None else self.memory_length",
-        "of_keys = length",
+        "{**kwargs, name: self.region.split(kwargs[name])}",
+        "{**kwargs, name: self.region.split(kwargs[name]).detach()}",
         (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
     ),
-    "whole gradients in front of layers that ranks share": Edit(
+    "gradients twice behind layers that ranks share": Edit(
         "shardformer.context_parallel.inside_layers",
-        "return local_slice(x, SEQ_DIM, self.group)",
-        "return super().split(x)",
+        "return all_gather(x, SEQ_DIM, self.group, self.length)",
+        "return all_gather(2 * x - x.detach(), SEQ_DIM, self.group, self.length)",
         (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
     ),
-    "a position bias of parts of sequences": Edit(
+    "position biases of other heads": Edit(
         "shardformer.sequence_parallel.ulysses",
-        "    length = self.sequence_exchange.region.length\n",
-        "    length = query_length\n",
+        "return type(self).compute_bias(self, length, length, **options)",
+        "return type(self).compute_bias(self, length, length, **options).flip(1)",
         (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
     ),
     # attention
