@@ -29,7 +29,7 @@ from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verd
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, read_log
 from zoo_tests.harness.image_twin import has_towers, image_twin_of
 from zoo_tests.harness.ranks import stop_pools
-from zoo_tests.harness.trusted_policy import TrustedPlanPolicy
+from zoo_tests.harness.trusted_policy import TRUSTED
 
 _TABLE = Path(tables.__file__).parent / "divided_sequences.json"
 _LAYOUTS = {"split_gather": "sp2", "cp": "cp2", "all_to_all": "sp2-ulysses", "cp_all_to_all": "cp2-ulysses"}
@@ -53,7 +53,7 @@ def main() -> int:
             if re.search(arguments.only, name):
                 known = log.get(name, Verdict(EXACT))
                 if layout not in known.layouts:
-                    known.layouts[layout] = _verdict_of(head, layout)
+                    known.layouts[layout] = _verdict_of(head, way)
                     log[name] = known
                     if arguments.log is not None:
                         append(arguments.log, name, known)
@@ -84,8 +84,9 @@ def families_to_ship(found: dict[str, str]) -> set[str]:
     return good - bad
 
 
-def _verdict_of(head: HeadClass, layout: str) -> str:
+def _verdict_of(head: HeadClass, way: str) -> str:
     """The verdict on a class with parts of sequences, as if its plan said that there may be some."""
+    layout = _LAYOUTS[way]
     plain = plain_run(head)
     policy = None if isinstance(plain, str) else policy_for(plain.case.tiny_model.build())
     if not isinstance(policy, PlanPolicy):
@@ -95,7 +96,7 @@ def _verdict_of(head: HeadClass, layout: str) -> str:
     if plain is None:
         return "it has towers, and no batch for them was made"
     try:
-        return sharded_verdict(head, layout, plain, custom_policy=TrustedPlanPolicy(policy.declared))
+        return sharded_verdict(head, layout, plain, custom_policy=TRUSTED[way](policy.declared))
     except ConfigurationError as error:  # a plan with a function of its own cannot be sent to ranks
         return str(error).splitlines()[0]
 

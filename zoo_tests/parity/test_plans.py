@@ -107,7 +107,13 @@ _KINDS = {
         "sp2-ulysses",
         {"T5GemmaForConditionalGeneration": "two lists, and an embedding that is tied to the head alone"},
     ),
-    "cp_all_to_all": ("cp2-ulysses", {"Pop2PianoForConditionalGeneration": "a bias of relative positions"}),
+    "cp_all_to_all": (
+        "cp2-ulysses",
+        {
+            "Pop2PianoForConditionalGeneration": "a bias of relative positions",
+            "XmodForMaskedLM": "positions that the embedding counts by itself",
+        },
+    ),
 }
 
 
