@@ -19,7 +19,7 @@ _MEMORY = ("key_value_states", "encoder_hidden_states")
 
 
 class UlyssesAllToAll:
-    """All-to-all exchange around attention in one sequence-parallel region.
+    """All-to-all exchange around attention in one sequence-parallel region. Copies of the model share it.
 
     Args:
         region: defines this rank's slice of the sequence.
@@ -32,6 +32,9 @@ class UlyssesAllToAll:
     def __init__(self, region: SequenceParallel) -> None:
         self.region = region
         self.memory_length: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAllToAll:
+        return self  # hooks of the copy tell this one of their calls
 
     def attach(self, attention: nn.Module) -> None:
         """Let an attention exchange heads for parts of the sequence.

@@ -23,6 +23,7 @@ from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.reference import loss_of
 
 _RECIPE = Recipe(family="llama", head="causal_lm", config=(("num_hidden_layers", 2),))
+_TWO_SEQUENCES = Recipe(family="bart", head="generation")
 _OPTIONS = {
     "tp2": {"tp_size": 2},
     "fused": {"tp_size": 2, "enable_jit_fused": True, "enable_fused_normalization": True},
@@ -46,39 +47,45 @@ def _losses(model: nn.Module, step: Callable[[int], None], evaluate: Callable[[n
     return [*losses, evaluate(model)]
 
 
-def _plain() -> list[float]:
-    model = _RECIPE.model()
+def _plain(recipe: Recipe) -> list[float]:
+    model = recipe.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 
     def step(number: int) -> None:
-        loss_of(model, _RECIPE.zoo_head, _RECIPE.batch(number)).backward()
+        loss_of(model, recipe.zoo_head, recipe.batch(number)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return _losses(model, step, lambda each: loss_of(each, _RECIPE.zoo_head, _RECIPE.batch(7)).item())
+    return _losses(model, step, lambda each: loss_of(each, recipe.zoo_head, recipe.batch(7)).item())
 
 
-def _boosted(layout: str) -> list[float]:
+def _boosted(recipe: Recipe, layout: str) -> list[float]:
     booster = Booster(plugin=HybridParallelPlugin(**_OPTIONS[layout]))
-    model = _RECIPE.model()
+    model = recipe.model()
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
 
     def step(number: int) -> None:
-        booster.execute_pipeline(iter([_RECIPE.batch(number)]), model, optimizer=optimizer)
+        booster.execute_pipeline(iter([recipe.batch(number)]), model, optimizer=optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
     return _losses(
-        model, step, lambda each: booster.execute_pipeline(iter([_RECIPE.batch(7)]), each).loss.item()
+        model, step, lambda each: booster.execute_pipeline(iter([recipe.batch(7)]), each).loss.item()
     )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", list(_OPTIONS))
-def test_averages_of_weights_are_those_of_plain_torch(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        *(pytest.param(_RECIPE, layout, id=layout) for layout in _OPTIONS),
+        *(pytest.param(_TWO_SEQUENCES, f"{axis}2-all_to_all", id=f"{axis}2, two sequences") for axis in ("sp", "cp")),
+    ],
+)
+def test_averages_of_weights_are_those_of_plain_torch(recipe: Recipe, layout: str) -> None:
     # The fused norm stays in fp64 where transformers' goes through fp32.
-    expected: Any = pytest.approx(_plain(), rel=1e-5 if layout == "fused" else 1e-9)
-    assert all(losses == expected for losses in run_on_ranks(2, _boosted, layout))
+    expected: Any = pytest.approx(_plain(recipe), rel=1e-5 if layout == "fused" else 1e-9)
+    assert all(losses == expected for losses in run_on_ranks(2, _boosted, recipe, layout))
 
 
 @distributed(2)
