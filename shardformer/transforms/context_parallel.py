@@ -70,7 +70,7 @@ def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[st
         if heads % size or (of_keys % size and size % of_keys):
             problems.append(
                 f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({of_keys} of keys) out over "
-                f"cp_size={size} ranks, which does not divide them; use {way_out}, or one that divides them"
+                f"cp_size={size} ranks, which does not divide them; use {way_out}, or a cp_size that does"
             )
     return problems
 

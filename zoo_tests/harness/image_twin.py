@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
-from shardformer.policies.feature_counts import attends
+from shardformer.policies.plans.attention_alone import attention_outside
 
 _TOKEN, _TEXT = 98, 8  # in the vocabulary of tiny models; tokens of text behind those of an image
 _NAMES = ("image_token_id", "image_token_index")
@@ -103,9 +103,9 @@ def fit_towers(config: Any) -> None:
 
 def has_towers(model: nn.Module, lists: Iterable[str]) -> bool:
     """Return whether a model has other inputs than texts, or attends outside of its lists of layers."""
-    held = {module for layers in lists for layer in model.get_submodule(layers) for module in layer.modules()}
+    layers = [layer for path in lists for layer in model.get_submodule(path)]
     reads_more = any(hasattr(model.config, name) for name in ("vision_config", "audio_config"))
-    return reads_more or any(attends(module) and module not in held for module in model.modules())
+    return reads_more or bool(attention_outside(model, layers))
 
 
 def _projections_of_towers(model: nn.Module) -> list[nn.Module]:
