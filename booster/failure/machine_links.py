@@ -27,6 +27,7 @@ _CONNECT_S = 2.0
 _TOKEN_BYTES = 16
 _LAST_ACK = 56  # offset of tcpi_last_ack_recv, in milliseconds, in Linux's struct tcp_info
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_NOT_HEARD = b"?"  # sent to a machine that is silent, in case that only its own words are lost
 
 
 class OtherMachines:
@@ -128,10 +129,13 @@ class MachineLinks:
         for link, machine in list(self._links.items()):
             is_silent = _silence_s(link) > self.limit_s
             if is_silent or link.fileno() in events:
-                reason = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 del self._links[link]
+                is_lost = is_silent or _ended_unheard(link)
+                if is_silent:
+                    with contextlib.suppress(OSError):
+                        link.send(_NOT_HEARD)
                 link.close()
-                if is_silent or reason in _SILENT:
+                if is_lost:
                     self._report(self._unreachable(machine))
         if self._listener is not None and self._listener.fileno() in events:
             self._accept()
@@ -160,8 +164,18 @@ class MachineLinks:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limit_s * 1000))
+        # `check` comes before the kernel, which would close the connection without a word to the other machine.
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((self.limit_s + 2 * _PROBE_S) * 1000))
         self._links[link] = machine
+
+
+def _ended_unheard(link: socket.socket) -> bool:
+    """Return whether a connection ended because one of the two machines does not hear the other."""
+    if link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _SILENT:
+        return True
+    with contextlib.suppress(OSError):
+        return link.recv(1) == _NOT_HEARD
+    return False
 
 
 def _silence_s(link: socket.socket) -> float:

@@ -29,6 +29,7 @@ from shardformer.attention.kernel_limits import (
     capability_of,
     reason_not_served,
 )
+from shardformer.utils.untraced import constant_in_graphs
 
 _log = logging.getLogger(__name__)
 
@@ -140,9 +141,14 @@ def _check_named(
         raise ValueError(f"{wanted} cannot do what the model's attention needs; use True or False")
 
 
-@cache
+@constant_in_graphs
 def log_once(name: str, what: str) -> None:
     """Log a warning, once per process."""
+    _log_once(name, what)
+
+
+@cache
+def _log_once(name: str, what: str) -> None:
     _log.warning("%s %s", name, what)
 
 
@@ -203,4 +209,4 @@ def _slow_inputs(
     masks = [mask for mask in (attention_mask, position_bias) if mask is not None]
     needs_grad = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)
     capability = capability_of(query.device)
-    return slow_reason(query.device.type, query.dtype, query.shape[-1], bool(masks), needs_grad, dropout, capability)
+    return slow_reason(query.device.type, query.dtype, query.shape[-1], len(masks) > 0, needs_grad, dropout, capability)

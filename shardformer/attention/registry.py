@@ -35,25 +35,30 @@ class RegisteredName(str):
     Args:
         prefix: marks the names that this package registers.
         implementation: the name that the model had, which may be of this package too.
+
+    Attributes:
+        kernel: the name of the kernel.
+        entry: this name, as a plain string.
     """
 
     kernel: str
+    entry: str
 
     def __new__(cls, prefix: str, implementation: str) -> RegisteredName:
         """Create the name; a str gets its characters here."""
         name = super().__new__(cls, prefix + implementation)
         name.kernel, name._arguments = getattr(implementation, "kernel", implementation), (prefix, implementation)
-        name._entry = prefix + implementation  # a plain str: torch.compile traces no method of a derived one
+        name.entry = prefix + implementation  # a plain str: torch.compile traces no method of a derived one
         return name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and (self._entry == other or self.kernel == other)
+        return isinstance(other, str) and (self.entry == other or self.kernel == other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self._entry)
+        return hash(self.entry)
 
     def __getnewargs__(self) -> tuple[str, str]:
         return self._arguments
@@ -120,7 +125,7 @@ def routed_modules(
     for config, implementation in configs.values():
         if id(config) in routed and not implementation.startswith(prefix):
             name = RegisteredName(prefix, implementation)
-            register(name, implementation)
+            register(name.entry, implementation)
             implementation = name
         config._attn_implementation = implementation
     yield from modules
@@ -207,5 +212,17 @@ def kernel_named(implementation: str, module: nn.Module) -> Any:
         return xformers_attention
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kernel = ALL_ATTENTION_FUNCTIONS[implementation]
+    kernel = ALL_ATTENTION_FUNCTIONS[getattr(implementation, "entry", implementation)]
     return under_its_name(kernel, implementation) if reads_its_name(implementation) else kernel
+
+
+def trace_lookups() -> None:
+    """Have `torch.compile` trace how layers find their attention: torch 2.11 hashes no class derived from `str`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    find = type(ALL_ATTENTION_FUNCTIONS).get_interface
+
+    def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return find(ALL_ATTENTION_FUNCTIONS, getattr(name, "entry", name), default)
+
+    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface

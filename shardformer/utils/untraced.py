@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` calls between its graphs and never traces."""
+"""Functions that `torch.compile` never traces: it calls them between its graphs, or once, while it traces."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _UNTRACED: list[Any] = []
+_CONSTANT: list[Callable[..., Any]] = []
 
 
 def untraced(function: Callable[..., Any]) -> Any:
@@ -30,11 +31,19 @@ def untraced(function: Callable[..., Any]) -> Any:
     return call
 
 
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `torch.compile` call a function of constants while it traces, and take what it returns for a constant."""
+    _CONSTANT.append(function)
+    return function
+
+
 def prepare_tracing() -> None:
     """Import the compiler, and exclude the functions that `untraced` has marked; call this before anything compiles."""
     for call in _UNTRACED:
         if call.between_graphs is call.__wrapped__:  # another object would make graphs that call it invalid
             call.between_graphs = torch.compiler.disable(call.__wrapped__)
+    for function in _CONSTANT:
+        torch.compiler.assume_constant_result(function)
 
 
 def is_compiler_loaded() -> bool:

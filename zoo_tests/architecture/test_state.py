@@ -27,6 +27,7 @@ ALLOWED = {
     "shardformer/distributed/process_groups.py:_OF_WORLD": "released with torch's default process group",
     "shardformer/lazy/recording.py:_is_recording": "a ContextVar: set by a context manager",
     "shardformer/utils/untraced.py:_UNTRACED": "filled by a decorator, when modules are imported",
+    "shardformer/utils/untraced.py:_CONSTANT": "filled by a decorator, when modules are imported",
     "shardformer/policies/registry.py:_REGISTERED": "what users register, before they build a plugin",
 }
 

@@ -17,7 +17,7 @@ JOB = Path(__file__).with_name("watch_links.py")
 _LIMIT_S = 2
 
 
-@pytest.mark.parametrize("direction", ["both", "out"])
+@pytest.mark.parametrize("direction", ["both", "out", "in"])
 def test_a_machine_whose_own_cable_is_cut_names_the_other(direction: Direction, tmp_path: Path) -> None:
     """The kernel does not count probes that never leave the machine."""
     with Cluster(2, shared=tmp_path) as cluster:

@@ -17,6 +17,7 @@ from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, run_on_ranks
 from zoo_tests.hybrid_parallel.compat.atorch import test_auto_accelerate as auto
+from zoo_tests.hybrid_parallel.zero.test_user_gradients import check_changed_weights
 from zoo_tests.parity import test_offload_activations
 from zoo_tests.simcuda import rules, test_training
 from zoo_tests.simcuda.test_training import LAYOUTS, STEPS, Training, reference, train
@@ -97,6 +98,11 @@ def test_lazy_initialisation(layout: str) -> None:
     expected = run_on_ranks(1, train_recorded, {}, device="cpu")[0]
     for losses in run_on_ranks(world_size, train_recorded, options, device="simcuda"):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_changed_weights_stay_changed_under_master_weights(zero_stage: int) -> None:
+    run_on_ranks(2, check_changed_weights, zero_stage, device="simcuda")
 
 
 # ----- activations elsewhere -----

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
+from shardformer.attention.registry import trace_lookups
 from shardformer.layers.fused_ops import has_compiler
 from shardformer.utils.untraced import prepare_tracing
 
@@ -43,6 +44,7 @@ def compile_layers(model: nn.Module) -> None:
     from torch._dynamo import config
 
     prepare_tracing()
+    trace_lookups()
     config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
     options = {"fallback_random": True} if _BACKEND == "inductor" else None
     for layer in _layers(model):

@@ -321,6 +321,7 @@ class Bucket(GradientsByHand):
             place = self.flat.data_ptr() + offset * self.flat.element_size()
             if param.numel() and param.data_ptr() != place:
                 take_back(param, self.flat[offset : offset + param.numel()])
+                self.shard.may_differ = True
         self.shard.take_changed_parameters()
         self.page_out_values()
 

@@ -24,6 +24,7 @@ from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import place_states
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
+from plugins.hybrid_parallel.zero.optimizer_shard import look_at
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.state_dict import load_state_dict, state_dict_of_pieces
 from plugins.hybrid_parallel.zero.step import Average, LocalParameters, StepOptions, StepRecord
@@ -358,7 +359,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
     def _decide(self, norm: Tensor) -> None:
         """Decide from the norm, which all ranks have, and which is finite only if every gradient of every rank is."""
         # The one place in a step where the host waits for a GPU; `nonfinite="ignore"` leaves it out.
-        self.step_was_skipped = not torch.isfinite(norm).item()
+        self.step_was_skipped = not look_at(norm, [bucket.shard for bucket in self.buckets])
         scale_may_be_why = self.loss_scale.can_shrink
         self.loss_scale.record(self.step_was_skipped)
         if not any(peer._awaits_step for peer in self.peers):

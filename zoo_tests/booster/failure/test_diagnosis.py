@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from booster.failure import guard
+from booster.failure import guard, machine_links
 from booster.failure.collective_counts import GroupRecord
 from booster.failure.desync import _may_be_reported
 from booster.failure.diagnosis import (
@@ -31,6 +31,7 @@ from booster.failure.diagnosis import (
 )
 from booster.failure.failure_report import Failure, ending, is_about_communication, ranks_text
 from booster.failure.heartbeat import Heartbeat
+from booster.failure.machine_links import MachineLinks
 from booster.failure.operation_log import Operations, SharedStatus
 from booster.failure.peers import Address, Peer, StoppedPeers
 from booster.failure.stack_probe import Wait, wait_of, waits_for_ranks
@@ -356,6 +357,28 @@ def test_a_machine_that_gives_no_sign_is_named(monkeypatch: pytest.MonkeyPatch) 
         if second < 30:
             assert not found
     assert "on machine there, with ranks 2 and 3, has not been heard of for 12 s" in found[0].message
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_machine_that_is_not_heard_is_told_so(hears: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own kernel hears the other machine until that one ends; see `zoo_tests/cluster` for links that are cut."""
+    store, names, found = dist.HashStore(), ["here", "there"], [list[Failure](), list[Failure]()]
+    here, there = (MachineLinks(rank, names, "127.0.0.1", 8.0, found[rank].append) for rank in range(2))
+    for links in (here, there, here):
+        links.look(store)
+        links.check()
+    assert here.descriptors()[1:], "no connection"
+    (link,) = there._links
+    if hears:
+        link.close()  # its process has ended
+    else:
+        monkeypatch.setattr(machine_links, "_silence_s", lambda asked: 9.0 if asked is link else 0.0)
+        there.check()
+        assert "rank 0 on machine here cannot be reached from machine there for 8 s" in found[1][0].line()
+    here.check()
+    said = [failure.line() for failure in found[0]]
+    assert not here._links and (not said) == hears
+    assert hears or "rank 1 on machine there cannot be reached from machine here for 8 s" in said[0]
 
 
 def test_a_rank_that_was_suspended_does_not_judge_by_what_it_saw_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_needs_of_a_model() -> None:
 
 def test_sinks_keep_the_attention_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
     """GPT-OSS: flash-attn 2 and 3 would leave out its sinks without a word, and so would SDPA."""
-    backends.log_once.cache_clear()
+    backends._log_once.cache_clear()
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8}
     config = transformers.GptOssConfig(**sizes, intermediate_size=8, num_hidden_layers=1, num_local_experts=2)
     model = transformers.GptOssForCausalLM(config)
@@ -231,7 +231,7 @@ def test_the_switch_changes_no_number(family: str) -> None:
 )
 @pytest.mark.usefixtures("two_fake_ranks")
 def test_a_family_that_cannot_is_logged(family: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    backends.log_once.cache_clear()
+    backends._log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         ShardFormer(ShardConfig(enable_flash_attention=True)).optimize(FAMILIES[family].build("causal_lm"))
     assert message in caplog.text

@@ -203,7 +203,7 @@ def test_all_to_all_over_context_parallel_ranks(kind: str) -> None:
 def test_dropout_reaches_a_kernel_that_has_it(
     versions: tuple[int, ...], expected: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backends.log_once.cache_clear()
+    backends._log_once.cache_clear()
     model = _model("Llama", attention_dropout=0.25)
     with flash_attn(*versions, capability=(9, 0)) as calls, caplog.at_level(logging.WARNING):
         sharded = _sharded(model, enable_tensor_parallelism=False, enable_flash_attention=True)
@@ -229,7 +229,7 @@ def test_a_layout_on_cpus_gets_no_kernel_of_gpus(monkeypatch: pytest.MonkeyPatch
 
 def test_lost_dropout_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A model that was built with flash-attn 3 loses its dropout in plain transformers too, but not in silence here."""
-    backends.log_once.cache_clear()
+    backends._log_once.cache_clear()
     model = _model("Llama", "flash_attention_3", attention_dropout=0.25)
     with flash_attn(3), caplog.at_level(logging.WARNING):
         recompute_attention(model)

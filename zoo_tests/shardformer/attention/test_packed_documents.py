@@ -29,7 +29,7 @@ _DOCUMENTS = [[5, 6, 7, 8], [9], [10, 11, 12], [13, 14, 15, 16, 17]]
 
 def _outcomes(options: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
     """Losses of both loops, or messages of their errors, and what was logged."""
-    backends.log_once.cache_clear()
+    backends._log_once.cache_clear()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
