@@ -35,7 +35,7 @@ def log_lines() -> Iterator[list[str]]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
     loggers = [logging.getLogger(name) for name in ("shardformer", "plugins", "booster")]
-    backends.log_once.cache_clear()
+    backends._log_once.cache_clear()
     for logger in loggers:
         logger.addHandler(handler)
     try:
