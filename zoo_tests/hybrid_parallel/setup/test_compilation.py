@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -27,12 +28,14 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.setup import compilation
+from shardformer.attention.registry import RegisteredName, trace_lookups
 from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import run_on_ranks
 
@@ -44,6 +47,7 @@ _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
 SAMPLE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("llama", 1, RAGGED),
     "recomputed": ("llama", 1, {"gradient_checkpointing": "full", "enable_jit_fused": True}),
+    "attention that warns": ("t5", 1, {"enable_flash_attention": True}),
     "tp2": ("bert", 2, {"tp_size": 2}),
     "pp2": ("llama", 2, {"pp_size": 2, "num_microbatches": 2}),
     "dp2": ("llama", 2, {"zero_stage": 1, "overlap_allgather": True}),
@@ -67,6 +71,7 @@ MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
 # Compilations: one for each kind of layer, and one more with symbolic sizes as soon as sizes change.
 WHOLE_LAYERS = {"one rank": 2, "recomputed": 1, "pp2": 1, "dp2": 1, "dropout": 2, "kinds of layers": 8}
 WHOLE_LAYERS |= {"stage 3": 2, "stage 3, recomputed": 1, "stage 3, pp2": 1, "offloaded activations": 2}
+WHOLE_LAYERS |= {"attention that warns": 4}
 
 
 def build(family: str, layers: int) -> nn.Module:
@@ -149,6 +154,24 @@ def test_training_is_that_of_eager_layers(name: str) -> None:
     for num_graphs, num_breaks in run_on_ranks(world_size, compare, family, options):
         if name in WHOLE_LAYERS:
             assert (num_graphs, num_breaks) == (WHOLE_LAYERS[name], 0)
+
+
+def test_layers_look_their_attention_up_by_a_plain_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 hashes no class derived from `str` while it traces, and would end the graph."""
+    asked: list[str] = []
+    find = type(ALL_ATTENTION_FUNCTIONS).get_interface
+
+    def seen(functions: Any, name: str, default: Any) -> Any:
+        asked.append(name)
+        return find(functions, name, default)
+
+    monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "get_interface", seen)
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", None, raising=False)  # goes with the test
+    trace_lookups()
+    assert ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None) is ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("prefix_sdpa", len)
+    assert ALL_ATTENTION_FUNCTIONS.get_interface(RegisteredName("prefix_", "sdpa"), None) is len
+    assert [type(name) for name in asked] == [str, str] and asked[1] == "prefix_sdpa"
 
 
 @pytest.mark.campaign

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardformer.attention import log_once
+from shardformer.attention import backends
 from shardformer.context_parallel import blockwise
 from shardformer.context_parallel.blockwise import Block, Softmax, _has_cuda_kernel, attend
 
@@ -25,9 +25,9 @@ _CAUSAL = Block(slice(None), slice(None), is_causal=True)
 
 @pytest.fixture(autouse=True)
 def no_lines_yet() -> Iterator[None]:
-    log_once.cache_clear()
+    backends._log_once.cache_clear()
     yield
-    log_once.cache_clear()
+    backends._log_once.cache_clear()
 
 
 def _tensors(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
