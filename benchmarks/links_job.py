@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import turns
-from benchmarks.links_model import BATCH, CASES, LENGTH, ROWS, VOCABULARY, build, layouts
+from benchmarks.links_model import BATCH, LENGTH, ROWS, VOCABULARY, build, cases, layouts
 from booster import Booster, launch_from_torch
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.planner.calibrate import measure_device, measure_links, slowest
@@ -40,16 +40,16 @@ def main() -> None:
     folder, quick, rates = Path(sys.argv[1]), sys.argv[2] == "quick", sys.argv[3:]
     torch.set_num_threads(1)
     launch_from_torch(timeout_s=600)
-    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    here, rank, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"reductions": {}, "network": {}, "steps": {}}
     links: dict[str, tuple[Link, Link]] = {}
     for rate in rates:
         _wait_for_rate(folder, rate)
-        found["reductions"][rate] = reductions(here, 2 if quick else 5)
+        if here > 1:
+            found["reductions"][rate] = reductions(here, 2 if quick else 5)
         links[rate] = measure_links(_CPU, here)
         found["network"][rate] = {"bandwidth": links[rate][1].bandwidth, "latency": links[rate][1].latency}
-        found["steps"][rate] = [step_seconds(layout, 2 if quick else 4) for layout in layouts()]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+        found["steps"][rate] = [step_seconds(layout, 2 if quick else 4) for layout in layouts(world_size)]
     dist.barrier()
     dist.destroy_process_group()
     found["predicted"] = predictions(links, here, world_size)
@@ -59,13 +59,13 @@ def main() -> None:
 def predictions(links: Mapping[str, tuple[Link, Link]], ranks_per_machine: int, ranks: int) -> dict[str, list[float]]:
     """Return the predicted seconds of a step, by rate and layout, from what this rank measures of the model."""
     first = next(iter(links.values()))
-    measured = measure_device(_CPU, build, LENGTH, "fp32", CASES, *first, ranks_per_machine, ranks)
+    measured = measure_device(_CPU, build, LENGTH, "fp32", cases(ranks), *first, ranks_per_machine, ranks)
     calibration, model = slowest([measured]), ModelMap(build)
     found = {}
     for rate, (inside, between) in links.items():
         device = replace(calibration.device, inside=inside, between=between)
         predictor = Predictor(model, Profiler(build, LENGTH, device, "fp32", ROWS, calibration.parts))
-        found[rate] = [predictor.predict(layout).seconds.total for layout in layouts()]
+        found[rate] = [predictor.predict(layout).seconds.total for layout in layouts(ranks)]
     return found
 
 

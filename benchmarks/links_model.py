@@ -1,4 +1,4 @@
-"""The model and the layouts of `links.py`, for four ranks on two machines."""
+"""The model and the layouts of `links.py`, for two and four ranks on two machines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ from plugins.hybrid_parallel.planner.kernel_timing import Case
 from plugins.hybrid_parallel.planner.layout import Layout
 
 LENGTH, BATCH, VOCABULARY = 64, 8, 1000
-CASES = tuple(Case(tp, False, rows) for tp in (1, 2, 4) for rows in (1, 4))
 ROWS = (1, 4)
 
 
-def layouts() -> tuple[Layout, ...]:
+def cases(ranks: int) -> tuple[Case, ...]:
+    """What is measured of the model for the predictions."""
+    return tuple(Case(tp, False, rows) for tp in (1, 2, 4) if tp <= ranks for rows in ROWS)
+
+
+def layouts(ranks: int) -> tuple[Layout, ...]:
     """The layouts that are predicted and measured."""
+    if ranks == 2:
+        return (
+            Layout(2, 1, 1, rows=4, precision="fp32"),
+            Layout(2, 1, 1, rows=1, num_microbatches=4, precision="fp32"),
+            Layout(1, 2, 1, rows=8, precision="fp32"),
+            Layout(1, 1, 2, rows=2, num_microbatches=4, precision="fp32"),
+            Layout(1, 1, 2, rows=4, num_microbatches=2, precision="fp32"),
+            Layout(1, 1, 2, rows=1, num_microbatches=8, precision="fp32"),
+        )
     return (
         Layout(4, 1, 1, rows=2, precision="fp32"),
         Layout(2, 2, 1, rows=4, precision="fp32"),

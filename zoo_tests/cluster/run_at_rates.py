@@ -1,7 +1,7 @@
-"""Run a job on two machines whose links change when it asks: `run_at_rates FOLDER SCRIPT MODE RATE...`.
+"""Run a job on two machines whose links change when it asks: `run_at_rates RANKS FOLDER SCRIPT MODE RATE...`.
 
-The script gets FOLDER, MODE and the rates. For each rate in turn it writes `FOLDER/wants-RATE`, and goes on when
-`FOLDER/has-RATE` is there. The rate "none" is no limit.
+Each machine has RANKS ranks. The script gets FOLDER, MODE and the rates. For each rate in turn it writes
+`FOLDER/wants-RATE`, and goes on when `FOLDER/has-RATE` is there. The rate "none" is no limit.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from pathlib import Path
 from zoo_tests.cluster.cluster import Cluster
 from zoo_tests.cluster.namespaces import problem
 
-_RANKS = 2  # on each machine
 _LIMIT_S = 1500.0
 
 
 def main() -> None:
     if problem() is not None:
         raise SystemExit(problem())
-    folder, script, mode, *rates = sys.argv[1:]
+    ranks, folder, script, mode, *rates = sys.argv[1:]
     with Cluster(2, shared=Path(folder)) as cluster:
-        jobs = cluster.start_job(_RANKS, script, folder, mode, *rates)
+        jobs = cluster.start_job(int(ranks), script, folder, mode, *rates)
         for rate in rates:
             asks = jobs[0].wait_for(Path(folder, f"wants-{rate}").exists, _LIMIT_S)
             assert asks, "\n".join(job.err[-3000:] for job in jobs)

@@ -7,7 +7,7 @@ an all-gather move P elements each, an all-reduce 2 P. Stage 3 gathers the param
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plugins.hybrid_parallel.planner.costs import StageCost
 from plugins.hybrid_parallel.planner.device import Device
@@ -94,13 +94,17 @@ def _reduction(device: Device, states: RankStates, backward: float) -> float:
 def _shards_seconds(device: Device, layout: Layout, kind: str, size: float, shards: int) -> float:
     """Return the seconds of a reduce-scatter or an all-gather between the ranks that share states.
 
-    Between CPUs of several machines with several of these ranks each, it is done inside a machine first, then across.
+    CPUs of several machines send their shards to each other directly, whatever collectives the backend has. With
+    several of these ranks on each machine, they do so inside a machine first, then across.
     """
+    span = (shards - 1) * layout.tp_size
+    if device.type != "cpu" or span < device.node_size:
+        return device.link(span).collective(kind, size, shards)
     here = device.node_size // layout.tp_size
-    if device.type == "cpu" and 1 < here < shards and shards % here == 0:
-        across = device.between.collective(kind, size / here, shards // here)
-        return device.inside.collective(kind, size, here) + across
-    return device.link((shards - 1) * layout.tp_size).collective(kind, size, shards)
+    if not 1 < here < shards or shards % here:
+        here = 1
+    inside, across = (replace(link, rates={}) for link in (device.inside, device.between))
+    return inside.collective(kind, size, here) + across.collective(kind, size / here, shards // here)
 
 
 def _update(device: Device, states: RankStates) -> tuple[float, float]:
