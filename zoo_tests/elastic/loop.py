@@ -31,7 +31,7 @@ _SEED = 3
 
 def new_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer of the jobs, and its schedule."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
 
 
