@@ -12,8 +12,8 @@ _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 EDITS_OF_PLANS: dict[str, Edit] = {
     "sparse attention takes the entry for another kernel": Edit(
         "shardformer.attention.registry",
-        "(self._entry == other or self.kernel == other)",
-        "self._entry == other",
+        "(self.entry == other or self.kernel == other)",
+        "self.entry == other",
         (f"{_VERIFIED}[deepseek_v32-DeepseekV32ForCausalLM-options6]",),
     ),
     "an adapter's part of a rotary key keeps one rank's gradient": Edit(
