@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psutil
+
 from zoo_tests.elastic.driver import ElasticJob
 from zoo_tests.elastic.loop import RELAYOUT, SAVE
 
@@ -95,6 +97,8 @@ class Kill:
     def _rank(self, job: ElasticJob, draw: random.Random, number: int = signal.SIGKILL) -> float:
         rank = draw.randrange(job.num_ranks())
         self.victim = f"rank {rank}"
+        # Right after another kill, the newest round may be one whose ranks are ending.
+        job.wait(lambda: psutil.pid_exists(job.pid_of(rank)), f"process of {self.victim}")
         return job.signal_rank(rank, number)
 
     def _stop(self, job: ElasticJob, draw: random.Random) -> float:
