@@ -32,10 +32,10 @@ def under_its_name(kernel: Kernel, implementation: str) -> Kernel:
 def _call(kernel: Kernel, implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if implementation == FLASH_3 and kwargs.get("dropout"):
         log_once(type(module).__name__, f"drops no attention weights: {FLASH_3} has no dropout; use {FLASH_2}")
-    return kernel(_View(module, config=_View(module.config, _attn_implementation=implementation)), *args, **kwargs)
+    return kernel(View(module, config=View(module.config, _attn_implementation=implementation)), *args, **kwargs)
 
 
-class _View:
+class View:
     """An object with some attributes replaced; the object itself stays as it is."""
 
     def __init__(self, viewed: Any, **replaced: Any) -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from shardformer.attention.backends import SDPA, keeps_scores, sdpa_without_slow_kernels
 from shardformer.attention.kernel_limits import XFORMERS
 from shardformer.attention.named_kernels import reads_its_name, under_its_name
+from shardformer.attention.sinks import with_own_sinks
 from shardformer.attention.xformers_kernel import xformers_attention
 from shardformer.distributed.random import in_parallel_region
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
@@ -190,6 +191,8 @@ def call_kernel(
     Dropout draws from a per-rank stream if ranks hold different heads.
     """
     kernel = kernel_named(implementation, module)
+    if (exchange := getattr(module, "sequence_exchange", None)) is not None:
+        kernel = with_own_sinks(kernel, kwargs, exchange.rank)
     if around is not None:
         kernel = partial(around, kernel)
     recomputes = getattr(module, "recomputes_attention", False) and torch.is_grad_enabled()

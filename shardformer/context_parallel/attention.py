@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.attention.registry import kernel_named, masks_of, routed_modules
+from shardformer.attention.sinks import with_own_sinks
 from shardformer.context_parallel.blockwise import Block, Softmax
+from shardformer.context_parallel.eager_rows import any_of_ranks, attend_uniformly
 from shardformer.context_parallel.ring import ring_attention
 from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding
 from shardformer.distributed.collectives import all_to_all
@@ -55,6 +57,18 @@ class ContextMask:
         self._is_everything = is_plain and is_filled and function is bidirectional_mask_function
         self._known: dict[int, list[Block]] = {}
         self.whole: Tensor | None = None
+
+    @cached_property
+    def rows_without_keys(self) -> Tensor | None:
+        """This rank's queries that see no key, [batch or 1, 1, part, 1] bool; None if no rank has one.
+
+        All ranks have to ask together, the first time.
+        """
+        if self.of.real is None and self.of.positions is None:
+            return None
+        places = self._places(self.axis.rank)
+        sees = self.allowed(places, torch.arange(self.of.length, device=self.device)).any(-1, keepdim=True)
+        return any_of_ranks(~sees & (places < self.of.length)[:, None], self.of)
 
     def blocks(self, source: int) -> Sequence[Block]:
         """Return the blocks in which this rank's queries attend to the keys of rank `source`."""
@@ -195,7 +209,7 @@ def _register(name: str, implementation: str, mode: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if mode == RING:
-        AttentionInterface.register(name, _ring)
+        AttentionInterface.register(name, partial(_ring, implementation == "eager"))
         AttentionMaskInterface.register(name, _mask)
     else:
         AttentionInterface.register(name, partial(_exchanged, implementation))
@@ -231,6 +245,7 @@ def _with_whole(
 
 
 def _ring(
+    is_eager: bool,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -238,15 +253,22 @@ def _ring(
     attention_mask: PendingMask,
     dropout: float = 0.0,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Run ring attention; query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim]."""
+    """Run ring attention; query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim].
+
+    s_aux: [heads], sinks.
+    """
     mask = _mask_of_pass(module, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
     query, key, value = autocast(query, key, value)
+    softmax = Softmax(scale, dropout, seed)
     with torch.autocast(query.device.type, enabled=False):
-        found = ring_attention(query, key, value, mask.blocks, Softmax(scale, dropout, seed), mask.axis.group)
+        found = ring_attention(query, key, value, mask.blocks, softmax, mask.axis.group, s_aux)
+        if is_eager and s_aux is None and (rows := mask.rows_without_keys) is not None:
+            found = torch.where(rows, attend_uniformly(query, key, value, mask.of, softmax), found)
     return found.transpose(1, 2).contiguous(), None
 
 
@@ -273,7 +295,7 @@ def _exchanged(
         module.num_key_value_groups = query.shape[1] // key.shape[1]
     if "position_ids" in kwargs:  # flash-attn finds packed documents by them, in the whole sequence
         kwargs["position_ids"] = mask.of.positions
-    kernel = kernel_named(implementation, module)
+    kernel = with_own_sinks(kernel_named(implementation, module), kwargs, axis.rank)
     found, weights = kernel(module, query, key, value, mask.whole, **kwargs)  # [batch, seq, heads/cp, ...]
     held = found.new_zeros(found.shape[0], 2 * axis.chunk(length) * axis.size, *found.shape[2:])
     return all_to_all(held.index_copy(1, order, found), 1, 2, axis.group), weights

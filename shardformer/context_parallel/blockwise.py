@@ -85,7 +85,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Sof
             logs = logs.masked_fill(~block.allowed.any(-1), -math.inf)
         return found, logs
     if _has_cuda_kernel(query, value, block, softmax):
-        key, value = _repeated(key, query), _repeated(value, query)
+        key, value = repeated(key, query), repeated(value, query)
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, block.is_causal, False, scale=softmax.scale
         )[:2]
@@ -93,7 +93,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Sof
     logs = scores.logsumexp(-1)
     weights = (scores - _finite(logs)[..., None]).exp()
     weights = _dropped(weights, softmax)
-    return (weights @ _repeated(value, query).to(weights.dtype)).to(query.dtype), logs
+    return (weights @ repeated(value, query).to(weights.dtype)).to(query.dtype), logs
 
 
 def attend_backward(
@@ -133,10 +133,10 @@ def attend_backward(
     weights = (_scores(query, key, block, softmax) - logs[..., None]).exp()
     kept = _dropped(torch.ones_like(weights), softmax)
     grad, found = grad.to(weights.dtype), found.to(weights.dtype)
-    through = (grad @ _repeated(value, query).to(weights.dtype).transpose(-1, -2)) * kept
+    through = (grad @ repeated(value, query).to(weights.dtype).transpose(-1, -2)) * kept
     grad_scores = weights * (through - (grad * found).sum(-1, keepdim=True)) * softmax.scale
     return Gradients(
-        grad_scores @ _repeated(key, query).to(weights.dtype),
+        grad_scores @ repeated(key, query).to(weights.dtype),
         _summed(grad_scores.transpose(-1, -2) @ query.to(weights.dtype), key),
         _summed((weights * kept).transpose(-1, -2) @ grad, value),
     )
@@ -203,8 +203,8 @@ def _cuda_backward(
     of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
         grad.to(query.dtype).contiguous(),
         query,
-        _repeated(key, query),
-        _repeated(value, query),
+        repeated(key, query),
+        repeated(value, query),
         found.contiguous(),
         logs.contiguous(),
         None,
@@ -228,7 +228,7 @@ def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
 def _scores(query: Tensor, key: Tensor, block: Block, softmax: Softmax) -> Tensor:
     """Return scores [batch, heads, queries, keys] in at least fp32, minus infinity where masked."""
     precise = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(precise) @ _repeated(key, query).to(precise).transpose(-1, -2)) * softmax.scale
+    scores = (query.to(precise) @ repeated(key, query).to(precise).transpose(-1, -2)) * softmax.scale
     if block.is_causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(above, -math.inf)
@@ -244,7 +244,7 @@ def _dropped(weights: Tensor, softmax: Softmax) -> Tensor:
     return weights * kept / (1 - softmax.dropout)
 
 
-def _repeated(x: Tensor, query: Tensor) -> Tensor:
+def repeated(x: Tensor, query: Tensor) -> Tensor:
     """Repeat key/value heads so that there is one for each head of the query."""
     groups = query.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, 1)

@@ -25,7 +25,13 @@ Blocks = Callable[[int], Sequence[Block]]
 
 @untraced
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, softmax: Softmax, group: ProcessGroup
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Blocks,
+    softmax: Softmax,
+    group: ProcessGroup,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with this rank's queries to the keys of all ranks.
 
@@ -33,19 +39,27 @@ def ring_attention(
         query: [batch, heads, part, head_dim].
         key, value: [batch, key/value heads, part, head_dim], of this rank.
         blocks: source rank -> the blocks in which queries attend to its keys.
+        sinks: [heads], a score of each head that has no value (`shardformer/attention/sinks.py`); None for none.
 
     Returns:
         [batch, heads, part, head_dim]; zero for a query that sees no key.
     """
     dense = map(with_dense_heads, (query, key, value))
-    return _RingAttention.apply(*dense, blocks, softmax, group)
+    return _RingAttention.apply(*dense, sinks, blocks, softmax, group)
 
 
 # Not in `distributed/collectives.py`: it sends keys and values while it attends to those that arrived before.
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, softmax: Softmax, group: ProcessGroup
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        blocks: Blocks,
+        softmax: Softmax,
+        group: ProcessGroup,
     ) -> Tensor:
         precise = torch.promote_types(query.dtype, torch.float32)
         rows, heads, length, _ = query.shape
@@ -62,15 +76,17 @@ class _RingAttention(torch.autograd.Function):
                 parts = (query[:, :, q], keys[:, :, k], values[:, :, k])
                 merge(found[:, :, q], logs[:, :, q], *attend(*parts, block, _seeded(softmax, source, number)))
             held = ring.received(coming) if coming else held
+        if sinks is not None:
+            merge(found, logs, found.new_zeros(()), sinks.to(logs.dtype)[:, None].expand_as(logs))
         found = found.to(query.dtype)
-        ctx.save_for_backward(query, key, value, found, logs)
+        ctx.save_for_backward(query, key, value, sinks, found, logs)
         ctx.blocks, ctx.softmax, ctx.group = blocks, softmax, group
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, found, logs = ctx.saved_tensors
+        query, key, value, sinks, found, logs = ctx.saved_tensors
         grad, logs = with_dense_heads(grad), logs.masked_fill(logs == -torch.inf, 0.0)
         sizes = [key.shape[-1], value.shape[-1]]
         grad_query = torch.zeros_like(query, dtype=logs.dtype)
@@ -94,7 +110,19 @@ class _RingAttention(torch.autograd.Function):
                 grad_held += ring.received(travelling)
             travelling = ring.pass_on(grad_held)
         grad_key, grad_value = ring.received(travelling).split(sizes, -1)  # back at the rank that holds the keys
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        grads = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+        return *grads, None if sinks is None else _grad_of_sinks(grad, found, logs, sinks), None, None, None
+
+
+def _grad_of_sinks(grad: Tensor, found: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks, [heads]: of a weight of the softmax that is multiplied with a value of zero.
+
+    Args:
+        grad, found: [batch, heads, queries, head_dim], gradient and value of the output.
+        logs: [batch, heads, queries], log-sum-exps with the sinks.
+    """
+    weights = (sinks.to(logs.dtype)[:, None] - logs).exp()
+    return -(weights * (grad.to(logs.dtype) * found.to(logs.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 class _Ring:

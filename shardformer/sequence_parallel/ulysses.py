@@ -66,11 +66,16 @@ class UlyssesAllToAll:
 
         return exchanged(query, length), exchanged(key, of_keys), exchanged(value, of_keys)
 
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those that exchange: it attends with the heads of that number."""
+        return dist.get_rank(self.region.group)
+
     def own_heads(self, bias: Tensor | None, heads: int) -> Tensor | None:
         """Return the part of a bias [batch, all heads or 1, queries, keys] for this rank's `heads`."""
         if bias is None or bias.dim() < 4 or bias.shape[1] in (1, heads):
             return bias
-        return bias.narrow(1, dist.get_rank(self.region.group) * heads, heads)
+        return bias.narrow(1, self.rank * heads, heads)
 
     def to_sequence(self, found: Tensor) -> Tensor:
         """Exchange attention output back: [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""

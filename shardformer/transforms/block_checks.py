@@ -73,7 +73,7 @@ def block_problems(sharder: Sharder, count: int) -> list[str]:
     """Return the reasons why a whole model cannot be computed in `count` blocks; empty if it can."""
     policy = sharder.policy
     if isinstance(policy, PlanPolicy):
-        unknown = sorted(set(policy.plan.values()) - _STYLES)
+        unknown = [path for path, style in policy.plan.items() if style not in _STYLES]
     else:
         unknown = [name for name, table in sharder.table.items() if table.param_replacement or table.method_replacement]
     layouts = policy.stages.chain if policy.stages is not None else []

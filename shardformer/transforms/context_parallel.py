@@ -87,8 +87,6 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
         return
     if not policy.supports_ulysses or not any(map(uses_registry, model.modules())):
         yield "whose attention does not go through transformers' registry alone"
-    if any("sinks" in module._parameters for module in model.modules()):
-        yield "whose attention has sinks, which each rank would count with its part of the keys"
     if not policy.shares_sequences():
         yield "whose tokens meet outside of attention"
     base = _reader_of_tokens(model, policy)

@@ -1,15 +1,21 @@
 """The families of the last twelve months under every axis, plainly, with LoRA, packed, and with the loss of routers.
 
-python -m zoo_tests.campaigns.hot_families [--families REGEX] [--layouts tp2,cp2] [--features lora,packed]
+    python -m zoo_tests.campaigns.hot_families [--families REGEX] [--layouts tp2,cp2] [--features lora,packed]
+        [--log FILE] [--output docs/results/recent_families.md]
+
+What is in the log is not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,36 +28,54 @@ from shardformer.expert_parallel.experts import expert_modules
 from shardformer.loss.routers import router_loss_of
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import trained_or_refused, twin_of
+from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, Verdict, append, kind_of, read_log, reasons
 from zoo_tests.harness.adapters import with_adapters
-from zoo_tests.harness.ranks import RankError, run_on_ranks
+from zoo_tests.harness.ranks import RankError, run_on_ranks, stop_pools
 
-EXACT = "exact"
 _ROWS, _STEPS, _TIMEOUT_S = 5, 2, 120.0
 _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
 
 FAMILIES: dict[str, str] = {
-    "gemma4": "Gemma4ForCausalLM",
-    "qwen3_5": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
+    "bamba": "BambaForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v4": "DeepseekV4ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "gemma3n": "Gemma3nForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    "mistral4": "Mistral4ForCausalLM",
-    "kimi_linear": "KimiLinearForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
-    "llama4": "Llama4ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-    "bamba": "BambaForCausalLM",
-    "jamba": "JambaForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen4_exp": "Qwen4ExpForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "t5gemma": "T5GemmaForConditionalGeneration",
+    "t5gemma2": "T5Gemma2ForConditionalGeneration",
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2, "num_microbatches": 1},
@@ -60,6 +84,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp_size": 2},
     "ep2": {"ep_size": 2, "num_microbatches": 2},
 }
+_PLAIN = "plain"
+_HEAD = """# Recent families under every axis
+
+Written by `python -m zoo_tests.campaigns.hot_families --output docs/results/recent_families.md`; do not edit.
+
+Tiny models of families of the last twelve months, trained on two ranks and plainly, in fp32: every loss and gradient is
+compared. *plain*: as it is. *lora*: adapters of peft on the linear layers of attention. *packed*: several documents in
+a row. *router*: with the loss of the routers, at a large coefficient. sp2: `tp_size=2` with sequence parallelism.
+cp2: `cp_size=2` by ring attention. ep2: experts shared by two ranks. An empty cell: the model has no experts.
+"""
 FEATURES = ("plain", "lora", "packed", "router")
 
 
@@ -102,6 +136,8 @@ class Subject:
 
     def is_meaningful(self) -> bool:
         """Whether the model has what the feature needs."""
+        if self.feature == "packed":
+            return "position_ids" in inspect.signature(self.twin_of.build().forward).parameters
         return self.feature != "router" or router_loss_of(self.twin_of.build()) is not None
 
     def has_experts(self) -> bool:
@@ -114,7 +150,7 @@ def judge(subject: Subject, layouts: Sequence[str]) -> Iterator[tuple[str, str]]
     try:
         plain = train_reference(VerifyCase(subject, _ROWS, _STEPS, {}))
     except Exception as error:  # plain training may fail in its own way
-        yield "plain", f"{type(error).__name__}: {error}"
+        yield _PLAIN, f"{type(error).__name__}: {' '.join(str(error).split())}"
         return
     for layout in layouts:
         case = VerifyCase(subject, _ROWS, _STEPS, LAYOUTS[layout])
@@ -122,7 +158,7 @@ def judge(subject: Subject, layouts: Sequence[str]) -> Iterator[tuple[str, str]]
             ranks = run_on_ranks(2, trained_or_refused, case, timeout_s=_TIMEOUT_S)
         except RankError as error:
             lines = [line for line in str(error).splitlines() if "Error: " in line]
-            yield layout, lines[-1] if lines else "a rank did not answer"
+            yield layout, lines[-1] if lines else NO_ANSWER
             continue
         refusals = [each for each in ranks if isinstance(each, str)]
         if refusals:
@@ -156,21 +192,52 @@ def _packed(ids: Tensor, rows: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def page(found: Mapping[str, Mapping[str, str]], layouts: Sequence[str]) -> str:
+    """The page of the documentation; found: "family feature" -> layout -> verdict."""
+    rows = [["Family", "What", *layouts], ["---"] * (len(layouts) + 2)]
+    for name, verdicts in found.items():
+        rows.append([*name.split(), *(kind_of(verdicts[each]) if each in verdicts else "" for each in layouts)])
+    exact = {layout: [each[layout] for each in found.values() if layout in each] for layout in layouts}
+    counts = [f"{each.count(EXACT)} of {len(each)}" for each in exact.values()]
+    rows.insert(2, ["**exact**", "", *counts])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    named = {f"{name.replace(' ', ' (')})": verdicts for name, verdicts in found.items()}
+    return f"{_HEAD}\n{table}\n\n## What is not exact\n\n{reasons(named)}\n"
+
+
+def main() -> int:
+    """Train the families; return 1 if one differs or fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default="", help="a regular expression")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--features", default=",".join(FEATURES))
+    parser.add_argument("--log", type=Path, help="log (.jsonl): written after each model, read at first")
+    parser.add_argument("--output", type=Path, help="page to write")
     given = parser.parse_args()
-    for feature in given.features.split(","):
-        for family in (each for each in FAMILIES if re.search(given.families, each)):
-            subject = Subject(family, feature)
-            if subject.is_meaningful():
-                layouts = [each for each in given.layouts.split(",") if each != "ep2" or subject.has_experts()]
-                for layout, verdict in judge(subject, layouts):
-                    print(f"{family:18} {feature:7} {layout:5} {' '.join(verdict.split())[:260]}", flush=True)
+    log, found, layouts = read_log(given.log) if given.log else {}, {}, given.layouts.split(",")
+    families = [each for each in FAMILIES if re.search(given.families, each)]
+    try:
+        for subject in (Subject(family, feature) for family in families for feature in given.features.split(",")):
+            name = f"{subject.family} {subject.feature}"
+            known = log.get(name, Verdict(EXACT))
+            if name not in log and subject.is_meaningful():
+                asked = [each for each in layouts if each != "ep2" or subject.has_experts()]
+                known.layouts |= dict(judge(subject, asked))
+                if given.log:
+                    append(given.log, name, known)
+                for layout, verdict in known.layouts.items():
+                    sys.stdout.write(f"{name:24} {layout:5} {' '.join(verdict.split())[:260]}\n")
+                sys.stdout.flush()
+            if known.layouts:
+                found[name] = known.layouts
+    finally:
+        stop_pools()
+    if given.output:
+        given.output.write_text(page(found, layouts), encoding="utf-8")
+    kinds = [kind_of(verdict) for verdicts in found.values() for verdict in verdicts.values()]
+    return int(any(kind not in (EXACT, "refused") for kind in kinds))
 
 
 if __name__ == "__main__":
     # Ranks import the classes of their task by the name of this module.
-    importlib.import_module("zoo_tests.campaigns.hot_families").main()
+    sys.exit(importlib.import_module("zoo_tests.campaigns.hot_families").main())

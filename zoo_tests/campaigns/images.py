@@ -20,7 +20,7 @@ from pathlib import Path
 from plugins.hybrid_parallel.verify.train import train_reference
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
-from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, kind_of, read_log
+from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, kind_of, read_log, reasons
 from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import stop_pools
 
@@ -70,19 +70,7 @@ class Images:
         rows += [[name, *(kind_of(each.get(layout, EXACT)) for layout in layouts)] for name, each in tried.items()]
         table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         others = "\n".join(f"- {name}" for name in self.verdicts if name not in tried)
-        return f"{head}{table}\n\n## Reasons\n\n{_reasons(tried)}\n\n## Without a batch\n\n{others}\n"
-
-
-def _reasons(tried: dict[str, dict[str, str]]) -> str:
-    """A line for each reason why classes are not exact, with the classes."""
-    found: dict[str, dict[str, None]] = {}
-    for name, verdicts in tried.items():
-        for verdict in verdicts.values():
-            if verdict != EXACT:
-                model = name.partition("/")[2]
-                sentence = verdict.removeprefix("booster.errors.ConfigurationError: ").replace(model, "the class")
-                found.setdefault(sentence, {})[model] = None
-    return "\n".join(f"- {sentence}: {', '.join(names)}" for sentence, names in found.items())
+        return f"{head}{table}\n\n## Reasons\n\n{reasons(tried)}\n\n## Without a batch\n\n{others}\n"
 
 
 def main() -> int:

@@ -68,8 +68,8 @@ def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
         takes = not why and asked is None and tp_size.bit_count() == 1
         other = f"reproducible_blocks={tp_size} in every layout" if takes else "reproducible=False"
         raise ConfigurationError(
-            f"tp_size={tp_size} does not divide the reproducible_blocks={count} of {name}{why}; use a tp_size that "
-            f"divides {count}, or {other}"
+            f"tp_size*cp_size={tp_size} does not divide the reproducible_blocks={count} of {name}{why}; use a product "
+            f"that divides {count}, or {other}"
         )
     return count
 

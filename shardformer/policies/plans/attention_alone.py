@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from shardformer.attention.sinks import PARAMETER
 from shardformer.policies.feature_counts import attends
 
 
@@ -17,8 +18,8 @@ def attention_alone_mixes(layers: Iterable[nn.Module]) -> bool:
     # A nested module inside attention may select tokens by itself (an indexer).
     parts = [child for found in attentions for module in found for child in module.children()]
     others += [part for part in parts if any(True for child in part.children() for _ in child.parameters())]
-    sinks = [parameter for found in attentions for module in found for parameter in module._parameters.values()]
-    return bool(layers) and all(attentions) and not others and not sinks
+    own = {name for found in attentions for module in found for name in module._parameters}
+    return bool(layers) and all(attentions) and not others and own <= {PARAMETER}
 
 
 def attention_outside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -87,6 +87,18 @@ def kind_of(reason: str) -> str:
     if reason == NO_PLAN or first.endswith("ConfigurationError"):
         return "refused"
     return "crashed" if colon and first.endswith(("Error", "Exception", "Interrupt", "ended")) else "differs"
+
+
+def reasons(found: Mapping[str, Mapping[str, str]]) -> str:
+    """A line for each reason why models are not exact, with the models; found: model -> layout -> verdict."""
+    models: dict[str, dict[str, None]] = {}
+    for name, verdicts in found.items():
+        for verdict in verdicts.values():
+            if verdict != EXACT:
+                model = name.partition("/")[2] or name
+                sentence = verdict.removeprefix("booster.errors.ConfigurationError: ").replace(model, "the class")
+                models.setdefault(sentence, {})[model] = None
+    return "\n".join(f"- {sentence}: {', '.join(names)}" for sentence, names in models.items())
 
 
 def read_log(log: Path) -> dict[str, Verdict]:

@@ -279,7 +279,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "heads of the first rank's bias on every rank": Edit(
         "shardformer.sequence_parallel.ulysses",
-        "bias.narrow(1, dist.get_rank(self.region.group) * heads, heads)",
+        "bias.narrow(1, self.rank * heads, heads)",
         "bias.narrow(1, 0, heads)",
         (f"{PARITY}[bloom-causal_lm-tp2-zero1-fp32-{_ULYSSES}]",),
     ),

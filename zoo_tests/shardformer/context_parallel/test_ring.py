@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function
 from shardformer.context_parallel.attention import ContextMask
 from shardformer.context_parallel.batch_facts import hides_nothing, record_facts, restarts
 from shardformer.context_parallel.blockwise import Block, Softmax, attend, merge
-from shardformer.context_parallel.ring import ring_attention
+from shardformer.context_parallel.ring import Blocks, ring_attention
 from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding, cut_batch
 from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.ranks import distributed
@@ -50,6 +50,13 @@ def _check(allowed: Tensor, dtype: torch.dtype = torch.float64, tolerance: float
     axis = ZigzagSharding(dist.group.WORLD)
     *inputs, grad = (axis.take(x, 2) for x in _whole(dtype))
     inputs = [x.requires_grad_() for x in inputs]
+    found = ring_attention(*inputs, _blocks(axis, allowed), Softmax(_SIZE**-0.5), axis.group)
+    found.backward(grad)
+    for part, whole in zip([found, *(x.grad for x in inputs)], _expected(allowed, dtype), strict=True):
+        assert torch.allclose(part.double(), axis.take(whole, 2), atol=tolerance, rtol=tolerance)
+
+
+def _blocks(axis: ZigzagSharding, allowed: Tensor) -> Blocks:
     behind = 2 * axis.size * axis.chunk(_LENGTH) - _LENGTH
     padded = F.pad(allowed, (0, behind, 0, behind))
 
@@ -57,10 +64,7 @@ def _check(allowed: Tensor, dtype: torch.dtype = torch.float64, tolerance: float
         rows, columns = (axis.places(_LENGTH, rank) for rank in (axis.rank, source))
         return [Block(slice(None), slice(None), allowed=padded[:, :, rows][..., columns])]
 
-    found = ring_attention(*inputs, blocks, Softmax(_SIZE**-0.5), axis.group)
-    found.backward(grad)
-    for part, whole in zip([found, *(x.grad for x in inputs)], _expected(allowed, dtype), strict=True):
-        assert torch.allclose(part.double(), axis.take(whole, 2), atol=tolerance, rtol=tolerance)
+    return blocks
 
 
 def _masks() -> list[Tensor]:
@@ -82,6 +86,29 @@ def test_two_ranks() -> None:
 def test_three_ranks() -> None:
     for allowed in _masks():
         _check(allowed)
+
+
+@distributed(2)
+def test_sinks_take_weight_from_the_keys() -> None:
+    """Also from those of rows that see nothing; their gradients are sums over the queries of all ranks."""
+    axis = ZigzagSharding(dist.group.WORLD)
+    sinks = torch.randn(_HEADS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for allowed in _masks():
+        *inputs, grad = _whole()
+        inputs = [x.requires_grad_() for x in (*inputs, sinks.clone())]
+        query, key, value, logits = inputs
+        key, value = (x.repeat_interleave(_HEADS // _KV_HEADS, 1) for x in (key, value))
+        scores = (query @ key.transpose(-1, -2) * 0.4).masked_fill(~allowed, -torch.inf)
+        scores = torch.cat([scores, logits[:, None, None].expand(2, -1, _LENGTH, 1)], -1)
+        expected = scores.softmax(-1)[..., :-1] @ value
+        expected.backward(grad)
+        parts = [axis.take(x.detach(), 2).requires_grad_() for x in inputs[:3]] + [sinks.clone().requires_grad_()]
+        found = ring_attention(*parts[:3], _blocks(axis, allowed), Softmax(0.4), axis.group, parts[3])
+        found.backward(axis.take(grad, 2))
+        dist.all_reduce(parts[3].grad)
+        assert torch.allclose(found, axis.take(expected, 2), atol=1e-12)
+        for part, whole in zip(parts, inputs, strict=True):
+            assert torch.allclose(part.grad, whole.grad if part is parts[3] else axis.take(whole.grad, 2), atol=1e-12)
 
 
 @pytest.mark.slow
