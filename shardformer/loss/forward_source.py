@@ -37,6 +37,13 @@ def uses(forward: Forward, name: str) -> bool:
 
 
 @cache
+def reads(forward: Forward, expression: str) -> bool:
+    """Return whether `forward` reads an attribute, written as `expression`, such as "self.config.pad_token_id"."""
+    found = (node for node in ast.walk(_tree(forward)) if isinstance(node, ast.Attribute))
+    return any(ast.unparse(node) == expression for node in found)
+
+
+@cache
 def _words(forward: Forward) -> frozenset[str]:
     """Return the names of variables and parameters of `forward`, and its texts."""
     found = (getattr(node, field, None) for node in ast.walk(_tree(forward)) for field in ("id", "arg", "value"))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.loss.forward_source import uses
+from shardformer.loss.forward_source import reads, uses
 
 ASKED = "output_router_logits"
 _FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -197,9 +197,13 @@ def router_loss_of(model: nn.Module) -> RouterLoss | None:
 
 def routers_are_asked(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Return whether the loss of a pass over `batch` includes a part that reads the scores of all routers."""
-    if not uses(type(model).forward, ASKED) and not uses(type(model).forward, "aux_loss"):
+    forward = type(model).forward
+    if not uses(forward, ASKED) and not uses(forward, "aux_loss"):
         return False
     asked = batch.get(ASKED)
     if asked is None and hasattr(model, "config"):
-        asked = getattr(model.config, ASKED, None) or getattr(model.config.get_text_config(), ASKED, None)
+        of_text, own = (getattr(each, ASKED, None) for each in (model.config.get_text_config(), model.config))
+        if reads(forward, f"self.config.text_config.{ASKED}"):  # then the one of the whole model says nothing
+            return bool(of_text)
+        asked = own or of_text
     return bool(asked)

@@ -122,8 +122,9 @@ class Subject:
         """Build the model in training mode, without dropout."""
         model = self.twin_of.build()
         if self.feature == "router":
-            model.config.output_router_logits = True
-            for holder in (model, model.config):
+            text = model.config.get_text_config()
+            model.config.output_router_logits = text.output_router_logits = True
+            for holder in (model, model.config, text):
                 for name in ("router_aux_loss_coef", "aux_loss_coef"):
                     if hasattr(holder, name):
                         setattr(holder, name, 2.0)  # so that a wrong loss exceeds the tolerance
@@ -201,7 +202,7 @@ def page(found: Mapping[str, Mapping[str, str]], layouts: Sequence[str]) -> str:
     counts = [f"{each.count(EXACT)} of {len(each)}" for each in exact.values()]
     rows.insert(2, ["**exact**", "", *counts])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    named = {f"{name.replace(' ', ' (')})": verdicts for name, verdicts in found.items()}
+    named = {f"{name}/{FAMILIES[name.split()[0]]}": verdicts for name, verdicts in found.items()}
     return f"{_HEAD}\n{table}\n\n## What is not exact\n\n{reasons(named)}\n"
 
 

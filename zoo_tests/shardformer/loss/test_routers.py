@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer.loss.routers import routers_are_asked
 from zoo_tests.harness.case import share_of
 from zoo_tests.harness.ranks import run_on_ranks
 
@@ -156,3 +162,16 @@ def test_a_loss_of_ones_own_adds_that_of_all_stages(ranks: int, options: dict[st
     for name, parameter in plain.named_parameters():
         scale = parameter.grad.abs().max()
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5 * scale, rtol=1e-4), name
+
+
+def test_the_configuration_that_the_forward_pass_reads_counts() -> None:
+    """A model of texts and images reads that of its text; transformers passes over the one of the whole model."""
+    sizes = {**_SIZES, "num_hidden_layers": 1, "vocab_size": 67, "moe_intermediate_size": 8, "head_dim": 8}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = Qwen3VLMoeConfig(text_config={**sizes, "num_experts": 4}, vision_config=vision)
+    with torch.device("meta"):
+        model = Qwen3VLMoeForConditionalGeneration(config)
+    config.output_router_logits = True
+    assert not routers_are_asked(model, {}) and routers_are_asked(model, {"output_router_logits": True})
+    config.text_config.output_router_logits = True
+    assert routers_are_asked(model, {})
