@@ -150,7 +150,8 @@ def masks_of(implementation: str) -> Callable[..., Any]:
     """Return the function that builds masks for a kernel."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if implementation in (SDPA, XFORMERS) else implementation]
+    entry = _entry_of(implementation)
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if entry in (SDPA, XFORMERS) else entry]
 
 
 def _sharded(implementation: str) -> Any:
@@ -207,16 +208,22 @@ def call_kernel(
 
 def kernel_named(implementation: str, module: nn.Module) -> Any:
     """Return the kernel for a name; `eager` is not in the registry but in the module of the model's class."""
-    if implementation == "eager":
+    entry = _entry_of(implementation)
+    if entry == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
-    if implementation == SDPA:
+    if entry == SDPA:
         return sdpa_without_slow_kernels
-    if implementation == XFORMERS:
+    if entry == XFORMERS:
         return xformers_attention
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kernel = ALL_ATTENTION_FUNCTIONS[getattr(implementation, "entry", implementation)]
-    return under_its_name(kernel, implementation) if reads_its_name(implementation) else kernel
+    kernel = ALL_ATTENTION_FUNCTIONS[entry]
+    return under_its_name(kernel, entry) if reads_its_name(entry) else kernel
+
+
+def _entry_of(implementation: str) -> str:
+    """Return the name of the very entry: one of this package also equals the name of the kernel that it runs."""
+    return getattr(implementation, "entry", implementation)
 
 
 def trace_lookups() -> None:
@@ -226,6 +233,6 @@ def trace_lookups() -> None:
     find = type(ALL_ATTENTION_FUNCTIONS).get_interface
 
     def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return find(ALL_ATTENTION_FUNCTIONS, getattr(name, "entry", name), default)
+        return find(ALL_ATTENTION_FUNCTIONS, _entry_of(name), default)
 
     ALL_ATTENTION_FUNCTIONS.get_interface = get_interface

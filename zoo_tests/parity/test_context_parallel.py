@@ -45,6 +45,8 @@ FAST = [
     _case("llama", "cp2tp2", enable_sequence_parallelism=True),
     _case("gpt2", "cp2pp2"),
     _case("olmo2", "cp2tp2", config={"num_hidden_layers": 2}),
+    # A name of a kernel that is registered twice, and of a kernel of this package.
+    _case("llama", "cp2tp2", enable_flash_attention=True),
     # Inside of layers alone: two sequences that meet in cross-attention, and a bias of the whole ones.
     _case("t5", "cp2tp2", **_EXCHANGE),
 ]
@@ -64,9 +66,10 @@ SLOW = [
     _case("llama", "cp4", **_EXCHANGE),
     _case("llama", "cp2tp2", head="question_answering"),
     # In fp32: eager attention computes its softmax in fp32, where the mask's value for fp64 is infinite.
-    _case("llama", "cp2", config={"attn_implementation": "eager"}, precision="fp32", **_EXCHANGE),
+    _case("llama", "cp2tp2", config={"attn_implementation": "eager"}, precision="fp32", **_EXCHANGE),
+    _case("llama", "cp2", enable_flash_attention=True, **_EXCHANGE),
     # Its rows of padding, which see nothing, read all tokens with equal weights.
-    _case("llama", "cp2pp2", config={"attn_implementation": "eager"}, precision="fp32"),
+    _case("llama", "cp2tp2", config={"attn_implementation": "eager"}, precision="fp32"),
     _case("llama", "cp2", precision="bf16"),
     _case("mistral", "cp2"),
     _case("mistral", "cp2", **_EXCHANGE),
