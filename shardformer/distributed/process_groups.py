@@ -8,11 +8,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _ProcessGroupWrapper
 from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import world_timeout
 
 Created = TypeVar("Created")
+LOCAL = "local"  # first element of the keys of groups with `use_local_synchronization`, which their ranks alone create
 
 
 class ProcessGroups:
@@ -39,14 +41,13 @@ class ProcessGroups:
             self._created[key] = create()
         return self._created[key]
 
-    def clear(self, kept: str | None = None) -> None:
+    def clear(self) -> None:
         """Remove the entries whose groups were destroyed while the default process group was kept.
 
-        Args:
-            kept: first element of the keys of entries that stay. Groups with `use_local_synchronization` should stay:
-                torch names the next one like the destroyed one, and its ranks may read stale addresses in the store.
+        Those of `LOCAL` groups stay: torch names the next one like the destroyed one, and its ranks may read stale
+        addresses in the store.
         """
-        self._created = {key: made for key, made in self._created.items() if isinstance(key, tuple) and key[0] == kept}
+        self._created = {key: made for key, made in self._created.items() if isinstance(key, tuple) and key[0] == LOCAL}
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> ProcessGroup:
@@ -75,6 +76,27 @@ def world_group() -> ProcessGroup:
     if _backend() is None:
         return dist.group.WORLD
     return ProcessGroups.of_world().get_or_create("world", new_group)
+
+
+def message_group(group: ProcessGroup) -> ProcessGroup:
+    """Return a group of the same ranks for point-to-point messages; all ranks of `group` must call this.
+
+    It is `group` itself, unless that compares collectives (`debug=True`). torch counts messages among these, so that
+    ranks which have sent another number of them would seem to be out of step in the next collective.
+    """
+    if not any(isinstance(group._get_backend(each), _ProcessGroupWrapper) for each in group._device_types):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return ProcessGroups.of_world().get_or_create((LOCAL, "messages", *ranks), lambda: _unchecked_group(ranks))
+
+
+def _unchecked_group(ranks: Sequence[int]) -> ProcessGroup:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    try:
+        return new_group(ranks, use_local_synchronization=True)
+    finally:
+        dist.set_debug_level(level)
 
 
 def _backend() -> str | None:

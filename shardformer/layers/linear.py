@@ -26,7 +26,7 @@ from shardformer.distributed.collectives import (
     reduce_from_region,
     split_features,
 )
-from shardformer.distributed.process_groups import ProcessGroups, new_group
+from shardformer.distributed.process_groups import LOCAL, ProcessGroups, new_group
 from shardformer.layers.blocked_linear import BlockedShard, blocked_linear
 from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear
 from shardformer.layers.parallel_module import ParallelModule
@@ -374,7 +374,7 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     members = ranks[start : start + copies]
     # Local synchronization: only the members take part, so other ranks need not make this call.
     create = partial(new_group, members, use_local_synchronization=True)
-    return ProcessGroups.of_world().get_or_create(("copies", *members), create)
+    return ProcessGroups.of_world().get_or_create((LOCAL, "copies", *members), create)
 
 
 @untraced

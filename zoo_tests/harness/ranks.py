@@ -239,7 +239,7 @@ def _prepare(directory: str, mutant: str | None, device: str) -> None:
 
 
 def _destroy_groups() -> None:
-    """All but the world and the groups of copied key/value heads, whose names and keys in the store would recur."""
+    """All but the world and groups that some ranks create alone, whose names and keys in the store would recur."""
     import psutil
     import torch.distributed as dist
 
@@ -248,7 +248,7 @@ def _destroy_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and group.group_name.isdigit():
             dist.destroy_process_group(group)
-    ProcessGroups.of_world().clear(kept="copies")
+    ProcessGroups.of_world().clear()
     del group
     gc.collect()  # their threads end with them
     if psutil.Process().num_threads() > _MOST_THREADS:

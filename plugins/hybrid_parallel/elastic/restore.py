@@ -15,7 +15,7 @@ from plugins.hybrid_parallel.checkpoint.state.training_state import restore
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.elastic.search import FoundSnapshot
 from plugins.hybrid_parallel.relayout.exchange import Exchange
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import message_group, world_group
 
 
 def restore_snapshot(found: FoundSnapshot, mesh: HybridMesh, objects: dict[str, Any], group: ProcessGroup) -> None:
@@ -36,7 +36,7 @@ def restore_snapshot(found: FoundSnapshot, mesh: HybridMesh, objects: dict[str, 
     manifest = Manifest(0, {}, merge_tensors([each["tensors"] for each in found.headers]), state)
     # A rank of the machine reads what others of it hold, from the same memory.
     sources = {str(piece.rank): ranks for piece, ranks in zip(found.pieces, found.holders, strict=True)}
-    exchange = Exchange(_held(found), manifest, mesh.device, world_group(), sources)
+    exchange = Exchange(_held(found), manifest, mesh.device, message_group(world_group()), sources)
     restore(mesh, objects, exchange.fill, manifest, group)
 
 

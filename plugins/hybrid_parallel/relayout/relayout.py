@@ -34,7 +34,7 @@ from plugins.hybrid_parallel.relayout.exchange import Exchange
 from plugins.hybrid_parallel.relayout.loaders import check_loader, loader_for
 from plugins.hybrid_parallel.relayout.present_memory import PresentMemory
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import message_group, world_group
 from shardformer.lazy import empty_copy, set_weight_reader
 from shardformer.shard_spec import ShardSpec
 from shardformer.utils.freed_memory import return_freed_memory
@@ -67,7 +67,7 @@ def relayout(
         present = [bucket for each in optimizers[index : index + 1] for bucket in each.buckets]
         freed = _read_once(snapshot, manifest, keeps_precision)
         memory = PresentMemory(snapshot.tensors, freed, present)
-        exchange = Exchange(snapshot.tensors, manifest, plugin.grid.device, world_group(), memory=memory)
+        exchange = Exchange(snapshot.tensors, manifest, plugin.grid.device, message_group(world_group()), memory=memory)
         if keeps_precision and len(states) == 1:  # otherwise the weights of all optimizers are in the first state
             memory.release_copies()
         _move(exchange, manifest, made.model if index == 0 else None, (made.optimizers or [None])[index], plugin.grid)

@@ -24,7 +24,7 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.policies.feature_counts import HEAD_COUNTS, is_attention
+from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attention
 from shardformer.policies.module_edits import shard_weights_of_heads
 from shardformer.policies.plans.attention_alone import (
     attention_alone_mixes,
@@ -332,7 +332,7 @@ class PlanPolicy(Policy):
 
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
-        if not is_attention(owner):
+        if not is_attention(owner) and not attends(owner):
             return None
         config = getattr(owner, "config", None) or _text_config(self.model)
         head_dim = getattr(owner, "head_dim", None)

@@ -150,7 +150,7 @@ def _config(numbers: Draw, name: str, head: str, sizes: Mapping[str, int]) -> di
     for key in ("attention_bias", "mlp_bias"):
         if name in ("llama", "olmo2", "granite", "arcee") and numbers.chance(0.2):
             config[key] = True
-    if numbers.chance(0.1) and not family.attention_by_hand and sizes["cp_size"] == 1:
+    if numbers.chance(0.1) and not family.attention_by_hand:
         config["attn_implementation"] = "eager"
     return {key: value for key, value in config.items() if key not in fixed}
 

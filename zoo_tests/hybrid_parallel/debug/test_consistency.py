@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError, SynchronyError
+from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import TPInfo
 from zoo_tests.harness.faulty import LAYER, LAYOUTS, SIZES, Job, on, told
 from zoo_tests.harness.ranks import run_on_ranks
@@ -111,6 +113,22 @@ def _sound(layout: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_debug_mode_leaves_a_sound_job_alone(layout: str) -> None:
     on(layout, _sound, {"gradient_checkpointing": "full"} if layout == "tp2" else {})
+
+
+def _moves_its_state(directory: Path) -> None:
+    job = Job.start(tp_size=4, debug=True)
+    job.train(range(1))
+    job.booster.save_model(job.model, directory)
+    job.train(range(1, 2))
+    job.plugin = HybridParallelPlugin(tp_size=2, debug=True)
+    moved = job.booster.relayout(job.plugin, job.model, job.optimizer, job.scheduler)
+    job.model, job.optimizer, job.scheduler = moved
+    job.train(range(2, 3))
+
+
+def test_messages_of_some_ranks_are_no_collectives(tmp_path: Path) -> None:
+    """A rank that gathers a model, or has more to move than another, is not out of step afterwards."""
+    run_on_ranks(4, _moves_its_state, tmp_path)
 
 
 def _drifts_after_step_1(layout: str) -> str:

@@ -149,6 +149,12 @@ class TestStages:
         ("swin", {}, 8, "tp_size=8 does not divide num_heads[0]=4; use 1, 2 or 4"),
         ("clip", {}, 3, "tp_size=3 does not divide vision_config.num_attention_heads=4; use 1, 2 or 4"),
         (
+            "gpt_neox",
+            {},
+            3,
+            "tp_size=3 does not divide the 4 heads of 'gpt_neox.layers.4.attention.query_key_value'; use 1, 2 or 4",
+        ),
+        (
             "llama",
             {"num_attention_heads": 12, "num_key_value_heads": 3},
             4,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
-from shardformer.distributed.process_groups import ProcessGroups
+from shardformer.distributed.process_groups import ProcessGroups, message_group
 from shardformer.shard_spec import ShardSpec, spec_of
 
 
@@ -50,7 +50,7 @@ class Gather:
         gather = Gather(local, spec)
         if spec.dim is None:
             return gather
-        open_communicator(group, local.device)
+        group = open_for_messages(group, local.device)
         if spec.rank > 0:
             if spec.is_owner and local.numel():
                 gather.requests = _batched(dist.isend, {0: local}, group)
@@ -117,7 +117,7 @@ class ReplicaGather:
         """
         replicas, (start, stop, values) = holder.options.shard_group, holder.own_slice(param)
         values, local = values.to(dtype or values.dtype), None
-        open_communicator(replicas, values.device)
+        replicas = open_for_messages(replicas, values.device)
         if holder.rank == destination:
             local = values.new_empty(param.numel())
             local[start:stop] = values
@@ -137,17 +137,20 @@ class ReplicaGather:
         return Gather.begin(self.local.view(self.shape), None, self.group, self.spec).finish()
 
 
-def open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let NCCL make the group's communicator, if it has none; all ranks of the group must call this.
+def open_for_messages(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return a group of the same ranks for messages; all ranks of the group must call this.
 
-    Batched messages use it, and then need only the ranks that exchange some. Messages that are not batched would make a
-    further communicator, with buffers of its own, for each pair of ranks.
+    NCCL makes its communicator here, if it has none. Batched messages use it, and then need only the ranks that
+    exchange some. Messages that are not batched would make a further communicator, with buffers of its own, for each
+    pair of ranks.
     """
+    group = message_group(group)
     if device.type != "cpu":
         key = ("communicator", group.group_name)
         ProcessGroups.of_world().get_or_create(
             key, lambda: dist.all_reduce(torch.zeros((), device=device), group=group)
         )
+    return group
 
 
 def send(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:

@@ -21,7 +21,7 @@ from booster.checkpoint import write_text
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter, sync_directory
-from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, open_communicator, receive, send
+from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, open_for_messages, receive, send
 from plugins.hybrid_parallel.checkpoint.model_files.layout import partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
@@ -182,7 +182,7 @@ def _gathered(
     whole: dict[str, Tensor] = {}
     if mesh.rank(DP_CP) > 0:
         return whole
-    open_communicator(mesh.group("pp"), mesh.device)
+    pipeline = open_for_messages(mesh.group("pp"), mesh.device)
     for stage, described in enumerate(stages):
         for name, (kind, shape) in described.items():
             full = None
@@ -191,10 +191,10 @@ def _gathered(
             if mesh.rank("tp") > 0:
                 continue
             if stage > 0 and stage == mesh.rank("pp"):
-                send(full, 0, mesh.group("pp"))
+                send(full, 0, pipeline)
             elif stage > 0 and mesh.rank("pp") == 0:
                 full = torch.empty(shape, dtype=getattr(torch, kind), device=mesh.device)
-                receive(full, stage, mesh.group("pp"))
+                receive(full, stage, pipeline)
             if mesh.rank("pp") == 0:
                 whole[name] = full.cpu()
     return whole
