@@ -55,7 +55,7 @@ class StageLayout:
     first_inputs: Sequence[str] = ()
     sublayer_lists: Sequence[str] = ()
     kept_outputs: Mapping[str, int] = field(default_factory=dict)
-    shared_states: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    shared_states: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
     changes_shapes: bool = False
     calls_forward: bool = False
     skips_layers: bool = False

@@ -10,7 +10,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from torch import Tensor
 
-States = Mapping[str, Sequence[str]]
+Name = str | int  # of an entry of a dictionary: a kind of layers, or the number of a layer
+States = Mapping[str, Sequence[Name]]
 Key = tuple[str, str]
 
 
@@ -19,7 +20,7 @@ def state_keys(states: States) -> list[Key]:
     return [(name, f"{key}.{part}") for name, keys in states.items() for key in keys for part in (0, 1)]
 
 
-def written(states: States, inputs: Mapping[str, Mapping[str, tuple[Tensor, Tensor]]]) -> dict[Key, Tensor]:
+def written(states: States, inputs: Mapping[str, Mapping[Name, tuple[Tensor, Tensor]]]) -> dict[Key, Tensor]:
     """Return the tensors that the dictionaries `inputs` hold so far."""
     return {
         (name, f"{key}.{part}"): tensor
@@ -32,7 +33,7 @@ def written(states: States, inputs: Mapping[str, Mapping[str, tuple[Tensor, Tens
 
 def add_received(
     states: States,
-    inputs: Mapping[str, MutableMapping[str, tuple[Tensor, Tensor]]],
+    inputs: Mapping[str, MutableMapping[Name, tuple[Tensor, Tensor]]],
     kept: Mapping[Key, Tensor | None],
 ) -> None:
     """Add the received tensors to the dictionaries `inputs`, in place: all later layers read the same objects."""

@@ -19,11 +19,23 @@ from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
 from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.list_chains import chain_layout
 from shardformer.policies.plans.stage_inference import ENCODED_INPUTS, layer_paths, stage_layout, tower_layout
+from shardformer.stages.shared_states import States
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
 from shardformer.utils.module_paths import starred
 
 Value = TypeVar("Value")
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
+
+
+def styles_of_transformers(model: nn.Module) -> dict[str, str]:
+    """Return the styles of transformers' own plan of a model.
+
+    Experts whose output projections are cut between inputs return partial sums. Where no entry adds them up, as for
+    Qwen3-Omni in transformers 5.17, one is added.
+    """
+    found = dict(model.tp_plan)
+    owners = (path.rpartition(".")[0] for path, style in found.items() if style == "rowwise")
+    return {owner: "moe_tp_experts" for owner in owners if owner.endswith(".experts")} | found
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class DeclaredPlan:
         last: modules that run after the layers but are registered before them.
         carried_inputs: inputs of the layers that an earlier layer computes.
         kept_outputs, shared_states, changes_shapes, calls_forward: see `StageLayout`. Paths of kept outputs match by
-            their end; a function computes them from the model.
+            their end; a function computes them, or the shared states, from the model.
         optional_layers: configuration field of the text model that names the layers which a batch may skip, see
             `StageLayout`.
         needs: configuration field -> the only value with which the family can be sharded.
@@ -68,7 +80,7 @@ class DeclaredPlan:
     last: tuple[str, ...] = ()
     carried_inputs: tuple[str, ...] = ()
     kept_outputs: Mapping[str, int] | Callable[[nn.Module], Mapping[str, int]] = field(default_factory=dict)
-    shared_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared_states: States | Callable[[nn.Module], States] = field(default_factory=dict)
     changes_shapes: bool = False
     calls_forward: bool = False
     optional_layers: str | None = None
@@ -85,7 +97,7 @@ class DeclaredPlan:
     def styles_of(self, model: nn.Module) -> dict[str, str]:
         """Return the style of each path of the model that has one, with `*` for numbers."""
         if self.styles is None:
-            return dict(model.tp_plan)
+            return styles_of_transformers(model)
         names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
         found = {pattern: _lookup(pattern, self.styles) for pattern in {starred(name) for name in names}}
         return {pattern: style for pattern, style in found.items() if style is not None}
@@ -171,7 +183,7 @@ class DeclaredPlan:
         return replace(
             layout,
             kept_outputs=self._kept_outputs(model, paths, layout),
-            shared_states=self.shared_states,
+            shared_states=self.shared_states(model) if callable(self.shared_states) else self.shared_states,
             changes_shapes=changes_shapes,
             calls_forward=self.calls_forward,
             optional_layers=() if self.optional_layers is None else _of_text(model, self.optional_layers),

@@ -79,7 +79,7 @@ class PlanPolicy(Policy):
     @cached_property
     def plan(self) -> Mapping[str, str]:
         """The tensor-parallel style of each path of the model."""
-        return dict(self.model.tp_plan) if self.declared is None else self.declared.styles_of(self.model)
+        return (self.declared or DeclaredPlan(None)).styles_of(self.model)
 
     @cached_property
     def stages(self) -> Any:

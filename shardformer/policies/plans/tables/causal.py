@@ -60,6 +60,12 @@ _MOSHI = DeclaredPlan(
 _VOCABULARY = DeclaredPlan({})
 
 
+def _keys_and_values(model: nn.Module) -> dict[str, tuple[str | int, ...]]:
+    """Return the names of Gemma 3n's shared keys and values: kinds of layers, or up to transformers 5.21 layers."""
+    sources = {getattr(module, "kv_shared_layer_index", None) for module in model.modules()} - {None}
+    return {"shared_kv_states": tuple(sorted(sources)) or ("full_attention", "sliding_attention")}
+
+
 def _block_inputs(model: nn.Module) -> dict[str, int]:
     """Return the modules whose outputs are the inputs of blocks; attention in all later layers reads these."""
     block = model.config.get_text_config().n_layers_per_attn_res_block
@@ -180,7 +186,7 @@ PLANS = {
         kept_outputs={"embed_tokens_per_layer": 0, "per_layer_projection_norm": 0},  # every layer reads its own part
         # Which tokens are pictures or sounds is asked for by their embeddings, before the layers.
         every=("per_layer_model_projection", "altup_projections", "embed_vision", "embed_audio"),
-        shared_states={"shared_kv_states": ("full_attention", "sliding_attention")},
+        shared_states=_keys_and_values,
     ),
     "gemma4": DeclaredPlan(
         None,
