@@ -94,7 +94,9 @@ class ExecutionOrder:
             if name(path) in self.every:
                 every.append(path)
             elif name(path) in (around := {**self.parts, **self.ahead}):
-                index = next(at for at, each in enumerate(lists) if name(each) == around[name(path)])
+                index = next((at for at, each in enumerate(lists) if name(each) == around[name(path)]), None)
+                if index is None:  # another release of transformers has other lists
+                    return None
                 number = int(path.rpartition(".")[2]) - (name(path) in self.ahead)
                 if number < 0:
                     first[index][path] = MetaModule
