@@ -28,6 +28,7 @@ from shardformer.distributed.blocked_collectives import copy_to_blocks, joined_b
 from shardformer.distributed.blocked_tensor import BlockedTensor
 from shardformer.distributed.blocks import blocks_of
 from shardformer.shard_spec import ShardSpec
+from shardformer.utils.bytes import as_bytes
 from shardformer.utils.untraced import untraced
 
 # torch 2.13 renames both; earlier releases have the old names only.
@@ -90,7 +91,7 @@ def _exchange_rows(
 ) -> Tensor:
     out = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
     # Send bytes: gloo supports fewer dtypes than models use.
-    given, taken = x.contiguous().view(torch.uint8), out.view(torch.uint8)
+    given, taken = as_bytes(x), out.view(torch.uint8)
     dist.all_to_all_single(taken, given, received, sent, group=group)
     return out
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from shardformer.utils.bytes import as_bytes
+
 _PART = 16 * 2**20  # bytes of one copy from a GPU: a copy of 1 MiB takes mostly its launch
 
 
@@ -19,7 +21,7 @@ def host_chunks(tensor: Tensor, size: int) -> Iterator[Tensor]:
         tensor: the tensor, not changed in the meantime.
         size: bytes of a chunk. Each is valid until the next is asked for.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor.detach().reshape(-1))
     if data.is_cuda and data.numel() > size:
         yield from _copied_ahead(data, size, _page_locked, _start_copy)
     else:

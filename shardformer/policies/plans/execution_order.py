@@ -75,16 +75,7 @@ class ExecutionOrder:
         if not lists:
             return None
         starts = [self._key(path, prefix) for path in lists]
-        found = [
-            StageLayout(
-                layers=path,
-                tuple_output=max(self.layers[name(path)], 0),
-                changes_shapes=True,
-                skips_layers=self.layers[name(path)] >= 0,
-                calls_forward=self.calls_forward,
-            )
-            for path in lists
-        ]
+        found = [self._of_list(path, self.layers[name(path)]) for path in lists]
         first: list[dict[str, type[MetaModule]]] = [{} for _ in lists]
         last, parts = list[str](), [dict[str, int]() for _ in lists]
         features = feature_modules(model, lists)
@@ -125,6 +116,16 @@ class ExecutionOrder:
                 next_layers=layout,
             )
         return layout
+
+    def _of_list(self, path: str, outputs: int) -> StageLayout:
+        """Return the layout of the list at `path`, see `layers` for the outputs."""
+        return StageLayout(
+            layers=path,
+            tuple_output=max(outputs, 0),
+            changes_shapes=True,
+            skips_layers=outputs >= 0,
+            calls_forward=self.calls_forward,
+        )
 
     def _kept_layers(self, path: str, name: str, length: int) -> dict[str, int]:
         """Return the kept outputs of the list at `path`, which is called `name`."""

@@ -90,7 +90,7 @@ def draw(seed: int, index: int) -> Case:
         if precision == "fp64":
             options.pop("enable_fused_normalization", None)
         if "num_microbatches" in options:
-            options["num_microbatches"] = min(options["num_microbatches"], rows // others["dp_size"])
+            options["num_microbatches"] = min(options["num_microbatches"], max(rows // others["dp_size"], 1))
         if family.heads[head].samples_are_coupled:
             _in_one_piece(options)
         return options
@@ -207,6 +207,8 @@ def _options(numbers: Draw, name: str, sizes: Mapping[str, int], config: Mapping
     for key, share in _SWITCHES.items():
         if numbers.chance(share):
             options[key] = True
+    if config.get("attn_implementation") == "eager":  # whose rows without keys no other kernel computes
+        options.pop("enable_flash_attention", None)
     if numbers.chance(0.3):
         options["max_norm"] = numbers.choice([0.05, 1.0])
     if numbers.chance(0.4):

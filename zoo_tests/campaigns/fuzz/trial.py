@@ -90,6 +90,8 @@ class Trials:
             error, answer = self.worker.answer(TIMEOUT_S)
             if error is not None:
                 kind, text = "void", error
+            elif any(isinstance(value, float) and math.isinf(value) for _, value in answer[0]):
+                kind, text = "void", "plain training has a value that is infinite"
             elif kind == "played":
                 text = "\n".join(_differences(case, found, *answer, Path(folder)))
                 kind = "differs" if text else "exact"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plugins.hybrid_parallel.distributed import host_copy
 from plugins.hybrid_parallel.distributed.host_copy import _copied_ahead, host_chunks
+from shardformer.utils.bytes import as_bytes
 
 
 def at_once(target: Tensor, source: Tensor) -> Callable[[], None]:
@@ -46,3 +47,10 @@ def test_host_memory_is_not_copied() -> None:
     chunks = list(host_chunks(tensor, 16))
     assert [chunk.numel() for chunk in chunks] == [16, 16, 8]
     assert chunks[0].data_ptr() == tensor.data_ptr()
+
+
+def test_a_column_of_one_row_has_bytes() -> None:
+    """As the labels of a batch of one sample: its only value is two values from a next one."""
+    column = torch.arange(2)[None, :, None][:, 1]
+    assert [chunk.tolist() for chunk in host_chunks(torch.arange(6, 8)[::2], 16)] == [[6, *[0] * 7]]
+    assert as_bytes(column).tolist() == [[1, *[0] * 7]]

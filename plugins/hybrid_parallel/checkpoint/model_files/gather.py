@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.distributed.process_groups import ProcessGroups, message_group
 from shardformer.shard_spec import ShardSpec, spec_of
+from shardformer.utils.bytes import as_bytes
 
 
 @dataclass
@@ -168,13 +169,8 @@ def receive(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
 def _batched(operation: Callable[..., Any], tensors: Mapping[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
     """Start to send or to receive tensors; each belongs to the peer that is its key."""
     operations = [
-        dist.P2POp(operation, _bytes(tensor), group=group, group_peer=peer)
+        dist.P2POp(operation, as_bytes(tensor.view(-1)), group=group, group_peer=peer)  # no backend has all dtypes
         for peer, tensor in tensors.items()
         if tensor.numel()
     ]
     return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes, because no backend supports all dtypes."""
-    return tensor.view(-1).view(torch.uint8)
