@@ -122,12 +122,17 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
     """Return this rank's shard of the inputs of a base model, and begin a pass.
 
     Raises:
-        ValueError: the attention mask is not [batch, seq], or there are no tokens.
+        ValueError: tokens or the attention mask are not [batch, seq], or there are no tokens.
     """
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
     if tokens is None:
         raise ValueError(f"cp_size={axis.size} cuts input_ids or inputs_embeds, and the batch has neither; give one")
     rows, length = tokens.shape[:2]
+    if tokens.dim() != (2 if inputs.get("input_ids") is not None else 3):
+        raise ValueError(
+            f"cp_size={axis.size} cuts sequences of [batch, seq], and the batch has tokens of {tuple(tokens.shape)}; "
+            "use cp_size=1"
+        )
     mask, given = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None and tuple(mask.shape) != (rows, length):
         raise ValueError(

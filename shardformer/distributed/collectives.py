@@ -71,7 +71,8 @@ def reduce_scatter_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over ranks and keep this rank's equal slice of `dim`, padded with zeros."""
     out, full = _scatter_buffers(x, dim, group)
     reduce_scatter_flat(out, full, group=group)
-    return out.movedim(0, dim).contiguous()
+    # Always a copy: models may add to it in place, which autograd refuses for a view made in a custom function.
+    return out if dim == 0 else out.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, dist.Work]:

@@ -105,7 +105,8 @@ class DeclaredPlan:
     def local_values(self, path: str, module: nn.Module, tp_size: int) -> dict[str, int]:
         """Return the local values of the attributes of the module at `path` that count heads or features."""
         names = _lookup(starred(path), self.local) or ()
-        return {name: getattr(module, name) // tp_size for name in names if hasattr(module, name)}
+        # At least 1: key/value heads fewer than ranks are copied.
+        return {name: max(getattr(module, name) // tp_size, 1) for name in names if hasattr(module, name)}
 
     def check(self, model: nn.Module) -> list[str]:
         """Return a sentence for each configuration field whose value prevents sharding."""
