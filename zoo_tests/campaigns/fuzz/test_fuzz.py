@@ -39,22 +39,21 @@ def test_random_scripts(trials: Trials, seed: int) -> None:
 
 # What the fuzzer once found, as small as it became.
 _FOUND = {
-    "fewer key/value heads than ranks": Case("stablelm", "causal_lm", world_size=4, plugin={"tp_size": 4}),
-    "added in place": Case(
-        "falcon",
-        "causal_lm",
-        precision="fp32",
-        world_size=2,
-        plugin={"tp_size": 2, "microbatch_size": 1, "enable_sequence_parallelism": True},
-    ),
-    "a column of one row": Case("splinter", "question_answering", precision="fp32", world_size=2, padding="none"),
+    "fewer key/value heads than ranks": {"family": "stablelm", "world_size": 4, "plugin": {"tp_size": 4}},
+    "added in place": {
+        "family": "falcon",
+        "world_size": 2,
+        "plugin": {"tp_size": 2, "microbatch_size": 1, "enable_sequence_parallelism": True},
+    },
+    "a column of one row": {"family": "splinter", "head": "question_answering", "world_size": 2, "padding": "none"},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _FOUND)
 def test_what_was_found_stays_exact(trials: Trials, name: str) -> None:
-    case = _FOUND[name].but(rows=2, script=({"do": "step", "data": 31, "rows": 2},))
+    step = {"do": "step", "data": 31, "rows": 2}
+    case = Case(**{"head": "causal_lm", "precision": "fp32", "rows": 2, **_FOUND[name]}, script=(step,))
     outcome = trials.run(case)
     assert outcome.kind == "exact", outcome.text
 
