@@ -167,9 +167,12 @@ def receive(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _batched(operation: Callable[..., Any], tensors: Mapping[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start to send or to receive tensors; each belongs to the peer that is its key."""
+    """Start to send or to receive tensors; each belongs to the peer that is its key.
+
+    As bytes, because no backend supports all dtypes. What is received must be dense in memory.
+    """
     operations = [
-        dist.P2POp(operation, as_bytes(tensor.view(-1)), group=group, group_peer=peer)  # no backend has all dtypes
+        dist.P2POp(operation, as_bytes(tensor.view(-1)), group=group, group_peer=peer)
         for peer, tensor in tensors.items()
         if tensor.numel()
     ]
