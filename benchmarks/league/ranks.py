@@ -19,7 +19,7 @@ from typing import IO
 from benchmarks.league.outcome import CRASHED, HUNG, REFUSED, WRONG, Outcome
 
 _START_S = 900.0
-_GRACE_S = 20.0  # for the others, once a rank has failed: a launcher would end them
+_GRACE_S = 4.0  # for the others, once a rank has failed: a launcher would end them
 _ENDING = (REFUSED, CRASHED)
 
 

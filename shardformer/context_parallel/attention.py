@@ -180,14 +180,20 @@ def use_context_attention(model: nn.Module, layers: Iterable[nn.Module], mode: s
         module.context_axis = axis
 
 
-def gather_behind(module: nn.Module, layer: nn.Module, axis: ZigzagSharding) -> None:
-    """Gather whole sequences, [batch, part, hidden] -> [batch, seq, hidden], after `module`, which runs the last layer.
+def gather_behind_reader(reader: nn.Module, axis: ZigzagSharding) -> None:
+    """Gather the hidden states that the reader of the shards returns: [batch, part, hidden] -> [batch, seq, hidden]."""
 
-    Args:
-        module: the last layer, or the module that returns the hidden states behind it.
-        layer: the last layer, whose mask knows how long the sequences are.
-        axis: the ranks that share them.
-    """
+    def gather(_: nn.Module, args: tuple, output: Any) -> Any:
+        if not hasattr(output, "last_hidden_state"):
+            return first_output(output, lambda x: axis.gather(x, axis.latest.length))
+        output.last_hidden_state = axis.gather(output.last_hidden_state, axis.latest.length)
+        return output
+
+    reader.register_forward_hook(gather)
+
+
+def gather_behind_layer(layer: nn.Module, axis: ZigzagSharding) -> None:
+    """Gather [batch, part, hidden] -> [batch, seq, hidden] behind the last layer, whose mask knows its pass."""
     length = 0
 
     def note(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -195,14 +201,8 @@ def gather_behind(module: nn.Module, layer: nn.Module, axis: ZigzagSharding) -> 
         mask = next(value for value in (*args, *kwargs.values()) if isinstance(value, PendingMask))
         length = mask.of(axis).of.length
 
-    def gather(_: nn.Module, args: tuple, output: Any) -> Any:
-        if not hasattr(output, "last_hidden_state"):
-            return first_output(output, lambda x: axis.gather(x, length))
-        output.last_hidden_state = axis.gather(output.last_hidden_state, length)
-        return output
-
     layer.register_forward_pre_hook(note, with_kwargs=True)
-    module.register_forward_hook(gather)
+    layer.register_forward_hook(lambda _, __, output: first_output(output, lambda x: axis.gather(x, length)))
 
 
 def _register(name: str, implementation: str, mode: str) -> None:

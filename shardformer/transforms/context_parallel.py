@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardformer.attention import uses_registry
-from shardformer.context_parallel.attention import RING, gather_behind
+from shardformer.context_parallel.attention import RING, gather_behind_layer, gather_behind_reader
+from shardformer.context_parallel.token_mixers import run_on_whole_sequences, token_mixers
 from shardformer.context_parallel.zigzag import Positions, cut_inputs
 from shardformer.policies.base import Policy
 from shardformer.policies.head_losses import head_loss_of
@@ -37,6 +38,8 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
             f"{asked} cannot share the sequences of {name} over pp_size={num_stages} stages, because its tokens are "
             "embedded outside of the module that reads them; use pp_size=1, or cp_size=1"
         ]
+    if config.sequence is not None and mixers_of_layers(model, policy):
+        return [_shared_twice(model, config)]
     return [] if is_ring else _head_problems(policy, config, "'ring_attn'")
 
 
@@ -50,15 +53,23 @@ def _layer_problems(model: nn.Module, config: ShardConfig) -> Iterator[str]:
     """Yield why parts of sequences inside of layers would compute something else, or not at all."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
     if config.sequence is not None:
-        yield (
-            f"{asked} and enable_sequence_parallelism=True both share the layers of {name}; "
-            "use enable_sequence_parallelism=False, or cp_size=1"
-        )
+        yield _shared_twice(model, config)
     if (head := head_loss_of(model)) is not None and head.routers is not None:
         yield f"{asked} cannot share the sequences of {name}, whose routers see whole ones; use cp_size=1"
     for option in _LAYERS_AT_RANDOM:
         if value := getattr(model.config, option, 0.0):
             yield f"{option}={value} skips layers at random, other ones on each rank of {asked}; use {option}=0.0"
+
+
+def _shared_twice(model: nn.Module, config: ShardConfig) -> str:
+    return (
+        f"cp_size={config.context.size} and enable_sequence_parallelism=True both share the layers of "
+        f"{type(model).__name__}; use enable_sequence_parallelism=False, or cp_size=1"
+    )
+
+
+def _layers(model: nn.Module, policy: Policy) -> nn.ModuleList:
+    return model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))
 
 
 def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[str]:
@@ -104,6 +115,11 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
         yield "whose rotary embedding depends on the length of a sequence"
 
 
+def mixers_of_layers(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    """Return the modules that mix tokens outside of attention, in layers whose sequences ranks share."""
+    return token_mixers(_layers(model, policy))
+
+
 def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
     """Return the innermost module around the layers that takes token ids and position ids.
 
@@ -146,7 +162,10 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     head = head_loss_of(model)
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token
-    layers = model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))
+    layers = _layers(model, policy)
+    run_on_whole_sequences(mixers_of_layers(model, policy), axis)
     if not model.returns_parts and not isinstance(layers[-1], StagePlaceholder):
-        runs_layers = any(child is layers for child in reader.children())
-        gather_behind(reader if runs_layers else layers[-1], layers[-1], axis)
+        if any(child is layers for child in reader.children()):
+            gather_behind_reader(reader, axis)
+        else:
+            gather_behind_layer(layers[-1], axis)

@@ -4,9 +4,9 @@
         [--log FILE] [--ship]
 
 Each head class whose layers have regions, or attention alone, is trained with parts of sequences, and plainly; under
-all but `split_gather`, one with towers of images gets images. `--ship` adds the families of which a class is exact, and
-none is wrong or fails, to the table of the package. The log is that of the census: what is there under a way's layout
-is not trained again.
+all but `split_gather`, one with towers of images gets images. `--ship` adds to the table of the package the families of
+which a class is exact, and none is wrong or fails; where a class with towers got no images, the exact classes. The log
+is that of the census: what is there under a way's layout is not trained again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from zoo_tests.harness.trusted_policy import TRUSTED
 _TABLE = Path(tables.__file__).parent / "divided_sequences.json"
 _LAYOUTS = {"split_gather": "sp2", "cp": "cp2", "all_to_all": "sp2-ulysses", "cp_all_to_all": "cp2-ulysses"}
 _REFUSALS = ("does not tell where its tokens meet", "cannot share the sequences")
+_NOT_TRIED = "it has towers, and no batch for them was made"
 
 
 def main() -> int:
@@ -65,23 +66,26 @@ def main() -> int:
         table = json.loads(_TABLE.read_text(encoding="utf-8"))
         table |= {way: sorted({*table[way], *families_to_ship(found[way])}) for way in ways}
         _TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(", ".join(f"{way}: {len(families)} families" for way, families in table.items()) + "\n")
+        sys.stdout.write(", ".join(f"{way}: {len(names)} families and classes" for way, names in table.items()) + "\n")
     return 0
 
 
 def families_to_ship(found: dict[str, str]) -> set[str]:
     """The families of which a class is exact, and all others are exact or have no layers that can be divided.
 
+    Of a family with a class that was not tried, the exact ones are returned alone, as Family/Class.
+
     Args:
         found: Family/Class -> verdict.
     """
-    good = {name.partition("/")[0] for name, verdict in found.items() if verdict == EXACT}
-    bad = {
-        name.partition("/")[0]
-        for name, verdict in found.items()
-        if verdict != EXACT and not any(each in verdict for each in _REFUSALS)
-    }
-    return good - bad
+    shipped = set()
+    for family in {name.partition("/")[0] for name in found}:
+        verdicts = {name: verdict for name, verdict in found.items() if name.partition("/")[0] == family}
+        exact = {name for name, verdict in verdicts.items() if verdict == EXACT}
+        others = [verdict for name, verdict in verdicts.items() if name not in exact]
+        if all(verdict == _NOT_TRIED or any(each in verdict for each in _REFUSALS) for verdict in others):
+            shipped |= exact if _NOT_TRIED in others else {family} if exact else set()
+    return shipped
 
 
 def _verdict_of(head: HeadClass, way: str) -> str:
@@ -94,7 +98,7 @@ def _verdict_of(head: HeadClass, way: str) -> str:
     if layout != _LAYOUTS["split_gather"]:
         plain = plain_run_with_images(plain, policy)
     if plain is None:
-        return "it has towers, and no batch for them was made"
+        return _NOT_TRIED
     try:
         return sharded_verdict(head, layout, plain, custom_policy=TRUSTED[way](policy.declared))
     except ConfigurationError as error:  # a plan with a function of its own cannot be sent to ranks

@@ -45,6 +45,8 @@ FAST = [
     _case("llama", "cp2tp2", enable_sequence_parallelism=True),
     _case("gpt2", "cp2pp2"),
     _case("olmo2", "cp2tp2", config={"num_hidden_layers": 2}),
+    # Linear attention on whole sequences, whose layers are computed again with the mask of their own micro-batch.
+    _case("qwen3_next", "cp2pp2", head="sequence", gradient_checkpointing="full"),
     # A name of a kernel that is registered twice, and of a kernel of this package.
     _case("llama", "cp2tp2", enable_flash_attention=True),
     # Inside of layers alone: two sequences that meet in cross-attention, and a bias of the whole ones.
@@ -95,6 +97,9 @@ SLOW = [
     _case("glm4", "cp2"),
     _case("mixtral", "cp2"),
     _case("qwen3_moe", "cp2tp2"),
+    _case("qwen3_next", "cp2tp2"),
+    _case("qwen3_next", "cp3", head="token"),
+    _case("qwen3_next", "cp2", ordinary_loop=True, **_EXCHANGE),
     _case("bart", "cp2pp2", **_EXCHANGE),
     _case("bart", "cp2", gradient_checkpointing="full", **_EXCHANGE),
     _case("umt5", "cp2", head="sequence", **_EXCHANGE),
@@ -136,6 +141,12 @@ def test_what_cannot_share_sequences_is_refused(family: str, reason: str, tmp_pa
     sentence = f"cp_size=2 cannot share the sequences of .*{reason}; use sequence_parallelism_mode='all_to_all', or"
     with pytest.raises(RankError, match=sentence):
         check_case(_case(family, "cp2"), tmp_path)
+
+
+def test_slices_of_token_mixers_are_not_shared_once_more(tmp_path: Path) -> None:
+    sentence = "cp_size=2 and enable_sequence_parallelism=True both share the layers of Qwen3NextForCausalLM"
+    with pytest.raises(RankError, match=sentence):
+        check_case(_case("qwen3_next", "cp2tp2", enable_sequence_parallelism=True), tmp_path)
 
 
 def test_windows_are_refused_however_sequences_are_shared(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decoders that are sharded by a plan: Gemma, Phi-3, GLM, OLMo 2 and mixtures of experts; CPM-Ant by one of ours."""
+"""Decoders that are sharded by a plan: Gemma, Phi-3, GLM, OLMo 2, Qwen3-Next, experts; CPM-Ant by one of ours."""
 
 from __future__ import annotations
 
@@ -51,6 +51,20 @@ GLM4 = _plan_driven("Glm4", head_dim=16)
 OLMO2 = _rounding(_plan_driven("Olmo2"))
 MIXTRAL = _rounding(_plan_driven("Mixtral", **_EXPERTS))
 QWEN3_MOE = _rounding(_plan_driven("Qwen3Moe", head_dim=16, **_EXPERTS))
+# Linear attention in the last layer, too, which has no mask that knows how long the sequences are.
+QWEN3_NEXT = _rounding(
+    _plan_driven(
+        "Qwen3Next",
+        head_dim=16,
+        full_attention_interval=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        shared_expert_intermediate_size=24,
+        **_EXPERTS,
+    )
+)
 # Position biases of all layers, embeddings that are registered after the layers, a vocabulary with rows for prompts.
 CPM_ANT = Family(
     config_class="CpmAntConfig",
@@ -84,5 +98,6 @@ FAMILIES = {
     "olmo2": OLMO2,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "cpmant": CPM_ANT,
 }

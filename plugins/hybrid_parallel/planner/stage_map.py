@@ -21,7 +21,7 @@ from shardformer.peft import adapters_aside, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import ModelSharder
 from shardformer.stages.stage import StagePartitioner
-from shardformer.transforms.context_parallel import reason_against_sharing
+from shardformer.transforms.context_parallel import mixers_of_layers, reason_against_sharing
 from shardformer.utils.parameter_names import alias_groups
 
 
@@ -89,8 +89,12 @@ class ModelMap:
 
     @cached_property
     def shares_sequences(self) -> bool:
-        """Whether context-parallel ranks can share the sequences of the model."""
-        return self.policy is not None and reason_against_sharing(self.model, self.policy) is None
+        """Whether context-parallel ranks can share the sequences of the model, and with them the costs of its layers.
+
+        Each rank runs token mixers over whole sequences, whose costs and activations stay as they are.
+        """
+        is_shared = self.policy is not None and reason_against_sharing(self.model, self.policy) is None
+        return is_shared and not mixers_of_layers(self.model, self.policy)
 
     @cached_property
     def lists(self) -> list[LayerList]:

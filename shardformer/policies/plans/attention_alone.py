@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from shardformer.attention.sinks import PARAMETER
+from shardformer.context_parallel.token_mixers import token_mixers
 from shardformer.policies.feature_counts import attends
 
 
 def attention_alone_mixes(layers: Iterable[nn.Module]) -> bool:
     """Return whether attention alone mixes tokens in these layers, judged by their modules; False if there are none."""
     layers = list(layers)
-    attentions = [[module for module in layer.modules() if attends(module)] for layer in layers]
-    others = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
+    is_everywhere = all(any(map(attends, layer.modules())) for layer in layers)
+    return bool(layers) and is_everywhere and not _other_mixers(layers, known=[])
+
+
+def attention_and_mixers_mix(layers: Iterable[nn.Module]) -> bool:
+    """Return whether attention and `token_mixers` alone mix tokens in the layers of a hybrid model."""
+    layers = list(layers)
+    mixers = token_mixers(layers)
+    attentions = [module for layer in layers for module in layer.modules() if attends(module)]
+    return bool(mixers and attentions) and not _other_mixers(layers, mixers)
+
+
+def _other_mixers(layers: Sequence[nn.Module], known: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return what may mix tokens outside of attention and of the `known` modules."""
+    inside = {each for module in known for each in module.modules()}
+    modules = [each for layer in layers for each in layer.modules() if each not in inside]
+    attentions = [each for each in modules if attends(each)]
     # A nested module inside attention may select tokens by itself (an indexer).
-    parts = [child for found in attentions for module in found for child in module.children()]
-    others += [part for part in parts if any(True for child in part.children() for _ in child.parameters())]
-    own = {name for found in attentions for module in found for name in module._parameters}
-    return bool(layers) and all(attentions) and not others and own <= {PARAMETER}
+    parts = [child for module in attentions for child in module.children()]
+    selecting = [part for part in parts if any(True for child in part.children() for _ in child.parameters())]
+    owners = [module for module in attentions if not module._parameters.keys() <= {PARAMETER}]
+    return [*(each for each in modules if isinstance(each, nn.Conv1d)), *selecting, *owners]
 
 
 def attention_outside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:

@@ -258,13 +258,14 @@ def proposed_plan_of(cls: type) -> DeclaredPlan | None:
 
 
 @cache
-def _divided_families() -> dict[str, frozenset[str]]:
+def _seen_to_divide() -> dict[str, frozenset[str]]:
+    """Way -> families, and classes of others as family/Class."""
     table = Path(__file__).parent / "tables" / "divided_sequences.json"
-    return {way: frozenset(families) for way, families in json.loads(table.read_text(encoding="utf-8")).items()}
+    return {way: frozenset(names) for way, names in json.loads(table.read_text(encoding="utf-8")).items()}
 
 
 def divides_sequences(cls: type, way: str) -> bool:
-    """Return whether the class's family was seen to train right where ranks have parts of sequences.
+    """Return whether the class, or its family, was seen to train right where ranks have parts of sequences.
 
     `python -m zoo_tests.campaigns.divided_sequences --ship` writes the table.
 
@@ -272,7 +273,8 @@ def divides_sequences(cls: type, way: str) -> bool:
         way: `split_gather`, slices between the regions of its plan; `cp`, ranks that share sequences; or `all_to_all`
             and `cp_all_to_all`, parts of sequences inside of its lists of layers that are exchanged for heads.
     """
-    return _family_of(cls) in _divided_families()[way]
+    family = _family_of(cls)
+    return not {family, f"{family}/{cls.__name__}"}.isdisjoint(_seen_to_divide()[way])
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:

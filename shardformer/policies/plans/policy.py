@@ -28,6 +28,7 @@ from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attenti
 from shardformer.policies.module_edits import shard_weights_of_heads
 from shardformer.policies.plans.attention_alone import (
     attention_alone_mixes,
+    attention_and_mixers_mix,
     attention_outside,
     towers_share_configs,
 )
@@ -179,9 +180,9 @@ class PlanPolicy(Policy):
         if self.tokens_mix_only_in_attention():
             return True
         lists = self._layer_lists()
-        if len(lists) != 1 or not self.was_seen("cp"):
+        if len(lists) != 1 or not self.was_seen("cp") or towers_share_configs(self.model, lists[0]):
             return False
-        return attention_alone_mixes(lists[0]) and not towers_share_configs(self.model, lists[0])
+        return attention_alone_mixes(lists[0]) or attention_and_mixers_mix(lists[0])
 
     def was_seen(self, way: str) -> bool:
         """Return whether the family was seen to train right with parts of sequences, see `divides_sequences`."""
