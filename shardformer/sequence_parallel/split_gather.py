@@ -30,6 +30,7 @@ from shardformer.distributed.collectives import (
 from shardformer.shard_spec import pad_to_multiple
 
 SEQ_DIM = 1  # tensors are [batch, seq, hidden]
+_OF_TOKENS = ("per_layer_input",)  # what layers read for each token besides the hidden states: in Gemma 4
 # Queries that tokens which have not arrived yet can answer.
 _OF_SHAPE = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device"))}
 
@@ -225,6 +226,22 @@ def _outputs_of_tokens(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return isinstance(x, Tensor) and x.dim() == first.dim() and x.shape[:2] == first.shape[:2]
 
     return tuple(change(each) if is_of_tokens(each) else each for each in output)
+
+
+def slice_other_tokens(layer: nn.Module, region: SequenceParallel) -> None:
+    """Let `layer` see its slice of what it reads for each token, [batch, seq, ...], besides the hidden states."""
+    signature = inspect.signature(layer.forward)
+    names = [name for name in _OF_TOKENS if name in signature.parameters]
+
+    def narrow(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        bound = signature.bind(*args, **kwargs)
+        for name in names:
+            if bound.arguments.get(name) is not None:
+                bound.arguments[name] = region.enter(bound.arguments[name])
+        return bound.args, bound.kwargs
+
+    if names:
+        layer.register_forward_pre_hook(narrow, with_kwargs=True)
 
 
 def slice_positions(layer: nn.Module, region: SequenceParallel) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from shardformer.sequence_parallel.blocked import BlockedSequence, return_whole_states, use_parameters_by_block
-from shardformer.sequence_parallel.split_gather import SequenceParallel, slice_positions, wrap_layers
+from shardformer.sequence_parallel.split_gather import SequenceParallel, slice_other_tokens, slice_positions, wrap_layers
 
 
 def divide_layers(
@@ -25,6 +25,8 @@ def divide_layers(
         if getattr(layers[0], "sees_whole_sequences", False):
             continue
         wrap_layers(layers, region)
+        for layer in layers:
+            slice_other_tokens(layer, region)
         for layer in layers if by_exchange else ():
             slice_positions(layer, region)
         if isinstance(region, BlockedSequence):

@@ -33,7 +33,7 @@ from zoo_tests.harness.trusted_policy import TRUSTED
 
 _TABLE = Path(tables.__file__).parent / "divided_sequences.json"
 _LAYOUTS = {"split_gather": "sp2", "cp": "cp2", "all_to_all": "sp2-ulysses", "cp_all_to_all": "cp2-ulysses"}
-_REFUSALS = ("does not tell where its tokens meet", "cannot share the sequences")
+_REFUSALS = ("does not tell where its tokens meet", "cannot share the sequences", ConfigurationError.__name__)
 _NOT_TRIED = "it has towers, and no batch for them was made"
 
 

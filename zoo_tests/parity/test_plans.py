@@ -94,6 +94,7 @@ _KINDS = {
             "Speech2TextForConditionalGeneration": "a decoder over other states, and linears of the layer itself",
             "DetrForObjectDetection": "a list of convolutions, which see whole sequences",
             "Qwen2AudioForConditionalGeneration": "a tower beside the layers",
+            "Gemma4ForCausalLM": "layers that read another input for each token",
         },
     ),
     "cp": (
