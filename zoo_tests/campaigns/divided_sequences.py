@@ -29,6 +29,7 @@ from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verd
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, read_log
 from zoo_tests.harness.image_twin import has_towers, image_twin_of
 from zoo_tests.harness.ranks import stop_pools
+from zoo_tests.harness.sound_twin import sound_twin_of
 from zoo_tests.harness.trusted_policy import TRUSTED
 
 _TABLE = Path(tables.__file__).parent / "divided_sequences.json"
@@ -106,12 +107,12 @@ def _verdict_of(head: HeadClass, way: str) -> str:
 
 
 def plain_run_with_images(plain: PlainRun, policy: PlanPolicy) -> PlainRun | None:
-    """Plain training with images, if the model has towers; None if no batch for them was made."""
+    """Plain training with images or sounds, if the model has towers; None if no batch for them was made."""
     model = plain.case.tiny_model.build()
     policy.set_model(model)
     if policy.stages is None or not has_towers(model, [layout.layers for layout in policy.stages.chain]):
         return plain
-    twin = image_twin_of(plain.case.tiny_model)
+    twin = image_twin_of(plain.case.tiny_model) or sound_twin_of(plain.case.tiny_model)
     if twin is None:
         return None
     case = replace(plain.case, tiny_model=twin)

@@ -2,39 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import inspect
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 
 _TOKEN, _TEXT = 97, 8  # in the vocabulary of tiny models; tokens of text behind those of a sound
+_NAMES = ("audio_token_id", "audio_token_index")
+_BINS = ("num_mel_bins", "n_mels", "input_dim", "input_size")
+_MOST_TOKENS = 34
+_FRAMES = 32  # of a sound, where the configuration does not say
+_MASKS = ("input_features_mask", "feature_attention_mask")
 
 
 @dataclass(frozen=True)
 class SoundTwin(TinyModel):
-    """A tiny model each of whose samples begins with a sound, as Voxtral takes it."""
+    """A tiny model each of whose samples begins with a sound.
+
+    Attributes:
+        bins_first: whether a sound is [bins, frames] or [frames, bins].
+        tokens: that a sound becomes.
+    """
+
+    bins_first: bool = True
+    tokens: int = 1
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step; samples have different lengths."""
         generator = torch.Generator().manual_seed(77 + step)
-        tower = model.config.audio_config
-        sounds = torch.rand(rows, tower.num_mel_bins, 2 * tower.max_source_positions, generator=generator)
-        sounds = self._cast(sounds)
-        with torch.no_grad():
-            count = model.get_audio_features(sounds).pooler_output.shape[:-1].numel() // rows
+        sounds, count = self._sounds(model, rows, generator), self.tokens
         ids = torch.randint(0, _TOKEN - 10, (rows, count + _TEXT), generator=generator)
         mask = torch.arange(count + _TEXT) < count + _TEXT - torch.arange(rows)[:, None] % 4
         ids[:, :count] = _TOKEN
         labels = ids.masked_fill(~mask | (ids == _TOKEN), -100)
-        return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels, "input_features": sounds}
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels, **sounds}
+
+    def _sounds(self, model: nn.Module, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+        tower = model.config.audio_config if hasattr(model.config, "audio_config") else model.config.encoder_config
+        bins = next(getattr(tower, name) for name in _BINS if hasattr(tower, name))
+        frames = frames_of(tower)
+        shape = (bins, frames) if self.bins_first else (frames, bins)
+        sounds = {"input_features": self._cast(torch.rand(rows, *shape, generator=generator))}
+        masks = [name for name in _MASKS if name in inspect.signature(model.forward).parameters]
+        return sounds | {name: torch.ones(rows, frames, dtype=torch.long) for name in masks}
 
 
-def sound_twin_of(twin: TinyModel) -> SoundTwin:
-    """The twin with sounds; a model of Voxtral's form."""
+def sound_twin_of(twin: TinyModel) -> SoundTwin | None:
+    """The twin with sounds in the form in which they reach the loss; None if there is none."""
     config = type(twin.config).from_dict(twin.config.to_dict())
-    config.audio_token_id = _TOKEN
-    config.audio_config.intermediate_size = 4 * config.audio_config.hidden_size  # four frames become a token
-    return SoundTwin(**{each.name: getattr(twin, each.name) for each in fields(TinyModel)} | {"config": config})
+    for name in _NAMES:
+        if hasattr(config, name):
+            setattr(config, name, _TOKEN)
+    if hasattr(getattr(config, "audio_config", None), "intermediate_size"):
+        config.audio_config.intermediate_size = 4 * config.audio_config.hidden_size  # four frames become a token
+    given = {each.name: getattr(twin, each.name) for each in fields(TinyModel)} | {"config": config}
+    for bins_first in (True, False):
+        found = SoundTwin(**given, bins_first=bins_first)
+        model = found.build()
+        for tokens in range(1, _MOST_TOKENS):
+            counted = replace(found, tokens=tokens)
+            try:
+                model(**counted.batch(model, 0, 2)).loss.backward()
+            except Exception:  # forwards raise arbitrary exception types
+                continue
+            if any(parameter.grad is not None and parameter.grad.any() for parameter in _of_projections(model)):
+                return counted
+    return None
+
+
+def frames_of(tower: Any) -> int:
+    """Number of frames of a sound: as many as a tower with a table of positions has, or one of its windows."""
+    if hasattr(tower, "n_window"):
+        return 2 * tower.n_window
+    return 2 * getattr(tower, "max_source_positions", _FRAMES // 2)
+
+
+def _of_projections(model: nn.Module) -> list[nn.Parameter]:
+    names = ("projector", "projection", "audio", "adaptor")
+    towers = [module for name, module in model.named_modules() if any(each in name.split(".")[-1] for each in names)]
+    return [parameter for tower in towers for parameter in tower.parameters()]
