@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from torch import nn
 
 from shardformer.sequence_parallel.blocked import BlockedSequence, return_whole_states, use_parameters_by_block
-from shardformer.sequence_parallel.split_gather import SequenceParallel, slice_other_tokens, slice_positions, wrap_layers
+from shardformer.sequence_parallel.split_gather import (
+    SequenceParallel,
+    slice_other_tokens,
+    slice_positions,
+    wrap_layers,
+)
 
 
 def divide_layers(
