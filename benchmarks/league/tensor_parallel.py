@@ -38,6 +38,9 @@ class TransformersPlan(Library):
             model = type(whole).from_pretrained(folder, distributed_config=plan, dtype=next(whole.parameters()).dtype)
             dist.barrier()
         _same_weights(model, whole)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):  # switched off in the whole one, where no field of a configuration does it
+                module.p = 0.0
         return model.train()
 
     def why_no_stages(self) -> str:
