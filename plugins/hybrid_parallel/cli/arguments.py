@@ -19,12 +19,13 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     """Add the options for the mesh sizes and for expert, sequence and pipeline parallelism."""
     add_sizes(parser)
     parser.add_argument("--ep", type=count, default=1, help="of the data-parallel ranks, those that share experts (1)")
+    parser.add_argument("--cp", type=count, default=1, help="ranks that share each sequence, as by ring attention (1)")
     parser.add_argument(
         "--sp",
         nargs="?",
         const="split_gather",
         choices=["split_gather", "all_to_all"],
-        help="cut activations along the sequence (split_gather)",
+        help="cut activations along the sequence (split_gather), or let the --cp ranks exchange heads (all_to_all)",
     )
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="of the pipeline (1f1b)")
     parser.add_argument("--chunks", type=count, help="stages a rank holds, where the schedule lets one choose (2)")
@@ -42,8 +43,11 @@ def layout_options(options: argparse.Namespace) -> dict[str, Any]:
         "num_model_chunks": options.chunks,
         "num_microbatches": options.microbatches,
     }
+    if options.cp > 1:
+        chosen["cp_size"] = options.cp
     if options.sp is not None:
-        chosen |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": options.sp}
+        exchanges = options.cp > 1 and options.sp == "all_to_all"
+        chosen |= {"enable_sequence_parallelism": not exchanges, "sequence_parallelism_mode": options.sp}
     return chosen
 
 

@@ -66,7 +66,7 @@ def verify(
     """
     layout = HybridParallelConfig.from_options(**options)
     parallel, pipeline = layout.parallel, layout.pipeline
-    world_size = parallel.tp_size * parallel.pp_size * (parallel.dp_size or 1)
+    world_size = parallel.tp_size * parallel.pp_size * parallel.cp_size * (parallel.dp_size or 1)
     refuse_without_loss(model_class, criterion)
     refuse_what_cannot_be_cut(config, model_class, layout, world_size)
     num_stages = parallel.pp_size * layout.chunks_per_rank

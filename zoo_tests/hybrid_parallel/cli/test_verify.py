@@ -51,7 +51,7 @@ def _directory(path: Path, config_class: str, model_class: str | None, **fields:
     [
         ("LlamaConfig", "LlamaForCausalLM", _LLAMA, ("--tp", "2", "--pp", "2", "--schedule", "zbv"), "fp64"),
         ("BertConfig", "BertForSequenceClassification", {}, ("--tp", "2", "--sp"), "fp64"),
-        ("T5Config", "T5ForConditionalGeneration", {}, ("--pp", "2"), "fp64"),
+        ("T5Config", "T5ForConditionalGeneration", {}, ("--cp", "2", "--sp", "all_to_all"), "fp64"),
         ("MixtralConfig", "MixtralForCausalLM", {}, ("--tp", "2"), "fp32"),
         pytest.param("MixtralConfig", "MixtralForCausalLM", {}, ("--ep", "2"), "fp32", marks=pytest.mark.slow),
         pytest.param(
