@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.attention import log_once
+from shardformer.attention.packed_mixers import keep_documents_apart
 from shardformer.context_parallel.inside_layers import LayerSequence
 from shardformer.distributed.blocks import blocks_of
 from shardformer.expert_parallel.experts import check_experts, shard_experts
@@ -25,10 +26,15 @@ from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder
 from shardformer.transforms.attention_kernels import route_attention
-from shardformer.transforms.context_parallel import context_problems, reason_against_sharing, share_sequences
+from shardformer.transforms.context_parallel import (
+    context_problems,
+    reason_against_sharing,
+    share_sequences,
+)
 from shardformer.transforms.layout_checks import exchange_problems, router_problems
 from shardformer.transforms.norm_fusion import fuse_norms
 from shardformer.transforms.operator_fusion import fuse_operators
+from shardformer.transforms.packed_mixers import can_run_by_document
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.transforms.sequence_regions import divide_layers
 from shardformer.utils.customizations import carry_over
@@ -80,6 +86,7 @@ class ModelSharder:
         shared = self._names_on_several_stages(groups)
         shares = self.config.context is not None and self._layer_sequence is None
         positions = self.policy.position_counter() if shares else None
+        has_mixers = can_run_by_document(self.model, self.policy)
         if self._cut is not None:
             self._cut.apply()
             self._tell_blocks()
@@ -91,6 +98,8 @@ class ModelSharder:
         if self._layer_sequence is not None:
             divide_layers(self.model, self._held_layers(), self._layer_sequence, by_exchange=True)
             self.model.sequence_is_cut = True
+        if has_mixers:
+            keep_documents_apart(self.model, [layer for held in self._held_layers() for layer in held])
         shard_experts(self.model, self.config)
         retie(self.model, tied)
         self._annotate_the_rest()

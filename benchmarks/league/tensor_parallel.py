@@ -39,7 +39,7 @@ class TransformersPlan(Library):
             dist.barrier()
         _same_weights(model, whole)
         for module in model.modules():
-            if isinstance(module, nn.Dropout):  # switched off in the whole one, where no field of a configuration does it
+            if isinstance(module, nn.Dropout):  # as in the whole one: some have no field of a configuration
                 module.p = 0.0
         return model.train()
 

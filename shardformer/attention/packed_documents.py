@@ -66,11 +66,17 @@ def runs_flash(model: nn.Module) -> bool:
     return any("flash" in name for name in names if isinstance(name, str))
 
 
+def runs_mixers_on_documents(model: nn.Module) -> bool:
+    """Return whether what mixes tokens outside of attention runs over one document at a time, see `packed_mixers`."""
+    return getattr(model, "mixers_run_by_document", False)
+
+
 def reason_not_kept_apart(model: nn.Module) -> str:
     """Return why a transformers model lets packed documents see each other, as it is; empty if it keeps them apart."""
     config = getattr(model, "config", None)
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS
-    if kinds or any(isinstance(each, nn.Conv1d | nn.RNNBase) for each in model.modules()):
+    mixes = kinds or any(isinstance(each, nn.Conv1d | nn.RNNBase) for each in model.modules())
+    if mixes and not runs_mixers_on_documents(model):
         return "mixes tokens outside of attention"
     if runs_flash(model):
         return ""

@@ -16,18 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardformer.attention.token_mixers import TOKENS
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.collectives import pad_dim
 from shardformer.sequence_parallel.split_gather import first_output
 
-_TOKENS, _MASK = "hidden_states", "attention_mask"
-
-
-def token_mixers(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules of these layers that mix tokens by a convolution of their own, and read `hidden_states`."""
-    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    convolve = [each for each in modules if any(isinstance(child, nn.Conv1d) for child in each.children())]
-    return [each for each in convolve if _TOKENS in inspect.signature(each.forward).parameters]
+_MASK = "attention_mask"
 
 
 def run_on_whole_sequences(mixers: Iterable[nn.Module], axis: ZigzagSharding) -> None:
@@ -45,8 +39,8 @@ def _run_whole(mixer: nn.Module, axis: ZigzagSharding, whole_masks: WeakIdKeyDic
     def gather(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         bound = signature.bind_partial(*args, **kwargs)
         given = bound.arguments
-        part = given[_TOKENS]
-        given[_TOKENS] = axis.gather(part, part.shape[1] * axis.size)
+        part = given[TOKENS]
+        given[TOKENS] = axis.gather(part, part.shape[1] * axis.size)
         if isinstance(given.get(_MASK), Tensor):
             given[_MASK] = _whole_mask(given[_MASK])
         return bound.args, bound.kwargs

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardformer.attention import uses_registry
+from shardformer.attention.token_mixers import token_mixers
 from shardformer.context_parallel.attention import RING, gather_behind_layer, gather_behind_reader
-from shardformer.context_parallel.token_mixers import run_on_whole_sequences, token_mixers
+from shardformer.context_parallel.token_mixers import run_on_whole_sequences
 from shardformer.context_parallel.zigzag import Positions, cut_inputs
 from shardformer.policies.base import Policy
 from shardformer.policies.head_losses import head_loss_of
@@ -68,7 +69,8 @@ def _shared_twice(model: nn.Module, config: ShardConfig) -> str:
     )
 
 
-def _layers(model: nn.Module, policy: Policy) -> nn.ModuleList:
+def layers_of(model: nn.Module, policy: Policy) -> nn.ModuleList:
+    """Return the list of layers whose sequences ranks share."""
     return model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))
 
 
@@ -117,7 +119,7 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
 
 def mixers_of_layers(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules that mix tokens outside of attention, in layers whose sequences ranks share."""
-    return token_mixers(_layers(model, policy))
+    return token_mixers(layers_of(model, policy))
 
 
 def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
@@ -162,7 +164,7 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     head = head_loss_of(model)
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token
-    layers = _layers(model, policy)
+    layers = layers_of(model, policy)
     run_on_whole_sequences(mixers_of_layers(model, policy), axis)
     if not model.returns_parts and not isinstance(layers[-1], StagePlaceholder):
         if any(child is layers for child in reader.children()):

@@ -103,6 +103,19 @@ def test_documents_train_as_they_do_one_by_one(layout: str) -> None:
         _check("GPT2", layout, seed, packing, loop)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("dp1", "tp2 split_gather", "cp2 ring_attn", "ep2")),
+    ],
+)
+def test_token_mixers_run_over_documents(layout: str) -> None:
+    """Linear attention and its convolution carry nothing from a document to the next one."""
+    for seed, (packing, loop) in enumerate((("positions", "step"), ("rows", "loop"))):
+        _check("Qwen3Next", layout, seed, packing, loop)
+
+
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate))
 @given(
@@ -119,7 +132,8 @@ def test_any_documents_in_any_packing_and_layout(family: str, layout: str, seed:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2pp2", "cp2pp2", "dp2pp2"])
 def test_documents_train_so_on_four_ranks(layout: str) -> None:
-    for seed, (family, packing, loop) in enumerate((("GPT2", "both", "step"), ("Llama", "borders", "loop"))):
+    cases = (("GPT2", "both", "step"), ("Llama", "borders", "loop"), ("Qwen3Next", "borders", "step"))
+    for seed, (family, packing, loop) in enumerate(cases):
         _check(family, layout, seed, packing, loop, ranks=4)
 
 

@@ -19,7 +19,9 @@ from shardformer.attention.packed_documents import (
     may_be_packed,
     reason_not_kept_apart,
     runs_flash,
+    runs_mixers_on_documents,
 )
+from shardformer.attention.packed_mixers import ARGUMENT, document_lengths
 from shardformer.context_parallel.batch_facts import restarts
 from shardformer.peft import model_inside, prompt_config
 
@@ -128,6 +130,8 @@ class ForwardOptions:
             )
         if self._runs_flash and self._takes_more:
             found |= flash_arguments(given["position_ids"], num_rows(given))
+        if runs_mixers_on_documents(self.inside):
+            found[ARGUMENT] = document_lengths(given["position_ids"], num_rows(given))
         return found
 
     @property

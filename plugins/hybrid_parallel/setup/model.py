@@ -68,6 +68,7 @@ from shardformer.policies.registry import needs_policy_in_16_bit
 from shardformer.policies.user.tp_info import TPInfoPolicy
 from shardformer.quantised import is_quantised, keep_format
 from shardformer.shardformer import as_policy
+from shardformer.transforms.packed_mixers import separate_documents
 from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing
 
 _logger = get_logger(__name__)
@@ -324,6 +325,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     dtype = DTYPES.get(config.mixed_precision.precision)
     needs_policy = sharding.custom_policy is not None or (dtype is not None and needs_policy_in_16_bit(model))
     if is_whole and not deals_out and not needs_policy and not any(changes_layers):
+        separate_documents(model_inside(model))
         return []  # nothing to shard: any kind of model works
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), parallel.pp_size, config.chunks_per_rank)
     num_stages = parallel.pp_size * config.chunks_per_rank

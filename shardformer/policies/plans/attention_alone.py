@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from shardformer.attention.sinks import PARAMETER
-from shardformer.context_parallel.token_mixers import token_mixers
+from shardformer.attention.token_mixers import token_mixers
 from shardformer.policies.feature_counts import attends
 
 
