@@ -14,16 +14,19 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
+from shardformer.attention.packed_documents import document_starts
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.loss.routers import router_loss_of
 from zoo_tests.campaigns.census.classes import HeadClass
@@ -91,8 +94,9 @@ Written by `python -m zoo_tests.campaigns.hot_families --output docs/results/rec
 
 Tiny models of families of the last twelve months, trained on two ranks and plainly, in fp32: every loss and gradient is
 compared. *plain*: as it is. *lora*: adapters of peft on the linear layers of attention. *packed*: several documents in
-a row. *router*: with the loss of the routers, at a large coefficient. sp2: `tp_size=2` with sequence parallelism.
-cp2: `cp_size=2` by ring attention. ep2: experts shared by two ranks. An empty cell: the model has no experts.
+a row, compared with plain training on the documents in rows of their own. *router*: with the loss of the routers, at a
+large coefficient. sp2: `tp_size=2` with sequence parallelism. cp2: `cp_size=2` by ring attention. ep2: experts shared
+by two ranks. An empty cell: the model has no experts.
 """
 FEATURES = ("plain", "lora", "packed", "router")
 
@@ -104,10 +108,12 @@ class Subject:
     Attributes:
         family: a key of `FAMILIES`.
         feature: "plain"; "lora" on linear layers of attention; "packed" documents in one row; "router" losses.
+        by_document: whether packed documents have rows of their own, as plain transformers sees them.
     """
 
     family: str
     feature: str
+    by_document: bool = False
 
     @property
     def name(self) -> str:
@@ -133,7 +139,10 @@ class Subject:
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Tensor]:
         """Make the global batch of a step."""
         batch = self.twin_of.batch(model.get_base_model() if self.feature == "lora" else model, step, rows)
-        return _packed(batch["input_ids"], rows, step) if self.feature == "packed" else batch
+        if self.feature != "packed":
+            return batch
+        packed = _packed(batch["input_ids"], rows, step)
+        return _unpacked(packed) if self.by_document else packed
 
     def is_meaningful(self) -> bool:
         """Whether the model has what the feature needs."""
@@ -149,7 +158,7 @@ class Subject:
 def judge(subject: Subject, layouts: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the verdict under each layout: "exact", or what differs, or why it is refused."""
     try:
-        plain = train_reference(VerifyCase(subject, _ROWS, _STEPS, {}))
+        plain = train_reference(VerifyCase(replace(subject, by_document=True), _ROWS, _STEPS, {}))
     except Exception as error:  # plain training may fail in its own way
         yield _PLAIN, f"{type(error).__name__}: {' '.join(str(error).split())}"
         return
@@ -191,6 +200,18 @@ def _packed(ids: Tensor, rows: int, step: int) -> dict[str, Tensor]:
             positions[row, border:] -= int(positions[row, border])
             labels[row, border] = -100
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def _unpacked(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch whose rows are the documents of a packed one, with padding behind them."""
+    starts = document_starts(batch["position_ids"]).flatten().nonzero()[:, 0].tolist()
+    lengths = [end - start for start, end in pairwise([*starts, batch["input_ids"].numel()])]
+    ids, labels = (
+        pad_sequence(batch[name].flatten().split(lengths), batch_first=True, padding_value=fill)
+        for name, fill in (("input_ids", 1), ("labels", -100))
+    )
+    mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
 
 
 def page(found: Mapping[str, Mapping[str, str]], layouts: Sequence[str]) -> str:

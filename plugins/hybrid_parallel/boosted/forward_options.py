@@ -131,6 +131,7 @@ class ForwardOptions:
         if self._runs_flash and self._takes_more:
             found |= flash_arguments(given["position_ids"], num_rows(given))
         if runs_mixers_on_documents(self.inside):
+            log_once(name, "runs its token mixers over each document, where transformers carries it into the next one")
             found[ARGUMENT] = document_lengths(given["position_ids"], num_rows(given))
         return found
 
