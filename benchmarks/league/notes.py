@@ -30,7 +30,45 @@ SETTINGS = {
     "count as replicated next to DTensors.",
 }
 # (system, layout, class), regular expressions -> why; the first that fits.
+_ROUNDING = (
+    "This gradient is zero but for rounding, which a norm or a softmax behind it makes so, and two roundings differ by "
+    "1e-7; in fp64 all gradients agree."
+)
+_NOT_ADDED_UP = (
+    "A parameter that each rank uses for its own heads or features is whole on every rank, and its gradients, each of "
+    "a part, are not added up."
+)
+_ONE_PIECE = (
+    "`gate_up_proj`, which holds gates and the other half one behind the other, is cut as one piece, so that a rank "
+    "has gates alone."
+)
 _NOTES: list[tuple[str, str, str, str]] = [
+    ("ours", "tp2", "MobileViTForImageClassification", _ROUNDING),
+    ("ours", "tp2pp2", "RoCBertForQuestionAnswering", _ROUNDING),
+    ("transformers tp_plan", "tp2", "Inkling2For.*", _ONE_PIECE),
+    ("transformers tp_plan", "tp2", "ApertusFor.*|Qwen3OmniMoeThinkerForConditionalGeneration", _NOT_ADDED_UP),
+    ("DeepSpeed AutoTP", "tp2", "(Apertus|Bros|BrosSpadeEL|Molmo2|Sapiens2|SpeechT5)For.*", _NOT_ADDED_UP),
+    (
+        "DeepSpeed AutoTP",
+        "tp2",
+        "(Fuyu|Persimmon)For.*",
+        "It cuts `query_key_value` as three blocks one behind the other, its form for a `DecoderLayer`; the class "
+        "holds the query, key and value of a head next to each other.",
+    ),
+    (
+        "torch pipelining.*",
+        "pp2",
+        "(Bert|MegatronBert|NeoMME|Roberta|Xmod)ForMaskedLM|LxmertForPreTraining|GPT2LMHeadModel"
+        "|(BigBird|Cohere2?|CohereCompass|Gemma2|GPTNeo|GPTNeoXJapanese|Kosmos2Text|ModernBertDecoder|Pegasus"
+        "|VaultGemma|Zaya)ForCausalLM|HyperCLOVAXVisionV2ForConditionalGeneration",
+        "Embedding and head share a weight; each stage has a copy of it, and their gradients are not added up.",
+    ),
+    (
+        "torch pipelining",
+        "pp2",
+        "MobileViTForSemanticSegmentation",
+        "Batch norm takes its statistics of each micro-batch, in plain training of the batch.",
+    ),
     (
         "transformers tp_plan|torch parallelize_module|DeepSpeed AutoTP",
         "tp2",
@@ -67,10 +105,12 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "(Canary|MT5)ForConditionalGeneration",
         "A traced stage returns a tensor that is not contiguous, and the schedule sends it as it is.",
     ),
+    ("NeMo Automodel", "(tp2)?pp2|tp2", "Glm4?For.*", _ONE_PIECE),
+    ("NeMo Automodel", "tp2", "ApertusFor.*", _NOT_ADDED_UP),
     (
         "NeMo Automodel",
-        "tp2",
-        "Qwen3MoeForCausalLM|Qwen3OmniMoeTalkerForConditionalGeneration",
+        "tp2(pp2)?",
+        "(Dots1|Mellum|Qwen3Moe|Qwen3Next|Qwen3_5Moe|Qwen3OmniMoeTalker|Qwen3OmniMoeThinker)For.*",
         "It has no plan for the class, warns, and applies its default one, which lacks `q_norm` and `k_norm`: they see "
         "half of the heads on each rank, and their gradients are averaged instead of summed. Qwen3 has a plan, and is "
         "exact.",
@@ -91,14 +131,14 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "NeMo Automodel",
         "(tp2)?pp2",
-        "AfmoeForCausalLM|DogeForCausalLM",
+        "(Afmoe|Doge|ExaoneMoe|GraniteMoeSWA|Mixtral|Phi3|Phimoe)ForCausalLM",
         "Its stages run a forward of its own, of Llama's form, which takes the full causal mask where the class takes "
         "that of a window. In one process without a pipeline, that forward has other logits, too.",
     ),
     (
         "NeMo Automodel",
         "(tp2)?pp2",
-        "(CodeGen|FalconMamba|GPTNeo|Inkling|Mamba2|MiMoV2Flash|OlmoHybrid|RoFormer|xLSTM)ForCausalLM",
+        "(CodeGen|FalconMamba|GPTNeo|Persimmon|Inkling|Mamba2|MiMoV2Flash|OlmoHybrid|RoFormer|xLSTM)ForCausalLM",
         "Its stages run a forward of its own, of Llama's form, which does not fit the class; in one process, too.",
     ),
 ]
