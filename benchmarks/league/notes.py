@@ -43,7 +43,7 @@ _ONE_PIECE = (
     "has gates alone."
 )
 _NOTES: list[tuple[str, str, str, str]] = [
-    ("ours", "tp2", "MobileViTForImageClassification", _ROUNDING),
+    ("ours", "tp2(pp2)?", "MobileViTForImageClassification", _ROUNDING),
     ("ours", "tp2pp2", "RoCBertForQuestionAnswering", _ROUNDING),
     ("transformers tp_plan", "tp2", "Inkling2For.*", _ONE_PIECE),
     ("transformers tp_plan", "tp2", "ApertusFor.*|Qwen3OmniMoeThinkerForConditionalGeneration", _NOT_ADDED_UP),
