@@ -101,7 +101,6 @@ class Trials:
                 kind, text = "void", f"plain training in fp64 differs from that in fp32 by as much; here {text}"
         return Outcome(kind, text, time.monotonic() - start)
 
-
     def _amplifies_rounding(self, case: Case, expected: Records) -> bool:
         """Return whether plain training in fp64 is not that in fp32, `expected`, within what a case may differ."""
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
