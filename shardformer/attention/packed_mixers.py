@@ -23,6 +23,7 @@ from shardformer.utils.derived_modules import derive, replace_modules
 Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row
 
 ARGUMENT = "document_lengths"  # of the model's forward, which hands it on to its layers
+_MASK = "attention_mask"
 # Borders that a mixer's kernel would look for in the row that it does not get.
 _BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
@@ -71,6 +72,8 @@ class MixerOfDocuments(nn.Module):
         given = signature(native).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         rest = {name: value for name, value in given.items() if name not in (TOKENS, *_BORDERS)}
+        if _MASK in rest:
+            rest[_MASK] = None  # of rows without padding: a tensor, though it hides nothing, where the model is traced
         return _run_by_document(
             lambda hidden: native(**{TOKENS: hidden}, **rest), given[TOKENS], self.documents.lengths
         )
