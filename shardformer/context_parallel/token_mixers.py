@@ -36,22 +36,22 @@ def run_on_whole_sequences(mixers: Iterable[nn.Module], axis: ZigzagSharding) ->
 def _run_whole(mixer: nn.Module, axis: ZigzagSharding, whole_masks: WeakIdKeyDictionary) -> None:
     signature = inspect.signature(mixer.forward)
 
-    def gather(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        bound = signature.bind_partial(*args, **kwargs)
-        given = bound.arguments
-        part = given[TOKENS]
-        given[TOKENS] = axis.gather(part, part.shape[1] * axis.size)
-        if isinstance(given.get(_MASK), Tensor):
-            given[_MASK] = _whole_mask(given[_MASK])
-        return bound.args, bound.kwargs
-
-    def _whole_mask(mask: Tensor) -> Tensor:
+    def whole_mask(mask: Tensor) -> Tensor:
         """Return [batch, seq], not zero for tokens that are not padding."""
         if mask not in whole_masks:
             real, length = axis.latest.real, axis.latest.length
             whole = mask.new_ones(len(mask), length) if real is None else real.to(mask.dtype)
             whole_masks[mask] = pad_dim(whole, 1, 2 * axis.size)
         return whole_masks[mask]
+
+    def gather(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        bound = signature.bind_partial(*args, **kwargs)
+        given = bound.arguments
+        part = given[TOKENS]
+        given[TOKENS] = axis.gather(part, part.shape[1] * axis.size)
+        if isinstance(given.get(_MASK), Tensor):
+            given[_MASK] = whole_mask(given[_MASK])
+        return bound.args, bound.kwargs
 
     mixer.register_forward_pre_hook(gather, with_kwargs=True)
     mixer.register_forward_hook(lambda _, __, output: first_output(output, axis.take))

@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -65,7 +66,7 @@ def main() -> int:
         stop_pools()
     if arguments.ship:
         table = json.loads(_TABLE.read_text(encoding="utf-8"))
-        table |= {way: sorted({*table[way], *families_to_ship(found[way])}) for way in ways}
+        table |= {way: merged(table[way], families_to_ship(found[way])) for way in ways}
         _TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         sys.stdout.write(", ".join(f"{way}: {len(names)} families and classes" for way, names in table.items()) + "\n")
     return 0
@@ -87,6 +88,12 @@ def families_to_ship(found: dict[str, str]) -> set[str]:
         if all(verdict == _NOT_TRIED or any(each in verdict for each in _REFUSALS) for verdict in others):
             shipped |= exact if _NOT_TRIED in others else {family} if exact else set()
     return shipped
+
+
+def merged(known: Iterable[str], new: Iterable[str]) -> list[str]:
+    """Families and classes in order, without the classes of families that are there as a whole."""
+    names = {*known, *new}
+    return sorted(name for name in names if name == (family := name.partition("/")[0]) or family not in names)
 
 
 def _verdict_of(head: HeadClass, way: str) -> str:

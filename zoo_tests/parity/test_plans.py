@@ -26,7 +26,7 @@ from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
-from zoo_tests.campaigns.divided_sequences import families_to_ship, plain_run_with_images
+from zoo_tests.campaigns.divided_sequences import families_to_ship, merged, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.sound_twin import sound_twin_of
@@ -185,6 +185,7 @@ def test_families_with_a_wrong_class_are_not_shipped() -> None:
     found = {"a/A": "exact", "a/B": refused, "b/A": "exact", "b/B": "the gradient of x differs", "c/A": refused}
     found |= {"d/A": "exact", "d/B": "it has towers, and no batch for them was made", "d/C": refused}
     assert families_to_ship(found) == {"a", "d/A"}
+    assert merged(["d", "e"], {"a", "d/A"}) == ["a", "d", "e"]
 
 
 @pytest.mark.slow
