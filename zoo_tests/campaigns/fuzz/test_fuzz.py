@@ -46,6 +46,17 @@ _FOUND = {
         "plugin": {"tp_size": 2, "microbatch_size": 1, "enable_sequence_parallelism": True},
     },
     "a column of one row": {"family": "splinter", "head": "question_answering", "world_size": 2, "padding": "none"},
+    "a root in fp32": {
+        "family": "deberta_v2_convolved",
+        "head": "masked_lm",
+        "config": {"num_attention_heads": 8},
+        "plugin": {"enable_flash_attention": True},
+        "optimizer": {"name": "SGD", "lr": 0.2, "groups": "one"},
+        "precision": "fp64",
+        "padding": "none",
+        "rows": 8,
+        "script": ({"do": "step", "data": 4, "rows": 8, "parts": 2},),
+    },
 }
 
 
@@ -53,7 +64,7 @@ _FOUND = {
 @pytest.mark.parametrize("name", _FOUND)
 def test_what_was_found_stays_exact(trials: Trials, name: str) -> None:
     step = {"do": "step", "data": 31, "rows": 2}
-    case = Case(**{"head": "causal_lm", "precision": "fp32", "rows": 2, **_FOUND[name]}, script=(step,))
+    case = Case(**{"head": "causal_lm", "precision": "fp32", "rows": 2, "script": (step,), **_FOUND[name]})
     outcome = trials.run(case)
     assert outcome.kind == "exact", outcome.text
 
