@@ -26,12 +26,14 @@ class Outcome:
         why: the first module that differs, or the message; empty if it is exact.
         seconds: of a training step, forward to update; 0 if there was none.
         plain_seconds: of a step of plain training by the same processes; 0 if it was not measured.
+        place: the function of transformers' modelling code in which it crashed; empty outside of that code.
     """
 
     kind: str
     why: str = ""
     seconds: float = 0.0
     plain_seconds: float = 0.0
+    place: str = ""
 
 
 class RefusedError(Exception):

@@ -16,6 +16,7 @@ from benchmarks.league.outcome import CRASHED, EXACT, HUNG, OUTCOMES, REFUSED, U
 Known = Mapping[tuple[str, str, str], Outcome]  # (system, layout, class) -> outcome
 Run = tuple[str, str]  # layout, system
 _LEAST_RATIOS = 5
+_MOST_PLACES = 3
 
 
 def page(known: Known, classes: Sequence[str], every: int) -> str:
@@ -96,7 +97,7 @@ def _failures(known: Known, runs: Sequence[Run]) -> list[str]:
             for names, note in _with_one_cause(system, layout, found):
                 first = found[names[0]]
                 classes = ", ".join(f"`{name}`" for name in names)
-                why = f"{_escaped(first.why)}{f' **{note}**' if note else ''}"
+                why = f"{_escaped(first.why)}{_places(found, names)}{f' **{note}**' if note else ''}"
                 lines.append(f"| {system} | {layout} | {classes} | {first.kind} | {why} |")
     lines += ["", "One of them again, by itself:", "", "```bash"]
     lines += ["python -m benchmarks.league --prepare environments  # once"]
@@ -126,6 +127,13 @@ def _with_one_cause(system: str, layout: str, found: Mapping[str, Outcome]) -> l
         words = "" if note else name if each.kind == WRONG else re.sub(r"\d+", "", each.why)
         groups.setdefault((each.kind, note, words), []).append(name)
     return [(names, note) for (_, note, _), names in groups.items()]
+
+
+def _places(found: Mapping[str, Outcome], names: Sequence[str]) -> str:
+    """In which functions of transformers classes crashed, the most frequent ones first."""
+    counts = Counter(found[name].place for name in names if found[name].place)
+    listed = ", ".join(f"`{place}`" for place, _ in counts.most_common(_MOST_PLACES))
+    return f" (in {listed}{', …' if len(counts) > _MOST_PLACES else ''})" if listed else ""
 
 
 def _escaped(why: str) -> str:

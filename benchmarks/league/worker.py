@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_refere
 
 _ROWS, _STEPS = 6, 2
 _MOST_RANKS = 64
+_MODELLING = os.path.join("transformers", "models", "")
 _TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)  # of the census
 
 
@@ -52,7 +53,8 @@ def judge(system: str, family: str, name: str, tp_size: int, pp_size: int) -> Ou
         return Outcome(outcome.REFUSED, shortened(error))
     except Exception as error:
         traceback.print_exc()
-        return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {_told(error)}"))
+        inner = _innermost(error)
+        return Outcome(outcome.CRASHED, shortened(f"{type(error).__name__}: {inner}"), place=place_of(inner))
     if broadcast_json(_agrees(plain, trained)):
         return Outcome(outcome.EXACT if trained.is_cut else outcome.UNCUT, "", trained.seconds, seconds)
     place = _first_place(system, case, plain, trained, (tp_size, pp_size))
@@ -97,11 +99,17 @@ def _first_place(system: str, case: VerifyCase, plain: Trace, trained: Trained, 
     return broadcast_json(kept.partition(": outputs of modules could not")[0])
 
 
-def _told(error: BaseException) -> str:
-    """The innermost message: torch's pipelines wrap it in what a stage got."""
+def _innermost(error: BaseException) -> BaseException:
+    """The error that caused this one: torch's pipelines wrap it in what a stage got."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error)
+    return error
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost function of transformers' modelling code that an error left; empty if there is none."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((code.co_qualname for code in reversed(codes) if _MODELLING in code.co_filename), "")
 
 
 def serve(rank: int, world_size: int, store: str, line: socket.socket) -> None:

@@ -20,7 +20,7 @@ from benchmarks.league.outcome import CRASHED, EXACT, NOT_PLAIN, REFUSED, WRONG,
 from benchmarks.league.page import page
 from benchmarks.league.pipelines import label_weights, middle_layer
 from benchmarks.league.system import assembled
-from benchmarks.league.worker import judge
+from benchmarks.league.worker import judge, place_of
 from zoo_tests.harness.ranks import run_on_ranks
 
 
@@ -48,6 +48,20 @@ def test_a_message_is_a_refusal_and_an_accident_a_crash() -> None:
         raise AssertionError
     with pytest.raises(KeyError), refusals():
         raise KeyError("layers")
+
+
+def test_a_crash_is_told_with_its_place() -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    model.model.layers[0].self_attn.k_proj = nn.Linear(4, 8)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.zeros(1, 3, dtype=torch.long))
+    assert place_of(caught.value) == "LlamaAttention.forward"
+    assert place_of(KeyError("layers")) == ""
+    known = {("ours", "tp2", name): Outcome(CRASHED, "it fell", place=f"{name}.forward") for name in "AAABCD"}
+    assert "| `A`, `B`, `C`, `D` | crashed | it fell (in `A.forward`, `B.forward`, `C.forward`, …) |" in page(
+        known, "ABCD", 1
+    )
 
 
 def test_a_rank_that_waits_for_one_that_failed_has_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
