@@ -34,6 +34,7 @@ from shardformer.transforms.context_parallel import (
 from shardformer.transforms.layout_checks import exchange_problems, router_problems
 from shardformer.transforms.norm_fusion import fuse_norms
 from shardformer.transforms.operator_fusion import fuse_operators
+from shardformer.transforms.packed_masks import can_hide_documents, hide_other_documents
 from shardformer.transforms.packed_mixers import can_run_by_document
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.transforms.sequence_regions import divide_layers
@@ -87,6 +88,7 @@ class ModelSharder:
         shares = self.config.context is not None and self._layer_sequence is None
         positions = self.policy.position_counter() if shares else None
         has_mixers = can_run_by_document(self.model, self.policy)
+        hides_documents = can_hide_documents(self.model, self.policy)
         if self._cut is not None:
             self._cut.apply()
             self._tell_blocks()
@@ -100,6 +102,8 @@ class ModelSharder:
             self.model.sequence_is_cut = True
         if has_mixers:
             keep_documents_apart(self.model, [layer for held in self._held_layers() for layer in held])
+        if hides_documents:
+            hide_other_documents(self.model)
         shard_experts(self.model, self.config)
         retie(self.model, tied)
         self._annotate_the_rest()

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,21 @@ from shardformer.utils.source import names_read_by, syntax_of
 
 # Kinds of layers, as configurations name them, that mix tokens in attention alone.
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
-_CAUSAL_MASK = re.compile(r"create_(?!bidirectional)\w*mask")
-_MASK_FUNCTION = re.compile(rf"{_CAUSAL_MASK.pattern}\w*|mask_\w+")  # by its own name, or one of a variable
+_MASK = re.compile(r"create_\w*mask")
+_MASK_FUNCTION = re.compile(rf"{_MASK.pattern}\w*|mask_\w+")  # by its own name, or one of a variable
 _POSITIONS = "position_ids"
+
+
+class MaskCall(NamedTuple):
+    """A call by which a class makes a mask.
+
+    Attributes:
+        is_causal: whether it is not one of an encoder.
+        passes_positions: whether it passes position ids on.
+    """
+
+    is_causal: bool
+    passes_positions: bool
 
 
 def may_be_packed(inputs: Mapping[str, Any]) -> bool:
@@ -74,23 +86,26 @@ def runs_mixers_on_documents(model: nn.Module) -> bool:
 def reason_not_kept_apart(model: nn.Module) -> str:
     """Return why a transformers model lets packed documents see each other, as it is; empty if it keeps them apart."""
     config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return "has a decoder that reads whole rows of its encoder"
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS
     mixes = kinds or any(isinstance(each, nn.Conv1d | nn.RNNBase) for each in model.modules())
     if mixes and not runs_mixers_on_documents(model):
         return "mixes tokens outside of attention"
-    if runs_flash(model):
+    if runs_flash(model) or getattr(model, "masks_hide_documents", False):
         return ""
-    calls = [call for kind in {type(each) for each in model.modules()} for call in _mask_calls(kind)]
-    if getattr(config, "is_causal", True) and calls and all(calls):
+    calls = [call for kind in {type(each) for each in model.modules()} for call in mask_calls(kind)]
+    of_decoder = [call.passes_positions for call in calls if call.is_causal]
+    if getattr(config, "is_causal", True) and of_decoder and all(of_decoder):
         return ""
     return "makes its masks without position_ids"
 
 
-def _mask_calls(kind: type) -> tuple[bool, ...]:
-    """Return, for each call in a class that makes a causal mask, whether it passes position ids on."""
+def mask_calls(kind: type) -> tuple[MaskCall, ...]:
+    """Return the calls by which a class makes masks."""
     methods = (each for base in kind.__mro__ if not _is_of_torch(base) for each in vars(base).values())
     found = (method for method in methods if inspect.isfunction(method))
-    return tuple(passed for method in found for passed in _calls_in(method))
+    return tuple(call for method in found for call in _calls_in(method))
 
 
 def _is_of_torch(kind: type) -> bool:
@@ -98,8 +113,8 @@ def _is_of_torch(kind: type) -> bool:
 
 
 @cache  # of a method, not of its class: sharding derives new classes for each model
-def _calls_in(method: Any) -> tuple[bool, ...]:
-    if not any(map(_CAUSAL_MASK.search, names_read_by(method))):  # most methods, whose source need not be read
+def _calls_in(method: Any) -> tuple[MaskCall, ...]:
+    if not any(map(_MASK.search, names_read_by(method))):  # most methods, whose source need not be read
         return ()
     try:
         tree = syntax_of(method)
@@ -108,7 +123,7 @@ def _calls_in(method: Any) -> tuple[bool, ...]:
     keys = {key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if _is_text(key)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     made = [call for call in calls if _MASK_FUNCTION.fullmatch(call.func.id)]
-    return tuple(_passes_positions(call, keys) for call in made)
+    return tuple(MaskCall("bidirectional" not in call.func.id, _passes_positions(call, keys)) for call in made)
 
 
 def _passes_positions(call: ast.Call, keys: set[str]) -> bool:

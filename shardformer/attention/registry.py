@@ -147,11 +147,12 @@ def _register(name: str, implementation: str) -> None:
 
 
 def masks_of(implementation: str) -> Callable[..., Any]:
-    """Return the function that builds masks for a kernel."""
+    """Return a function that builds masks as the one that transformers has for a kernel when it is called."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     entry = _entry_of(implementation)
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if entry in (SDPA, XFORMERS) else entry]
+    name = "sdpa" if entry in (SDPA, XFORMERS) else entry
+    return lambda *args, **kwargs: ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
 
 
 def _sharded(implementation: str) -> Any:

@@ -11,6 +11,7 @@ from shardformer.attention.packed_mixers import keep_documents_apart
 from shardformer.policies.base import Policy
 from shardformer.policies.registry import policy_for
 from shardformer.transforms.context_parallel import layers_of, mixers_of_layers
+from shardformer.transforms.packed_masks import can_hide_documents, hide_other_documents
 from shardformer.utils.source import syntax_of
 
 
@@ -21,12 +22,14 @@ def can_run_by_document(model: nn.Module, policy: Policy) -> bool:
 
 
 def separate_documents(model: nn.Module) -> None:
-    """Let the token mixers of a whole model run over documents, if they can."""
+    """Let a whole model keep packed documents apart in its masks and in its token mixers, if it can."""
     try:
         policy = policy_for(model)
     except ValueError:  # a model without policy has no layers that we know
         return
     policy.set_model(model)
+    if can_hide_documents(model, policy):
+        hide_other_documents(model)
     if can_run_by_document(model, policy):
         keep_documents_apart(model, layers_of(model, policy))
 

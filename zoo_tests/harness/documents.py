@@ -27,10 +27,16 @@ _SIZES["Qwen3Next"] = {
     **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "experts_implementation": "eager"},
     **{"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
+# Full attention and windows, with sinks, whose masks transformers makes without positions.
+_SIZES["GptOss"] = {
+    **_SIZES["Mixtral"],
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3, "experts_implementation": "eager"},
+}
 _SIZES["Mistral"] = {**_SIZES["Mistral"], "sliding_window": 3}
 _SIZES["Mixtral"] = {**_SIZES["Mixtral"], "num_local_experts": 4, "experts_implementation": "eager"}
 # The norms of the others compute in fp32, whatever the dtype of the model.
 TOLERANCE = {"GPT2": 1e-9, "Llama": 1e-6, "Qwen2": 1e-6, "Qwen3": 1e-6, "Mistral": 1e-6, "Mixtral": 1e-6}
+TOLERANCE["GptOss"] = 1e-6
 TOLERANCE["Qwen3Next"] = 1e-4  # its linear attention computes in fp32
 
 

@@ -116,6 +116,18 @@ def test_token_mixers_run_over_documents(layout: str) -> None:
         _check("Qwen3Next", layout, seed, packing, loop)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("dp1", "tp2 all_to_all", "cp2 ring_attn", "pp2")),
+    ],
+)
+def test_masks_that_transformers_makes_without_positions_hide_documents(layout: str) -> None:
+    for seed, (packing, loop) in enumerate((("positions", "step"), ("rows", "loop"))):
+        _check("GptOss", layout, seed, packing, loop)
+
+
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate))
 @given(

@@ -148,6 +148,12 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         'return inputs.get("past_key_values") is not None',
         (f"{_KEPT_APART}::test_documents_are_kept_apart_unless_the_batch_says_otherwise[{{}}]",),
     ),
+    "masks without positions let documents see each other": Edit(
+        "shardformer.transforms.packed_masks",
+        " & (numbers[row, query] == numbers[row, key])",
+        "",
+        (f"{_KEPT_APART}::test_an_encoder_keeps_documents_apart",),
+    ),
     "flash-attn is told of a document for each row": Edit(
         "shardformer.attention.packed_documents",
         "return positions.diff(dim=-1, prepend=positions[:, :1]) != 1",

@@ -6,6 +6,7 @@ What breaks here first: a release of transformers whose models build their masks
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -146,17 +147,39 @@ def test_models_that_do_not(name: str) -> None:
     assert reason_not_kept_apart(_base(name))
 
 
-@distributed(1)
-def test_an_encoder_is_refused() -> None:
-    """Its plain attention lets all tokens of a row see each other, unless flash-attn runs."""
+def _encoder(head: str, family: str = "Bert") -> nn.Module:
     torch.manual_seed(0)
-    plain = transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
-    model = Booster(plugin=HybridParallelPlugin()).boost(plain)
+    config = getattr(transformers, f"{family}Config")(embedding_size=16, **_SMALL)
+    return getattr(transformers, f"{family}For{head}")(config).eval()
+
+
+@distributed(1)
+def test_an_encoder_keeps_documents_apart() -> None:
+    """transformers makes its masks without positions, so that all tokens of a row would see each other."""
+    plain = _encoder("MaskedLM")
+    model = Booster(plugin=HybridParallelPlugin()).boost(copy.deepcopy(plain)).eval()
     for tells in ("positions", "borders"):
-        with pytest.raises(ConfigurationError, match="BertForMaskedLM makes its masks without position_ids, so that"):
-            model(**one_row(_DOCUMENTS, tells))
+        row = one_row(_DOCUMENTS, tells)
+        expected = torch.cat([plain(torch.tensor([each])).logits for each in _DOCUMENTS], dim=1)
+        assert torch.allclose(model(**row).logits, expected, atol=1e-6)
+        assert not torch.allclose(plain(row["input_ids"], position_ids=row.get("position_ids")).logits, expected)
     ones = one_row(_DOCUMENTS) | {"attention_mask": torch.ones(1, 13, dtype=torch.long)}
-    assert torch.isfinite(model(**ones).loss)
+    assert torch.allclose(model(**ones).loss, plain(**ones).loss)
+
+
+@pytest.mark.parametrize(("head", "family"), [("QuestionAnswering", "Bert"), ("MaskedLM", "MobileBert")])
+@distributed(1)
+def test_an_encoder_that_cannot_is_refused(head: str, family: str) -> None:
+    """A head that answers one question a row reads all of it; MobileBERT's embeddings read their neighbours."""
+    model = Booster(plugin=HybridParallelPlugin()).boost(_encoder(head, family))
+    batch = {name: value for name, value in one_row(_DOCUMENTS).items() if name != "labels"}
+    with pytest.raises(ConfigurationError, match=f"{family}For{head} makes its masks without position_ids, so that"):
+        model(**batch)
+
+
+def test_an_encoder_decoder_does_not() -> None:
+    reason = reason_not_kept_apart(_base("T5Gemma"))
+    assert reason == "has a decoder that reads whole rows of its encoder"
 
 
 @distributed(1)
