@@ -38,6 +38,16 @@ def starred(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
+def join(path: str, name: str) -> str:
+    """Return the path of `name` in the module at `path`, which is "" for the model itself."""
+    return f"{path}.{name}" if path else name
+
+
+def path_of(model: nn.Module, module: nn.Module) -> str:
+    """Return the path of a module of the model; "" if it is the model itself, or no part of it."""
+    return next((name for name, other in model.named_modules() if other is module), "")
+
+
 def told(model: nn.Module, paths: Iterable[str]) -> str:
     """Describe modules of a model, several layers as one: "layers.*.norm (a LayerNorm), head (a Linear)"."""
     alike: dict[str, list[str]] = {}

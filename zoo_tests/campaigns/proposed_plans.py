@@ -2,12 +2,14 @@
 
     python -m zoo_tests.campaigns.proposed_plans [--only PATTERN] [--output docs/results/proposed_plans.md]
     python -m zoo_tests.campaigns.proposed_plans --ship PATTERN
+    python -m zoo_tests.campaigns.proposed_plans --complete PATTERN
 
 One head of each family with a policy or a plan is derived as if nobody knew it. A proposal verifies if a tiny model
 trains exactly with the whole plan, and the plan cuts at least one column-row pair. The share of parameters of the
 family's own policy stands next to that of the proposal.
 
-`--ship` derives the plans of families that have no other, and writes them to the table of the package.
+`--ship` derives the plans of families that have no other, and writes them to the table of the package. `--complete`
+derives what the plans of other families leave whole.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 
 _ROWS, _TIMEOUT_S = 6, 180.0
 _TABLE = Path(tables.__file__).parent / "proposed.json"
+_COMPLETED = _TABLE.with_name("completed.json")
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
 
@@ -123,13 +126,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression on Family/Class")
     parser.add_argument("--ship", help="regular expression on Family/Class: write their plans to the package")
+    parser.add_argument("--complete", help="regular expression on Family/Class: write what their plans leave whole")
     parser.add_argument("--output", type=Path, help="Markdown page to write")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    if arguments.ship is not None:
-        ship(arguments.ship)
-        stop_pools()
-        return
+    for write, pattern in ((ship, arguments.ship), (complete, arguments.complete)):
+        if pattern is not None:
+            write(pattern)
+            stop_pools()
+            return
     outcomes: dict[HeadClass, Outcome] = {}
     for head in head_classes():
         is_known = any(other.family == head.family for other in outcomes)
@@ -168,8 +173,51 @@ def ship(pattern: str) -> None:
         table[family] = table.get(family, {}) | {name: derived[name] for name in derived if name != "stages"}
         sys.stdout.write(f"{family}: {len(plans)} of {len(heads)} heads run, {len(table[family]['styles'])} styles\n")
         sys.stdout.flush()
-        rows = [f"{json.dumps(name)}: {json.dumps(plan)}" for name, plan in sorted(table.items())]
-        _TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+        _write(table, _TABLE)
+
+
+def _write(table: dict[str, Any], file: Path) -> None:
+    rows = [f"{json.dumps(name)}: {json.dumps(plan)}" for name, plan in sorted(table.items())]
+    file.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+def complete(pattern: str) -> None:
+    """Write what the plan of each family leaves whole, by the first head that matches and trains.
+
+    The census then has to find the classes of these families exact.
+    """
+    table = json.loads(_COMPLETED.read_text(encoding="utf-8"))
+    done: set[str] = set()
+    for head in head_classes():
+        if head.family in done or not re.search(pattern, f"{head.family}/{head.name}"):
+            continue
+        subject = subject_of(head)
+        if subject is None:
+            continue
+        done.add(head.family)
+        try:
+            found = completion(subject)
+        except Exception as error:  # arbitrary exception types of arbitrary models
+            sys.stdout.write(f"{head.family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
+            continue
+        if found["styles"]:
+            table[head.family] = found
+            _write(table, _COMPLETED)
+        sys.stdout.write(f"{head.family}/{head.name}: {len(found['styles'])} styles\n")
+        sys.stdout.flush()
+
+
+def completion(subject: tuple[TinyModel, str]) -> dict[str, Any]:
+    """The part of the proposed plan about modules that the model's own plan leaves whole, without the vocabulary."""
+    model = subject[0].build()
+    policy = policy_for(model)
+    policy.set_model(model)
+    prefix = model.base_model_prefix
+    derived = of_family([(prefix, proposed(subject))])
+    known = {path.removeprefix(f"{prefix}.") for path in policy.plan}
+    styles = {path: style for path, style in derived.styles.items() if path not in known}
+    owners = {path.rpartition(".")[0] for path in styles}
+    return {"styles": styles, "local": {path: list(names) for path, names in derived.local.items() if path in owners}}
 
 
 def _needs_proposal(model: nn.Module) -> bool:

@@ -21,7 +21,8 @@ from shardformer.policies.plans.list_chains import chain_layout
 from shardformer.policies.plans.stage_inference import ENCODED_INPUTS, layer_paths, stage_layout, tower_layout
 from shardformer.stages.shared_states import States
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
-from shardformer.utils.module_paths import starred
+from shardformer.utils.module_paths import join, starred
+from shardformer.utils.phrases import divisors_phrase
 
 Value = TypeVar("Value")
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
@@ -107,6 +108,19 @@ class DeclaredPlan:
         names = _lookup(starred(path), self.local) or ()
         # At least 1: key/value heads fewer than ranks are copied.
         return {name: max(getattr(module, name) // tp_size, 1) for name in names if hasattr(module, name)}
+
+    def uneven_counts(self, model: nn.Module, tp_size: int) -> list[str]:
+        """Return a sentence for the first attribute of heads or features that `tp_size` does not divide."""
+        counts = {
+            join(path, name): value
+            for path, module in model.named_modules()
+            for name, value in self.local_values(path, module, 1).items()
+            if value % tp_size
+        }
+        return [
+            f"tp_size={tp_size} does not divide {path}={count}; use {divisors_phrase(count)}"
+            for path, count in list(counts.items())[:1]
+        ]
 
     def check(self, model: nn.Module) -> list[str]:
         """Return a sentence for each configuration field whose value prevents sharding."""
@@ -255,6 +269,16 @@ def proposed_plans() -> dict[str, DeclaredPlan]:
 def proposed_plan_of(cls: type) -> DeclaredPlan | None:
     """Return the derived plan of the family that a transformers model class belongs to; None if it has none."""
     return proposed_plans().get(_family_of(cls))
+
+
+@cache
+def _completed_plans() -> dict[str, DeclaredPlan]:
+    return _tables("COMPLETED")
+
+
+def completed_plan_of(cls: type) -> DeclaredPlan:
+    """Return the styles that the plan of a transformers model class leaves out: of the tables `COMPLETED`."""
+    return _completed_plans().get(_family_of(cls), DeclaredPlan({}))
 
 
 @cache

@@ -24,7 +24,7 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attention
+from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attention, text_config
 from shardformer.policies.module_edits import shard_weights_of_heads
 from shardformer.policies.plans.attention_alone import (
     attention_alone_mixes,
@@ -32,7 +32,12 @@ from shardformer.policies.plans.attention_alone import (
     attention_outside,
     towers_share_configs,
 )
-from shardformer.policies.plans.declared import DeclaredPlan, divides_sequences, proposed_plan_of
+from shardformer.policies.plans.declared import (
+    DeclaredPlan,
+    completed_plan_of,
+    divides_sequences,
+    proposed_plan_of,
+)
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
     divisible_lists,
@@ -43,7 +48,7 @@ from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES
 from shardformer.sequence_parallel.blocked import BlockedSequence
 from shardformer.shard_spec import spec_of
-from shardformer.utils.module_paths import starred
+from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
 
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -80,7 +85,13 @@ class PlanPolicy(Policy):
     @cached_property
     def plan(self) -> Mapping[str, str]:
         """The tensor-parallel style of each path of the model."""
-        return (self.declared or DeclaredPlan(None)).styles_of(self.model)
+        own = (self.declared or DeclaredPlan(None)).styles_of(self.model)
+        return self.completion.styles_of(self.model) | own
+
+    @property
+    def completion(self) -> DeclaredPlan:
+        """The plan of what the family's own plan leaves out."""
+        return completed_plan_of(type(self.model))
 
     @cached_property
     def stages(self) -> Any:
@@ -122,6 +133,7 @@ class PlanPolicy(Policy):
             )
         if self.declared is not None:
             problems += self.declared.check(self.model)
+        problems += self.completion.uneven_counts(self.model, self.tp_size)
         if self.tp_size > 1 and not unknown:
             problems += self._check_heads()
         return problems
@@ -134,7 +146,7 @@ class PlanPolicy(Policy):
         if cuts_sequence and not uses_ulysses:
             add_sequence_regions(table, self.model, self.stages, self.shard_config)
         for target, module in self._vocabulary():
-            path, _, name = _name_of(self.model, module).rpartition(".")
+            path, _, name = path_of(self.model, module).rpartition(".")
             description = table.setdefault(path, ModulePolicyDescription())
             if all(replacement.suffix != name for replacement in description.sub_module_replacement):
                 options = dict(self.shard_config.vocab_options)
@@ -217,7 +229,7 @@ class PlanPolicy(Policy):
         table: dict[str, ModulePolicyDescription] = {}
         for path, owner, name in self._planned():
             description = table.setdefault(path, ModulePolicyDescription())
-            change = STYLES[self.plan[starred(_join(path, name))]](self, owner, name)
+            change = STYLES[self.plan[starred(join(path, name))]](self, owner, name)
             if isinstance(change, SubModuleReplacementDescription):
                 description.sub_module_replacement.append(change)
             elif change is not None:
@@ -227,8 +239,8 @@ class PlanPolicy(Policy):
         for path, description in table.items():
             owner = self.model.get_submodule(path)
             description.attribute_replacement.update(self._local_groups(owner))
-            if self.declared is not None:
-                description.attribute_replacement.update(self.declared.local_values(path, owner, self.tp_size))
+            for plan in filter(None, (self.completion, self.declared)):
+                description.attribute_replacement.update(plan.local_values(path, owner, self.tp_size))
             description.sub_module_replacement += self._learned_activations(owner, description)
             description.sub_module_replacement += self._head_norms(path, owner)
             description.param_replacement += self._norms_by_head(path, owner)
@@ -247,7 +259,7 @@ class PlanPolicy(Policy):
                 continue
             names = [*(name for name, _ in owner.named_children()), *owner._parameters]
             for name in names:
-                is_planned = starred(_join(path, name)) in self.plan and not self._gets_all_heads(owner, path, name)
+                is_planned = starred(join(path, name)) in self.plan and not self._gets_all_heads(owner, path, name)
                 child = getattr(owner, name)
                 if is_planned and child is not None and id(child) not in heads and id(child) not in dealt_out:
                     found.append((path, owner, name))
@@ -260,9 +272,9 @@ class PlanPolicy(Policy):
         """
         if self.declared is not None and self.declared.styles is not None:
             return False
-        if self.plan[starred(_join(path, name))] != "rowwise" or not is_attention(owner):
+        if self.plan[starred(join(path, name))] != "rowwise" or not is_attention(owner):
             return False
-        others = [self.plan.get(starred(_join(path, other))) for other, _ in owner.named_children() if other != name]
+        others = [self.plan.get(starred(join(path, other))) for other, _ in owner.named_children() if other != name]
         return isinstance(getattr(owner, name), nn.Linear) and not any(others)
 
     def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
@@ -271,7 +283,7 @@ class PlanPolicy(Policy):
         cut: list[tuple[type[nn.Module], nn.Module]] = []
         if self.declared is not None and not self.declared.cut_vocabulary:
             return cut
-        if type(head) is nn.Linear and _name_of(self.model, head):
+        if type(head) is nn.Linear and path_of(self.model, head):
             cut.append((VocabParallelLMHead, head))
         is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
         if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
@@ -322,11 +334,11 @@ class PlanPolicy(Policy):
 
     def _forgotten_norms(self, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, norm) of head norms after column-parallel projections that the plan does not name."""
-        if self.plan.get(starred(_join(path, "q_proj"))) != "colwise":
+        if self.plan.get(starred(join(path, "q_proj"))) != "colwise":
             return []
         found = [(name, norm) for name, norm in owner.named_children() if any(True for _ in norm.parameters())]
         return [
-            (name, norm) for name, norm in found if name in _HEAD_NORMS and starred(_join(path, name)) not in self.plan
+            (name, norm) for name, norm in found if name in _HEAD_NORMS and starred(join(path, name)) not in self.plan
         ]
 
     # ----- attention heads -----
@@ -335,7 +347,7 @@ class PlanPolicy(Policy):
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
         if not is_attention(owner) and not attends(owner):
             return None
-        config = getattr(owner, "config", None) or _text_config(self.model)
+        config = getattr(owner, "config", None) or text_config(self.model)
         head_dim = getattr(owner, "head_dim", None)
         is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
         if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:
@@ -345,7 +357,7 @@ class PlanPolicy(Policy):
         return heads if heads is not None and features % heads == 0 else None
 
     def _gathers_heads(self, owner: nn.Module, path: str, name: str) -> bool:
-        return is_attention(owner) and self.plan[starred(_join(path, name))] in (
+        return is_attention(owner) and self.plan[starred(join(path, name))] in (
             "colwise_gather_output",
             "colwise_rep",
         )
@@ -354,7 +366,7 @@ class PlanPolicy(Policy):
         problems = {}
         for path, owner, name in self._planned():
             module = getattr(owner, name)
-            if self.plan[starred(_join(path, name))] != "colwise" or not isinstance(module, nn.Linear):
+            if self.plan[starred(join(path, name))] != "colwise" or not isinstance(module, nn.Linear):
                 continue
             count = self.heads_of(owner, name, module.out_features)
             is_shared_out = count is None or count % self.tp_size == 0
@@ -366,8 +378,8 @@ class PlanPolicy(Policy):
     def _local_groups(self, owner: nn.Module) -> dict[str, int]:
         """Return the local number of query heads per key/value head if key/value heads are copied; else nothing."""
         groups, key = getattr(owner, "num_key_value_groups", None), getattr(owner, "k_proj", None)
-        path = _name_of(self.model, owner)
-        if not isinstance(groups, int) or self.plan.get(starred(_join(path, "k_proj"))) != "colwise":
+        path = path_of(self.model, owner)
+        if not isinstance(groups, int) or self.plan.get(starred(join(path, "k_proj"))) != "colwise":
             return {}
         if key is None:  # the layer reads the keys and values of an earlier one
             kv_heads = self.model.config.get_text_config().num_attention_heads // groups
@@ -384,17 +396,3 @@ def _asked(model: nn.Module, getter: str) -> nn.Module | None:
         return getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return None
-
-
-def _text_config(model: nn.Module) -> Any:
-    """Return the configuration of a model's text part; None for a module that is not a transformers model."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next((name for name, other in model.named_modules() if other is module), "")

@@ -12,7 +12,6 @@ from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.styles import STYLES
-from shardformer.utils.phrases import divisors_phrase
 
 _FLAGS = ("cut_vocabulary", "whole_logits", "splits_sequence")
 _KEYS = ("styles", "local", "stages", *_FLAGS)
@@ -21,17 +20,11 @@ _KEYS = ("styles", "local", "stages", *_FLAGS)
 class ProposedPolicy(PlanPolicy):
     """Policy of a plan that a user may have edited: the attributes that it divides are checked."""
 
+    completion = DeclaredPlan({})
+
     def check(self) -> list[str]:
         """Return why the model cannot be sharded; `tp_size` must divide the attributes that the plan names."""
-        counts = {
-            f"{path}.{name}": value
-            for path, module in self.model.named_modules()
-            for name, value in self.declared.local_values(path, module, 1).items()
-            if self.tp_size > 1 and value % self.tp_size
-        }
-        first = next(iter(counts), None)
-        uneven = [] if first is None else [f"tp_size={self.tp_size} does not divide {first}={counts[first]}"]
-        return super().check() + [f"{each}; use {divisors_phrase(counts[first])}" for each in uneven]
+        return super().check() + self.declared.uneven_counts(self.model, self.tp_size)
 
 
 @dataclass(frozen=True)
