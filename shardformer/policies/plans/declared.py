@@ -17,6 +17,7 @@ from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
 from shardformer.policies.plans.execution_order import ExecutionOrder
+from shardformer.policies.plans.latent_attention import latent_attention_styles
 from shardformer.policies.plans.list_chains import chain_layout
 from shardformer.policies.plans.stage_inference import ENCODED_INPUTS, layer_paths, stage_layout, tower_layout
 from shardformer.stages.shared_states import States
@@ -29,12 +30,12 @@ _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 
 
 def styles_of_transformers(model: nn.Module) -> dict[str, str]:
-    """Return the styles of transformers' own plan of a model.
+    """Return the styles of transformers' own plan of a model, and those of latent attention that it leaves whole.
 
     Experts whose output projections are cut between inputs return partial sums. Where no entry adds them up, as for
     Qwen3-Omni in transformers 5.17, one is added.
     """
-    found = dict(model.tp_plan)
+    found = latent_attention_styles(model) | dict(model.tp_plan)
     owners = (path.rpartition(".")[0] for path, style in found.items() if style == "rowwise")
     return {owner: "moe_tp_experts" for owner in owners if owner.endswith(".experts")} | found
 
