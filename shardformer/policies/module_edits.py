@@ -152,6 +152,15 @@ def sum_gradient_of_parameter(owner: nn.Module, *, name: str, group: ProcessGrou
     annotate(parameter, spec, group)
 
 
+def divide_bias_of_partial_sums(owner: nn.Module, *, name: str, group: ProcessGroup) -> None:
+    """Let each part add its share of a whole parameter of `owner`, which is added to sums that are partial."""
+
+    def share(module: nn.Module, _: tuple[Any, ...]) -> dict[str, Tensor]:
+        return {name: copy_to_region(module._parameters[name] / num_parts(group), group)}
+
+    alias_parameters(owner, share)
+
+
 def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGroup) -> None:
     """Sum the gradient of the rotary key over ranks in the compressed key/value projection of latent attention.
 

@@ -14,6 +14,7 @@ from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParalle
 from shardformer.layers.linear import in_features, out_features
 from shardformer.policies.base import SubModuleReplacementDescription
 from shardformer.policies.module_edits import (
+    divide_bias_of_partial_sums,
     drop_behind_activation,
     reduce_shared_experts,
     scale_input,
@@ -100,6 +101,10 @@ def _partial_gradient(policy: HeadCounts, owner: nn.Module, name: str) -> Change
     return SubModuleReplacementDescription(name, None, partial_gradient=True)
 
 
+def _bias_of_partial_sums(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    return partial(divide_bias_of_partial_sums, name=name, group=policy.shard_config.group)
+
+
 def _dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
     return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
 
@@ -169,6 +174,7 @@ STYLES: dict[str, Style] = {
     "rowwise_rep": partial(_row, splits_input=True),
     "packed_colwise": partial(_packed, from_end=2),
     "packed_rowwise": partial(_packed, from_end=1),
+    "partial_bias": _bias_of_partial_sums,
     "embedding_rowwise": _embedding,
     "embedding_colwise": _embedding,  # the sharded dim makes no difference to callers
     "dropout": _dropout,

@@ -224,8 +224,19 @@ PLANS = {
     "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
     "diffllama": DeclaredPlan(GATED),
     "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
-    # Experts are replicated: they interleave gate and up, and each adds a bias.
-    "gpt_oss": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}, splits_sequence=True),
+    "gpt_oss": DeclaredPlan(
+        {
+            **_ATTENTION,
+            "self_attn.sinks": "first_dim",
+            # Stored as [experts, in, out]; features of gate and up alternate.
+            "experts.gate_up_proj": "rowwise",
+            "experts.gate_up_proj_bias": "rowwise",
+            "experts.down_proj": "colwise",
+            "experts.down_proj_bias": "partial_bias",
+            "mlp.experts": "moe_tp_experts",
+        },
+        splits_sequence=True,
+    ),
     "hunyuan_v1_dense": DeclaredPlan(
         {
             **LLAMA,
@@ -236,7 +247,18 @@ PLANS = {
     **{family: DeclaredPlan(LLAMA, layers="language_model.layers") for family in ("cosmos3_omni", "qwen3_vl")},
     # The tower of images counts its heads, the text does not.
     "hunyuan_vl": DeclaredPlan(LLAMA, {"self_attn": ("num_heads",)}, layers="language_model.layers"),
-    "openai_privacy_filter": DeclaredPlan({**_ATTENTION, "self_attn.sinks": "first_dim"}),
+    "openai_privacy_filter": DeclaredPlan(
+        {
+            **_ATTENTION,
+            "self_attn.sinks": "first_dim",
+            # Stored as [experts, in, out], gate in front of up.
+            "experts.gate_up_proj": "packed_rowwise",
+            "experts.gate_up_proj_bias": "packed_rowwise",
+            "experts.down_proj": "colwise",
+            "experts.down_proj_bias": "partial_bias",
+            "mlp.experts": "moe_tp_experts",
+        }
+    ),
     "recurrent_gemma": DeclaredPlan(
         {"mlp_block.gate_proj": "colwise", "mlp_block.up_proj": "colwise", "mlp_block.down_proj": "rowwise"}
     ),
