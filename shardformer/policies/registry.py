@@ -10,7 +10,7 @@ from functools import cache
 from torch import nn
 
 from shardformer.policies.base import Policy
-from shardformer.policies.plans.declared import declared_plan_of, proposed_plan_of
+from shardformer.policies.plans.declared import completed_plan_of, declared_plan_of, proposed_plan_of
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
@@ -99,7 +99,7 @@ def policy_for(model: nn.Module) -> Policy:
             from shardformer.policies.plans.policy import PlanPolicy
 
             return PlanPolicy(declared)
-    if getattr(model, "tp_plan", None):
+    if getattr(model, "tp_plan", None) or completed_plan_of(type(model)).styles:
         from shardformer.policies.plans.policy import PlanPolicy
 
         return PlanPolicy()

@@ -48,8 +48,10 @@ def language_model(family: str, **config: Any) -> nn.Module:
     torch.manual_seed(0)
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     model = getattr(transformers, head)(getattr(transformers, f"{family}Config")(**sizes)).double()
-    for parameter in model.parameters():  # attention far from uniform, so that a leak is seen
+    for name, parameter in model.named_parameters():  # attention far from uniform, so that a leak is seen
         parameter.data.mul_(4.0 if parameter.dim() > 1 else 1.0)
+        if name.endswith("proj_bias"):  # of experts; zero otherwise
+            parameter.data.normal_()
     return model
 
 

@@ -278,8 +278,9 @@ def _completed_plans() -> dict[str, DeclaredPlan]:
 
 
 def completed_plan_of(cls: type) -> DeclaredPlan:
-    """Return the styles that the plan of a transformers model class leaves out: of the tables `COMPLETED`."""
-    return _completed_plans().get(_family_of(cls), DeclaredPlan({}))
+    """Return what the plan of a transformers model class, or of its bases, leaves out: of the tables `COMPLETED`."""
+    families = {_family_of(each) for each in cls.__mro__}
+    return next((plan for family, plan in _completed_plans().items() if family in families), DeclaredPlan({}))
 
 
 @cache

@@ -7,6 +7,8 @@ What breaks here first: an end that fits more than it means, a layer that return
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from torch import nn
 
 from shardformer import ShardConfig
 from shardformer.policies.plans.declared import DeclaredPlan, declared_plans
+from shardformer.policies.plans.latent_attention import latent_attention_styles
 from shardformer.policies.plans.stage_inference import num_outputs
 from shardformer.policies.plans.styles import STYLES
+from shardformer.policies.plans.tables.completed import COMPLETED
+from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.registry import policy_for
 from shardformer.stages.placeholders import LayerInputPlaceholder, Skipped, StageInput
 from shardformer.stages.stage import Received, ZeroEmbedding
@@ -115,11 +120,44 @@ def test_a_configuration_that_cannot_be_sharded(model_class: str, config: dict, 
 
 
 def test_every_declared_style_is_known() -> None:
-    styles = {style for plan in declared_plans().values() for style in (plan.styles or {}).values()}
-    assert styles <= set(STYLES)
+    plans = [*declared_plans().values(), *COMPLETED.values()]
+    assert {style for plan in plans for style in (plan.styles or {}).values()} <= set(STYLES)
+
+
+_SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+
+
+def _plan_of(family: str, **config: Any) -> Mapping[str, str]:
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**_SMALL, **config))
+    policy = policy_for(model)
+    policy.set_model(model)
+    return policy.plan
+
+
+def test_what_a_plan_leaves_whole_is_completed() -> None:
+    """transformers has no plan of Bamba, and one of the experts alone for AFMoE; that of a user is left as it is."""
+    bamba = _plan_of("Bamba", attn_layer_indices=[1], mamba_n_heads=8)
+    assert bamba["layers.*.self_attn.o_proj"] == "rowwise" and bamba["layers.*.feed_forward.up_proj"] == "colwise"
+    afmoe = _plan_of("Afmoe", num_dense_layers=1, num_local_experts=4)
+    assert afmoe["layers.*.self_attn.gate_proj"] == "colwise" and afmoe["layers.*.mlp.experts"] == "moe_tp_experts"
+    policy = ProposedPlan({"fc": "colwise"}).policy()
+    policy.set_model(transformers.BambaModel(transformers.BambaConfig(**_SMALL, mamba_n_heads=8)))
+    assert not policy.plan
+
+
+def test_heads_of_latent_attention_are_cut() -> None:
+    """Not those of one with an indexer, which the plan of transformers cuts: it reads parts that stay whole."""
+    plan = _plan_of("DeepseekV3", first_k_dense_replace=1)
+    assert plan["layers.*.self_attn.kv_b_proj"] == plan["layers.*.self_attn.q_b_proj"] == "colwise"
+    assert plan["layers.*.self_attn.kv_a_proj_with_mqa"] == "mla_kv_a_proj"
+    with torch.device("meta"):
+        indexed = transformers.DeepseekV32Model(transformers.DeepseekV32Config(**_SMALL, first_k_dense_replace=1))
+    assert not latent_attention_styles(indexed)
 
 
 def test_every_style_of_transformers_is_known() -> None:
     tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
-    of_experts = {"grouped_gemm", "ep_dispatch_experts", "ep_router"}  # styles of another plan, for expert parallelism
+    # Styles of another plan, for expert parallelism.
+    of_experts = {"grouped_gemm", "ep_dispatch_experts", "ep_router", "megamoe_router", "megamoe_experts"}
     assert set(tensor_parallel.ALL_PARALLEL_STYLES) - of_experts <= set(STYLES)
