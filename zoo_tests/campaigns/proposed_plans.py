@@ -200,7 +200,7 @@ def complete(pattern: str) -> None:
         except Exception as error:  # arbitrary exception types of arbitrary models
             sys.stdout.write(f"{head.family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
             continue
-        if found["styles"]:
+        if "rowwise" in found["styles"].values():  # otherwise nothing of size
             table[head.family] = found
             _write(table, _COMPLETED)
         sys.stdout.write(f"{head.family}/{head.name}: {len(found['styles'])} styles\n")
