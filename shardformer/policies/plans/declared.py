@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
+from shardformer.policies.plans.delta_net import delta_net_styles
 from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.latent_attention import latent_attention_styles
 from shardformer.policies.plans.list_chains import chain_layout
@@ -30,12 +31,12 @@ _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 
 
 def styles_of_transformers(model: nn.Module) -> dict[str, str]:
-    """Return the styles of transformers' own plan of a model, and those of latent attention that it leaves whole.
+    """Return the styles of transformers' own plan of a model, and of heads that it leaves whole or gathers.
 
     Experts whose output projections are cut between inputs return partial sums. Where no entry adds them up, as for
     Qwen3-Omni in transformers 5.17, one is added.
     """
-    found = latent_attention_styles(model) | dict(model.tp_plan)
+    found = latent_attention_styles(model) | model.tp_plan | delta_net_styles(model)
     owners = (path.rpartition(".")[0] for path, style in found.items() if style == "rowwise")
     return {owner: "moe_tp_experts" for owner in owners if owner.endswith(".experts")} | found
 

@@ -38,6 +38,7 @@ from shardformer.policies.plans.declared import (
     divides_sequences,
     proposed_plan_of,
 )
+from shardformer.policies.plans.delta_net import local_counts
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
     divisible_lists,
@@ -238,7 +239,7 @@ class PlanPolicy(Policy):
                 description.attribute_replacement["attention_is_replicated"] = True
         for path, description in table.items():
             owner = self.model.get_submodule(path)
-            description.attribute_replacement.update(self._local_groups(owner))
+            description.attribute_replacement |= self._local_groups(owner) | local_counts(owner, self.shard_config)
             for plan in filter(None, (self.completion, self.declared)):
                 description.attribute_replacement.update(plan.local_values(path, owner, self.tp_size))
             description.sub_module_replacement += self._learned_activations(owner, description)

@@ -25,6 +25,7 @@ from shardformer.policies.module_edits import (
     sum_gradient_of_rotary_part,
     use_local_biases,
 )
+from shardformer.policies.plans import delta_net
 from shardformer.shard_config import ShardConfig
 
 
@@ -159,6 +160,10 @@ def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> Change
     return lambda module: skip_idle_casts(getattr(module, name))
 
 
+def _delta_net(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
+    return delta_net.change_of(owner, name, policy.shard_config)
+
+
 def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:
     return None
 
@@ -188,6 +193,7 @@ STYLES: dict[str, Style] = {
     "local_biases": _local_biases,
     "local_params": _nothing,
     "skips_idle_casts": _skips_idle_casts,
+    delta_net.STYLE: _delta_net,
     "replicate": _nothing,
     "sequence_parallel": _nothing,  # norms between regions: full sequences give the same result
 }
