@@ -40,6 +40,7 @@ _STYLES = frozenset(
     ("colwise", "colwise_gather_output", "colwise_rep", "fused_colwise", "rowwise", "packed_colwise", "packed_rowwise")
     + ("embedding_rowwise", "embedding_colwise", "dropout", "moe_tp_experts", "skips_idle_casts", "local_params")
     + ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
+    + ("delta_net", "latent_attention")  # whole in blocks
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.attention import log_once
+from shardformer.distributed.blocks import blocks_of
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.layers import (
     ColumnParallelLinear,
@@ -91,8 +92,8 @@ class PlanPolicy(Policy):
 
     @property
     def completion(self) -> DeclaredPlan:
-        """The plan of what the family's own plan leaves out."""
-        return completed_plan_of(type(self.model))
+        """The plan of what the family's own plan leaves out; of nothing in blocks, with which it was not seen."""
+        return completed_plan_of(type(self.model)) if blocks_of(self.shard_config.group) is None else DeclaredPlan({})
 
     @cached_property
     def stages(self) -> Any:

@@ -25,7 +25,7 @@ from shardformer.policies.module_edits import (
     sum_gradient_of_rotary_part,
     use_local_biases,
 )
-from shardformer.policies.plans import delta_net
+from shardformer.policies.plans import delta_net, latent_attention
 from shardformer.shard_config import ShardConfig
 
 
@@ -164,6 +164,10 @@ def _delta_net(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None
     return delta_net.change_of(owner, name, policy.shard_config)
 
 
+def _latent_attention(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
+    return STYLES[latent_attention.style_in(owner, name, policy.shard_config)](policy, owner, name)
+
+
 def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:
     return None
 
@@ -194,6 +198,7 @@ STYLES: dict[str, Style] = {
     "local_params": _nothing,
     "skips_idle_casts": _skips_idle_casts,
     delta_net.STYLE: _delta_net,
+    latent_attention.STYLE: _latent_attention,
     "replicate": _nothing,
     "sequence_parallel": _nothing,  # norms between regions: full sequences give the same result
 }

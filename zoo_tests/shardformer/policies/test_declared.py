@@ -149,8 +149,9 @@ def test_what_a_plan_leaves_whole_is_completed() -> None:
 def test_heads_of_latent_attention_are_cut() -> None:
     """Not those of one with an indexer, which the plan of transformers cuts: it reads parts that stay whole."""
     plan = _plan_of("DeepseekV3", first_k_dense_replace=1)
-    assert plan["layers.*.self_attn.kv_b_proj"] == plan["layers.*.self_attn.q_b_proj"] == "colwise"
-    assert plan["layers.*.self_attn.kv_a_proj_with_mqa"] == "mla_kv_a_proj"
+    parts = ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    assert {plan[f"layers.*.self_attn.{part}"] for part in parts} == {"latent_attention"}
+    assert "layers.*.self_attn.q_a_proj" not in plan
     with torch.device("meta"):
         indexed = transformers.DeepseekV32Model(transformers.DeepseekV32Config(**_SMALL, first_k_dense_replace=1))
     assert not latent_attention_styles(indexed)
