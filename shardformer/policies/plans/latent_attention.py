@@ -39,8 +39,8 @@ def latent_attention_styles(model: nn.Module) -> dict[str, str]:
 
 
 def style_in(owner: nn.Module, name: str, config: ShardConfig) -> str:
-    """Return the style of a part of latent attention under these options."""
-    is_cut = owner.num_heads % config.tensor_parallel_size == 0 and blocks_of(config.group) is None
+    """Return the style of a part of latent attention under these options; layers of a hybrid may have another one."""
+    is_cut = _is_plain(owner) and owner.num_heads % config.tensor_parallel_size == 0 and blocks_of(config.group) is None
     return _STYLES[name] if is_cut else "replicate"
 
 
