@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.model_flops import FlopCounter
 from plugins.hybrid_parallel.setup.model import shard_model
-from shardformer.shard_spec import spec_of
+from shardformer.shard_spec import ShardSpec, spec_of
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,29 @@ def share_cut(build: Callable[[], nn.Module], batch: Mapping[str, Any], tp_size:
         shard_model(model, config, mesh)
         specs = [spec_of(param) for param in model.parameters()]
         local_flops = _flops(model, batch)
+    return ShareCut(_cut(specs), _divided(whole_flops, local_flops, tp_size))
+
+
+def parameters_cut(model: nn.Module, tp_size: int = 2, **options: Any) -> float:
+    """Shard a model, which may be on the meta device, and return the share of its parameters that ranks divide.
+
+    Args:
+        model: is changed.
+        tp_size: number of tensor-parallel ranks.
+        options: further options of `HybridParallelPlugin`.
+
+    Raises:
+        ConfigurationError: the model cannot be sharded, or process groups already exist.
+    """
+    config = HybridParallelConfig.from_options(tp_size=tp_size, dp_size=1, **options)
+    with fake_rank(0, tp_size):
+        shard_model(model, config, build_mesh(*config.parallel.mesh_shape(tp_size)))
+        return _cut([spec_of(param) for param in model.parameters()])
+
+
+def _cut(specs: Sequence[ShardSpec]) -> float:
     sizes = [(torch.Size(spec.full_shape).numel(), spec.dim is not None) for spec in specs]
-    total = sum(size for size, _ in sizes)
-    cut = sum(size for size, is_cut in sizes if is_cut)
-    return ShareCut(cut / max(total, 1), _divided(whole_flops, local_flops, tp_size))
+    return sum(size for size, is_cut in sizes if is_cut) / max(sum(size for size, _ in sizes), 1)
 
 
 def _divided(whole: float | None, local: float | None, tp_size: int) -> float | None:

@@ -23,6 +23,7 @@ import zlib
 from pathlib import Path
 
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
+from zoo_tests.campaigns.census.full_size import full_size_share
 from zoo_tests.campaigns.census.jobs import judged
 from zoo_tests.campaigns.census.known import known_from
 from zoo_tests.campaigns.census.page import write_page
@@ -51,8 +52,19 @@ def main() -> None:
             append(arguments.resume, f"{head.family}/{head.name}", verdict)
         if done % _WRITE_EVERY == 0:
             _write(arguments.output, chosen, verdicts, layouts)
+    if arguments.output is not None:
+        _measure_full_sizes(verdicts, arguments.resume)
     _write(arguments.output, chosen, verdicts, layouts)
     sys.stdout.write(f"{len(tasks)} of {total} classes were trained in {(time.monotonic() - start) / 60:.1f} minutes\n")
+
+
+def _measure_full_sizes(verdicts: dict[HeadClass, Verdict], log: Path | None) -> None:
+    """Add the shares at full size of classes of which something is divided, and write them to the log."""
+    for head, verdict in verdicts.items():
+        if verdict.share.parameters is not None and verdict.share.full_size is None:
+            verdict.share.full_size = full_size_share(head)
+            if log is not None and verdict.share.full_size is not None:
+                append(log, f"{head.family}/{head.name}", verdict)
 
 
 def _is_chosen(head: HeadClass, arguments: argparse.Namespace) -> bool:

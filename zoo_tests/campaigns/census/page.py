@@ -16,6 +16,7 @@ _SHARES = {
     "parameters": "parameters, by two tensor-parallel ranks",
     "flops": "FLOPs of matrix products and attention, by two tensor-parallel ranks",
     "stages": "parameters, by two stages (100 % if the larger has half of them)",
+    "full_size": "parameters at the sizes of the default configuration, by two tensor-parallel ranks",
 }
 
 
@@ -80,7 +81,8 @@ def _shares(verdicts: dict[HeadClass, Verdict]) -> list[str]:
             values = f"{median(measured.values()):.0%} | {measured[worst]:.0%} | `{worst.name}`"
             lines.append(f"| {meaning} | {len(measured)} | {values} |")
     return [
-        "Exact does not say how much is cut. Of tiny models that are exact under tp2 or pp2:",
+        "Exact does not say how much is cut. Of tiny models that are exact under tp2 or pp2 (embeddings of positions,",
+        "norms and routers are a larger part of these than of models at full size):",
         "",
         *lines,
         "",
@@ -147,8 +149,8 @@ def _divided(verdicts: dict[HeadClass, Verdict]) -> list[str]:
         for head, each in verdicts.items()
         if each.share != Share()
     ]
-    titles = "| Divided | Parameters, tp2 | FLOPs, tp2 | Parameters, pp2 |"
-    return ["", "## What is divided of each class", "", titles, "|---|---|---|---|", *rows] if rows else []
+    titles = "| Divided | Parameters, tp2 | FLOPs, tp2 | Parameters, pp2 | Parameters at full size, tp2 |"
+    return ["", "## What is divided of each class", "", titles, "|---|---|---|---|---|", *rows] if rows else []
 
 
 def _percent(share: float | None) -> str:

@@ -24,11 +24,13 @@ class Share:
     Attributes:
         parameters, flops: of the whole model, by two tensor-parallel ranks.
         stages: parameters by two stages: 1 if the larger one has half of them, 0 if it has all.
+        full_size: parameters at the sizes of the default configuration, by two tensor-parallel ranks.
     """
 
     parameters: float | None = None
     flops: float | None = None
     stages: float | None = None
+    full_size: float | None = None
 
 
 @dataclass
