@@ -21,6 +21,7 @@ from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.latent_attention import latent_attention_styles
 from shardformer.policies.plans.list_chains import chain_layout
 from shardformer.policies.plans.stage_inference import ENCODED_INPUTS, layer_paths, stage_layout, tower_layout
+from shardformer.policies.plans.styles import ATTENTION_HEADS
 from shardformer.stages.shared_states import States
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
 from shardformer.utils.module_paths import join, starred
@@ -36,7 +37,8 @@ def styles_of_transformers(model: nn.Module) -> dict[str, str]:
     Experts whose output projections are cut between inputs return partial sums. Where no entry adds them up, as for
     Qwen3-Omni in transformers 5.17, one is added.
     """
-    found = latent_attention_styles(model) | model.tp_plan | delta_net_styles(model)
+    latent, delta = latent_attention_styles(model, ATTENTION_HEADS), delta_net_styles(model, ATTENTION_HEADS)
+    found = latent | (model.tp_plan or {}) | delta
     owners = (path.rpartition(".")[0] for path, style in found.items() if style == "rowwise")
     return {owner: "moe_tp_experts" for owner in owners if owner.endswith(".experts")} | found
 

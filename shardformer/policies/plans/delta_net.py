@@ -1,12 +1,14 @@
-"""Heads of gated delta nets (arXiv 2412.06464; Qwen3-Next, Qwen3.5), which tensor parallelism divides.
+"""Heads of delta nets (arXiv 2412.06464, 2510.26692; Qwen3-Next, OLMo hybrid, Kimi Linear), which `tp_size` divides.
 
-Plans of transformers gather the outputs of the projections, so that every rank computes all heads. So it is here where
-`tp_size` does not divide the heads, and with `reproducible=True`, whose blocks the delta rule does not read.
+Plans of transformers gather the outputs of their projections, or leave them whole, so that every rank computes all
+heads. So it is here where `tp_size` does not divide the heads, and with `reproducible=True`, whose blocks the delta
+rule does not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
@@ -21,75 +23,117 @@ from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
 from shardformer.utils.module_paths import join, starred
 
-STYLE = "delta_net"
-_COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
-_OF_HEADS = {"A_log", "dt_bias"}
-_BEHIND = {"conv1d", "norm", "out_proj"}
-# Of key heads: their query, key, values and gates together; or the parts of all heads one behind the other.
-_GROUPED = {"in_proj_qkvz", "in_proj_ba"}
-_APART = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
+_COLUMN, _PARTS, _ROW, _CHANNELS, _HEADS, _NORM, _WHOLE = "column", "parts", "row", "channels", "heads", "norm", "whole"
 
 
-def delta_net_styles(model: nn.Module) -> dict[str, str]:
-    """Return the style of each part of gated delta nets, by its path with `*` for numbers."""
-    return {
-        starred(join(path, name)): STYLE
-        for path, module in model.named_modules()
-        if _is_delta_net(module)
-        for name in (*module._modules, *module._parameters)
-    }
+@dataclass(frozen=True)
+class Form:
+    """A kind of delta net.
+
+    Attributes:
+        roles: each of its modules and parameters -> what it is.
+        heads: attributes that count heads.
+        features: attributes that count features of heads.
+        channels: those of them that are the channels of the convolution, one behind the other.
+        gathers: whether projections are divided, and their outputs gathered, where heads are not divided.
+    """
+
+    roles: Mapping[str, str]
+    heads: tuple[str, ...]
+    features: tuple[str, ...]
+    channels: tuple[str, ...] = ()
+    gathers: bool = False
+
+
+_GATED = {
+    "heads": ("num_k_heads", "num_v_heads"),
+    "features": ("key_dim", "value_dim", "conv_dim"),
+    "channels": ("key_dim", "key_dim", "value_dim"),
+}
+_STATES = {"conv1d": _CHANNELS, "A_log": _HEADS, "dt_bias": _HEADS}
+_QWEN = {**_STATES, "norm": _NORM, "out_proj": _ROW}
+_KIMI = {
+    **{"conv1d": _CHANNELS, "forget_gate": _WHOLE, "o_norm": _NORM, "o_proj": _ROW},
+    **{f"{part}_proj": _COLUMN for part in "qkvb"},
+}
+_OF_KIMI = {"heads": ("num_heads",), "features": ("qkv_dim", "conv_dim"), "channels": ("qkv_dim",) * 3}
+_GATE = {"A_log": _HEADS, "dt_bias": _HEADS}
+_FORMS = (
+    # The query, key, values and gates of a key head lie next to each other,
+    Form({**_QWEN, **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), _COLUMN)}, **_GATED, gathers=True),
+    # or those of all heads.
+    Form(
+        {**_QWEN, "in_proj_qkv": _PARTS, **dict.fromkeys(("in_proj_z", "in_proj_b", "in_proj_a"), _COLUMN)},
+        **_GATED,
+        gathers=True,
+    ),
+    Form({**_STATES, "o_norm": _NORM, "o_proj": _ROW, **{f"{part}_proj": _COLUMN for part in "qkvabg"}}, **_GATED),
+    # Kimi delta attention and its gate; of Bailing, without projections of low rank.
+    Form({**_KIMI, "g_a_proj": _WHOLE, "g_b_proj": _COLUMN}, **_OF_KIMI),
+    Form({**_KIMI, "g_proj": _COLUMN}, **_OF_KIMI),
+    Form({**_GATE, "f_a_proj": _WHOLE, "f_b_proj": _COLUMN}, ("num_heads",), ("qkv_dim",)),
+    Form({**_GATE, "f_proj": _COLUMN}, ("num_heads",), ("qkv_dim",)),
+)
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """Return the kind of a delta net; None for another module."""
+    children = {name for name, child in module._modules.items() if child is not None}
+    parts = children | {name for name, parameter in module._parameters.items() if parameter is not None}
+    fitting = (form for form in _FORMS if parts == form.roles.keys())
+    return next((form for form in fitting if all(hasattr(module, name) for name in form.heads + form.features)), None)
+
+
+def delta_net_styles(model: nn.Module, style: str) -> dict[str, str]:
+    """Return `style` for each part of delta nets, by its path with `*` for numbers."""
+    nets = ((path, form) for path, module in model.named_modules() if (form := form_of(module)) is not None)
+    return {starred(join(path, name)): style for path, form in nets for name in form.roles}
 
 
 def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
-    """Return a rank's counts of heads and features in a gated delta net; empty if it has all, or for another module."""
-    size = config.tensor_parallel_size
-    return {name: getattr(owner, name) // size for name in _COUNTS} if _divides(owner, config) else {}
+    """Return a rank's counts of heads and features of a delta net; empty if it has all, or for another module."""
+    form, size = form_of(owner), config.tensor_parallel_size
+    if form is None or not _divides(owner, form, config):
+        return {}
+    return {name: getattr(owner, name) // size for name in form.heads + form.features}
 
 
 def change_of(owner: nn.Module, name: str, config: ShardConfig) -> SubModuleReplacementDescription | Callable | None:
-    """Return how a part of a gated delta net is sharded; None if every rank has all of it."""
-    is_linear = isinstance(getattr(owner, name), nn.Linear)
-    if not _divides(owner, config):
-        gathered = SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
-        return gathered if is_linear else None
-    if name == "out_proj":
-        return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": owner.num_v_heads})
-    if is_linear:
-        options = {"parts": _channels(owner)} if name == "in_proj_qkv" else {"num_heads": _heads(owner, name)}
-        return SubModuleReplacementDescription(name, ColumnParallelLinear, options, reads="hidden_states")
-    if name == "conv1d":
-        return partial(_cut_channels, parts=_channels(owner), group=config.group)
-    if name in _OF_HEADS:
-        return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=config.group)
-    return SubModuleReplacementDescription(name, None, partial_gradient=True)  # the norm of each head
+    """Return how a part of a delta net is sharded; None if every rank has all of it."""
+    form, part = form_of(owner), getattr(owner, name)
+    role = form.roles[name]
+    if not _divides(owner, form, config):
+        is_gathered = form.gathers and role in (_COLUMN, _PARTS, _ROW)
+        options = {"gather_output": True}
+        return SubModuleReplacementDescription(name, ColumnParallelLinear, options, reads=name) if is_gathered else None
+    if role == _ROW:
+        return SubModuleReplacementDescription(name, RowParallelLinear, {})
+    if role in (_COLUMN, _PARTS):
+        options = {"parts": _channels(owner, form)} if role == _PARTS else {}
+        return SubModuleReplacementDescription(
+            name, ColumnParallelLinear, options, reads=f"input of {part.in_features} features"
+        )
+    if role == _CHANNELS:
+        return partial(_cut_channels, name=name, parts=_channels(owner, form), group=config.group)
+    if role == _HEADS:  # the only dim that is not 1
+        from_end = part.dim() - max(range(part.dim()), key=part.shape.__getitem__)
+        return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=1, group=config.group)
+    return SubModuleReplacementDescription(name, None, partial_gradient=True) if role == _NORM else None
 
 
-def _is_delta_net(module: nn.Module) -> bool:
-    inputs = module._modules.keys() - _BEHIND
-    is_known = inputs in (_GROUPED, _APART) and module._modules.keys() >= _BEHIND
-    return is_known and module._parameters.keys() == _OF_HEADS and all(hasattr(module, name) for name in _COUNTS)
-
-
-def _divides(owner: nn.Module, config: ShardConfig) -> bool:
+def _divides(owner: nn.Module, form: Form, config: ShardConfig) -> bool:
     size = config.tensor_parallel_size
-    if size == 1 or not _is_delta_net(owner) or blocks_of(config.group) is not None:
-        return False
-    return owner.num_k_heads % size == owner.num_v_heads % size == 0
+    return size > 1 and blocks_of(config.group) is None and all(getattr(owner, name) % size == 0 for name in form.heads)
 
 
-def _heads(owner: nn.Module, name: str) -> int:
-    return owner.num_k_heads if name in _GROUPED else owner.num_v_heads
+def _channels(owner: nn.Module, form: Form) -> tuple[Part, ...]:
+    return tuple(Part(getattr(owner, name)) for name in form.channels)
 
 
-def _channels(owner: nn.Module) -> tuple[Part, ...]:
-    """Return queries, keys and values, as the convolution has them."""
-    return Part(owner.key_dim), Part(owner.key_dim), Part(owner.value_dim)
-
-
-def _cut_channels(owner: nn.Module, *, parts: tuple[Part, ...], group: ProcessGroup) -> None:
-    """Shard the convolution, whose channels are apart from each other, [channels, 1, kernel]."""
-    conv = owner.conv1d
-    for name, parameter in list(conv.named_parameters()):
+def _cut_channels(owner: nn.Module, *, name: str, parts: tuple[Part, ...], group: ProcessGroup) -> None:
+    """Shard a convolution whose channels are apart from each other, [channels, 1, kernel]."""
+    conv = getattr(owner, name)
+    for each, parameter in list(conv.named_parameters()):
         spec = ShardSpec(tuple(parameter.shape), 0, parts, dist.get_rank(group), dist.get_world_size(group))
-        setattr(conv, name, shard_parameter(parameter, spec))
+        setattr(conv, each, shard_parameter(parameter, spec))
     conv.groups = conv.in_channels = conv.out_channels = conv.weight.shape[0]

@@ -12,7 +12,6 @@ from shardformer.policies.feature_counts import HEAD_COUNTS, names_read
 from shardformer.shard_config import ShardConfig
 from shardformer.utils.module_paths import join, starred
 
-STYLE = "latent_attention"
 # Projections to and from heads are cut; those to the compressed states, and their norms, are not.
 _STYLES = {
     "q_proj": "colwise",
@@ -24,13 +23,13 @@ _STYLES = {
 _WHOLE = {"q_a_proj", "q_a_layernorm", "kv_a_layernorm", "rotary_emb"}
 
 
-def latent_attention_styles(model: nn.Module) -> dict[str, str]:
-    """Return the style of each part of latent attention that depends on heads, by its path with `*` for numbers.
+def latent_attention_styles(model: nn.Module, style: str) -> dict[str, str]:
+    """Return `style` for each part of latent attention that depends on heads, by its path with `*` for numbers.
 
     An attention with further parts (an indexer, scales for each head), or whose forward counts heads, has none.
     """
     return {
-        starred(join(path, name)): STYLE
+        starred(join(path, name)): style
         for path, module in model.named_modules()
         if _is_plain(module)
         for name in _STYLES

@@ -160,11 +160,10 @@ def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> Change
     return lambda module: skip_idle_casts(getattr(module, name))
 
 
-def _delta_net(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
-    return delta_net.change_of(owner, name, policy.shard_config)
-
-
-def _latent_attention(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
+def _attention_heads(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
+    """Cut heads of a delta net or of latent attention: layers of a hybrid may have either at a path."""
+    if delta_net.form_of(owner) is not None:
+        return delta_net.change_of(owner, name, policy.shard_config)
     return STYLES[latent_attention.style_in(owner, name, policy.shard_config)](policy, owner, name)
 
 
@@ -172,6 +171,7 @@ def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:
     return None
 
 
+ATTENTION_HEADS = "attention_heads"
 STYLES: dict[str, Style] = {
     "colwise": _column,
     "colwise_gather_output": partial(_column, gather=True),
@@ -197,8 +197,7 @@ STYLES: dict[str, Style] = {
     "local_biases": _local_biases,
     "local_params": _nothing,
     "skips_idle_casts": _skips_idle_casts,
-    delta_net.STYLE: _delta_net,
-    latent_attention.STYLE: _latent_attention,
+    ATTENTION_HEADS: _attention_heads,
     "replicate": _nothing,
     "sequence_parallel": _nothing,  # norms between regions: full sequences give the same result
 }

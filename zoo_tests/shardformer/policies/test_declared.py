@@ -150,11 +150,11 @@ def test_heads_of_latent_attention_are_cut() -> None:
     """Not those of one with an indexer, which the plan of transformers cuts: it reads parts that stay whole."""
     plan = _plan_of("DeepseekV3", first_k_dense_replace=1)
     parts = ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    assert {plan[f"layers.*.self_attn.{part}"] for part in parts} == {"latent_attention"}
+    assert {plan[f"layers.*.self_attn.{part}"] for part in parts} == {"attention_heads"}
     assert "layers.*.self_attn.q_a_proj" not in plan
     with torch.device("meta"):
         indexed = transformers.DeepseekV32Model(transformers.DeepseekV32Config(**_SMALL, first_k_dense_replace=1))
-    assert not latent_attention_styles(indexed)
+    assert not latent_attention_styles(indexed, "cut")
 
 
 def test_every_style_of_transformers_is_known() -> None:
