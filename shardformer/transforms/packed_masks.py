@@ -14,7 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.attention.packed_documents import asks_for_cache, document_starts, mask_calls, may_be_packed
+from shardformer.attention.packed_documents import (
+    asks_for_cache,
+    document_starts,
+    mask_calls,
+    may_be_packed,
+    runs_flash,
+)
 from shardformer.context_parallel.batch_facts import restarts
 from shardformer.policies.base import Policy
 
@@ -89,6 +95,7 @@ def _sees_documents(maker: nn.Module) -> bool:
 def _begin(maker: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     given = {**inspect.signature(maker.forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
     is_asked = may_be_packed(given) and not asks_for_cache(given) and restarts(given[_POSITIONS])
+    is_asked &= not runs_flash(maker)  # which is told of borders
     _running.set(_Documents(document_starts(given[_POSITIONS]).cumsum(-1)) if is_asked else None)
 
 

@@ -135,7 +135,14 @@ PLANS = {
     ),
     "voxtral_realtime": DeclaredPlan(None, pipelined=False),  # adds sound to all tokens behind the embedding
     "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
-    "zaya": DeclaredPlan({}, carried_inputs=("prev_router_hidden_states",)),
+    "zaya": DeclaredPlan(
+        {
+            "mlp.experts.gate_up_proj": "packed_colwise",
+            "mlp.experts.down_proj": "rowwise",
+            "mlp.experts": "moe_tp_experts",
+        },
+        carried_inputs=("prev_router_hidden_states",),
+    ),
     "biogpt": DeclaredPlan(
         _DECODER,
         _DECODER_LOCAL,
