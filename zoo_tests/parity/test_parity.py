@@ -36,6 +36,7 @@ _RECOMPUTATION = {"gradient_checkpointing": "full"}
 _ALL_TO_ALL = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
 # What a family cannot do, and why, is in `harness/support_reasons.py`.
 _WITHOUT_RECOMPUTATION = ("cpmant",)
+_WITHOUT_ULYSSES = ("qwen3_next",)  # on ranks that share layers too; ranks that share sequences alone have it
 _WITHOUT_FUSED_NORMS = ("cpmant",)
 _WITHOUT_FUSIONS = ("falcon", "falcon_multi_query", "mixtral", "qwen3_moe", "cpmant")
 # Members of the zoo that are other configurations, or other models, of a family with a policy.
@@ -135,7 +136,7 @@ def _kernels(family: str, members: Family) -> dict[str, Any]:
 
 def _supports_ulysses(family: str, members: Family) -> bool:
     policy = _policy(family)
-    exchanges = policy is None or policy.supports_ulysses
+    exchanges = family not in _WITHOUT_ULYSSES and (policy is None or policy.supports_ulysses)
     return exchanges and members.sequence_parallel and _attends_by_registry(family, members)
 
 

@@ -138,7 +138,7 @@ def _judged(name: str, layout: str, has_images: bool = False) -> str:
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     model = plain.case.tiny_model.build()
     if layout != "sp2" or has_images:
-        plain = plain_run_with_images(plain, policy_for(model))
+        plain = plain_run_with_images(plain, policy_for(model)) or (None if has_images else plain)
         assert plain is not None and has_images <= ("pixel_values" in plain.case.tiny_model.batch(model, 0, 6))
     return sharded_verdict(head, layout, plain)
 
