@@ -42,6 +42,14 @@ _ONE_PIECE = (
     "`gate_up_proj`, which holds gates and the other half one behind the other, is cut as one piece, so that a rank "
     "has gates alone."
 )
+_TIED = (
+    "(Bert|Camembert|ConvBert|Ernie|FNet|Gte|MegatronBert|MobileBert|MPNet|NeoMME|NomicBert|Perceiver|Roberta"
+    "|RobertaPreLayerNorm|Xmod)ForMaskedLM|(Bert|BigBird|Ernie|Lxmert|MegatronBert)ForPreTraining"
+    "|(CTRL|GPT2)LMHeadModel|(BigBird|Cohere2?|CohereCompass|Ernie4_5|FalconMamba|Gemma2|GPTNeo|GPTNeoXJapanese|GraniteSWA"
+    "|Kosmos2Text|Kosmos2_5Text|Lfm2|Marian|ModernBertDecoder|Mvp|Pegasus|RoCBert|RoFormer|TrOCR|VaultGemma|XLMRoberta"
+    "|XLMRobertaXL|Zamba|Zaya)ForCausalLM|(Blip|Cohere2Vision|DeepseekVL|Gemma3|Gemma4Unified|HyperCLOVAXVisionV2"
+    "|InternVL|Lfm2Vl|LightOnOcr|Ovis2|PaliGemma|Qwen3ASR|T5Gemma|Whisper)ForConditionalGeneration|SpeechT5ForSpeechToText"
+)
 _NOTES: list[tuple[str, str, str, str]] = [
     ("ours", "tp2(pp2)?", "MobileViTForImageClassification", _ROUNDING),
     ("ours", "tp2pp2", "RoCBertForQuestionAnswering", _ROUNDING),
@@ -58,16 +66,21 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "torch pipelining.*",
         "pp2",
-        "(Bert|MegatronBert|NeoMME|Roberta|Xmod)ForMaskedLM|LxmertForPreTraining|GPT2LMHeadModel"
-        "|(BigBird|Cohere2?|CohereCompass|Gemma2|GPTNeo|GPTNeoXJapanese|Kosmos2Text|ModernBertDecoder|Pegasus"
-        "|VaultGemma|Zaya)ForCausalLM|HyperCLOVAXVisionV2ForConditionalGeneration",
+        f"(?:{_TIED})",
         "Embedding and head share a weight; each stage has a copy of it, and their gradients are not added up.",
     ),
     (
         "torch pipelining",
         "pp2",
-        "MobileViTForSemanticSegmentation",
+        "(DPT|MobileNetV2|MobileViT|MobileViTV2|Segformer)ForSemanticSegmentation|GLPNForDepthEstimation"
+        "|MobileNetV1ForImageClassification|PerceiverForImageClassificationConvProcessing",
         "Batch norm takes its statistics of each micro-batch, in plain training of the batch.",
+    ),
+    (
+        "torch pipelining",
+        "pp2",
+        "BigBirdPegasusForCausalLM|(Electra|Funnel|Splinter)ForPreTraining",
+        "The loss is no mean over the labels that weigh micro-batches here: this one says nothing of the library.",
     ),
     (
         "transformers tp_plan|torch parallelize_module|DeepSpeed AutoTP",
@@ -88,7 +101,7 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "A layer gets parts where it expects whole inputs, or the reverse: AutoTP tells rows from columns by names.",
     ),
     (
-        "DeepSpeed AutoTP",
+        "DeepSpeed AutoTP|NeMo Automodel",
         "tp2",
         "DiffLlamaFor.*",
         "The class subtracts the second half of its heads from the first; each rank pairs the heads that it has.",
@@ -106,12 +119,13 @@ _NOTES: list[tuple[str, str, str, str]] = [
         "A traced stage returns a tensor that is not contiguous, and the schedule sends it as it is.",
     ),
     ("NeMo Automodel", "(tp2)?pp2|tp2", "Glm4?For.*", _ONE_PIECE),
-    ("NeMo Automodel", "tp2", "ApertusFor.*", _NOT_ADDED_UP),
+    ("NeMo Automodel", "tp2(pp2)?", "ApertusFor.*", _NOT_ADDED_UP),
     (
         "NeMo Automodel",
         "tp2(pp2)?",
-        "(Dots1|Mellum|Qwen3Moe|Qwen3Next|Qwen3_5Moe|Qwen3OmniMoeTalker|Qwen3OmniMoeThinker)For.*",
-        "It has no plan for the class, warns, and applies its default one, which lacks `q_norm` and `k_norm`: they see "
+        "(Dots1|Gemma3Text|Gemma3n|HunYuanDenseV1|HunYuanMoEV1|HYV3|Mellum|MiniMaxM3VL|Qwen3Moe|Qwen3Next|Qwen3_5Moe"
+        "|Qwen3OmniMoeTalker|Qwen3OmniMoeThinker|Qwen4Exp)For.*",
+        "It has no plan for the class, warns, and applies its default one, which lacks the norms of heads: they see "
         "half of the heads on each rank, and their gradients are averaged instead of summed. Qwen3 has a plan, and is "
         "exact.",
     ),
@@ -131,14 +145,16 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "NeMo Automodel",
         "(tp2)?pp2",
-        "(Afmoe|Doge|ExaoneMoe|GraniteMoeSWA|Mixtral|Phi3|Phimoe)ForCausalLM",
+        "(Afmoe|Cwm|Doge|Exaone4|ExaoneMoe|GptOss|GraniteMoeSWA|Ministral|Ministral3|Mistral|Mixtral|Phi3|Phi4Multimodal"
+        "|Phimoe)ForCausalLM",
         "Its stages run a forward of its own, of Llama's form, which takes the full causal mask where the class takes "
         "that of a window. In one process without a pipeline, that forward has other logits, too.",
     ),
     (
         "NeMo Automodel",
         "(tp2)?pp2",
-        "(CodeGen|FalconMamba|GPTNeo|Persimmon|Inkling|Mamba2|MiMoV2Flash|OlmoHybrid|RoFormer|xLSTM)ForCausalLM",
+        "(CodeGen|FalconH1|FalconMamba|GPTNeo|Persimmon|Inkling|Mamba2|MiMoV2Flash|NanoChat|OlmoHybrid|Phi|RoFormer|xLSTM)"
+        "ForCausalLM",
         "Its stages run a forward of its own, of Llama's form, which does not fit the class; in one process, too.",
     ),
 ]
