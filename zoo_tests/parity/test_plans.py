@@ -20,6 +20,7 @@ from transformers import BioGptConfig, BioGptForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import declared_plans
@@ -83,6 +84,32 @@ def test_parts_that_return_several_tensors_of_the_tokens_between_slices_of_the_s
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     assert sharded_verdict(head, "sp2", plain) == "exact"
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("KimiLinearForCausalLM", 0.9),  # a delta net, its gate, and latent attention at one path
+        *(
+            pytest.param(name, least, marks=pytest.mark.slow)
+            for name, least in (
+                ("Qwen3_5ForCausalLM", 0.9),  # queries, keys and values of all heads one behind the other
+                ("OlmoHybridForCausalLM", 0.9),
+                ("BailingHybridForCausalLM", 0.9),
+                ("DeepseekV3ForCausalLM", 0.7),
+                ("OpenAIPrivacyFilterForTokenClassification", 0.9),  # experts with biases
+                ("BambaForCausalLM", 0.5),  # transformers has no plan
+            )
+        ),
+    ],
+)
+def test_what_a_plan_of_transformers_leaves_whole_is_divided(name: str, least: float) -> None:
+    [head] = [head for head in head_classes() if head.name == name]
+    plain = plain_run(head)
+    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    assert sharded_verdict(head, "tp2", plain) == "exact"
+    twin = plain.case.tiny_model
+    assert share_cut(twin.build, twin.batch(twin.build(), 0, 2)).flops > least
 
 
 # What is divided -> its layout, and heads of families with layers of a kind of their own.

@@ -7,6 +7,7 @@ from zoo_tests.campaigns.mutations.edits import Edit
 _VERIFIED = "zoo_tests/hybrid_parallel/verify/test_kinds_of_heads.py::test_trains_as_plainly"
 _PROPOSED = "zoo_tests/shardformer/policies/test_proposed.py"
 _DIVIDED = "zoo_tests/parity/test_plans.py::test_slices_of_sequences_between_the_regions_of_a_plan"
+_LEFT_WHOLE = "zoo_tests/parity/test_plans.py::test_what_a_plan_of_transformers_leaves_whole_is_divided"
 _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 
 EDITS_OF_PLANS: dict[str, Edit] = {
@@ -89,5 +90,17 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         "        is_equal = compare(plain, [trace], tolerance).first is None\n",
         "        is_equal = trace is not None\n",
         ("zoo_tests/hybrid_parallel/verify/test_propose.py::test_a_part_that_differs_is_dropped",),
+    ),
+    "channels of queries, keys and values cut at once": Edit(
+        "shardformer.policies.plans.delta_net",
+        "return tuple(Part(getattr(owner, name)) for name in form.channels)",
+        "return (Part(sum(getattr(owner, name) for name in form.channels)),)",
+        (f"{_LEFT_WHOLE}[KimiLinearForCausalLM-0.9]",),
+    ),
+    "each rank adds the whole bias of experts": Edit(
+        "shardformer.policies.module_edits",
+        "module._parameters[name] / num_parts(group)",
+        "module._parameters[name]",
+        (f"{_LEFT_WHOLE}[OpenAIPrivacyFilterForTokenClassification-0.9]",),
     ),
 }

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
 from shardformer import ShardConfig
+from shardformer.layers import ColumnParallelLinear
+from shardformer.policies.plans import delta_net
 from shardformer.policies.plans.declared import DeclaredPlan, declared_plans
 from shardformer.policies.plans.latent_attention import latent_attention_styles
 from shardformer.policies.plans.stage_inference import num_outputs
@@ -25,6 +28,7 @@ from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.registry import policy_for
 from shardformer.stages.placeholders import LayerInputPlaceholder, Skipped, StageInput
 from shardformer.stages.stage import Received, ZeroEmbedding
+from zoo_tests.harness.ranks import distributed
 
 
 class Layer(nn.Module):
@@ -162,3 +166,23 @@ def test_every_style_of_transformers_is_known() -> None:
     # Styles of another plan, for expert parallelism.
     of_experts = {"grouped_gemm", "ep_dispatch_experts", "ep_router", "megamoe_router", "megamoe_experts"}
     assert set(tensor_parallel.ALL_PARALLEL_STYLES) - of_experts <= set(STYLES)
+
+
+@distributed(2)
+def test_heads_that_ranks_do_not_divide_are_gathered_or_whole() -> None:
+    """Three heads on two ranks: projections are divided and gathered, or as they are; so it is in blocks."""
+    config, sizes = ShardConfig(tensor_parallel_process_group=dist.group.WORLD), {**_SMALL, "head_dim": 8}
+    of_qwen = {"linear_num_value_heads": 3, "layer_types": ["linear_attention", "full_attention"]}
+    with torch.device("meta"):
+        qwen = transformers.Qwen3_5TextModel(
+            transformers.Qwen3_5TextConfig(**sizes, linear_num_key_heads=3, **of_qwen, vocab_size=8, pad_token_id=0)
+        ).layers[0]
+        olmo = transformers.OlmoHybridModel(
+            transformers.OlmoHybridConfig(**_SMALL, linear_num_key_heads=3, **of_qwen, vocab_size=8, pad_token_id=0)
+        ).layers[0]
+    assert not delta_net.local_counts(qwen.linear_attn, config)
+    assert delta_net.change_of(qwen.linear_attn, "in_proj_qkv", config).kwargs == {"gather_output": True}
+    assert delta_net.change_of(olmo.linear_attn, "q_proj", config) is None
+    olmo.linear_attn.num_k_heads = olmo.linear_attn.num_v_heads = 4
+    assert delta_net.local_counts(olmo.linear_attn, config)["num_k_heads"] == 2
+    assert delta_net.change_of(olmo.linear_attn, "q_proj", config).target_module is ColumnParallelLinear
