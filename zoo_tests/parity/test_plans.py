@@ -104,7 +104,9 @@ def test_parts_that_return_several_tensors_of_the_tokens_between_slices_of_the_s
     ],
 )
 def test_what_a_plan_of_transformers_leaves_whole_is_divided(name: str, least: float) -> None:
-    [head] = [head for head in head_classes() if head.name == name]
+    head = next((head for head in head_classes() if head.name == name), None)
+    if head is None:
+        pytest.skip(f"this release of transformers has no {name}")
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     assert sharded_verdict(head, "tp2", plain) == "exact"
