@@ -102,6 +102,11 @@ class ShardConfig:
             return 1
         return num_parts(self.group)
 
+    @property
+    def computes_in_blocks(self) -> bool:
+        """Whether layers are computed in blocks, which do not depend on the number of ranks."""
+        return blocks_of(self.group) is not None
+
     def replicated_spec(self, parameter: Tensor) -> ShardSpec:
         """Return the spec of a parameter that is whole on every tensor-parallel rank."""
         if self.tensor_parallel_size == 1:

@@ -46,9 +46,9 @@ _STYLES = frozenset(
 
 
 class InBlocks(ShardConfig):
-    """Options as if there were so many ranks."""
+    """Options as if layers were computed in so many blocks."""
 
-    count = 1
+    count, computes_in_blocks = 1, True
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from booster import Booster
@@ -174,6 +175,16 @@ def test_outputs_are_whole_while_layers_run_in_blocks(layout: dict[str, int]) ->
         torch.testing.assert_close(found.hidden_states, expected.hidden_states)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0), tokens)
     torch.testing.assert_close(model(input_ids=ids, labels=ids).logits.detach(), logits)
+
+
+@distributed(1)
+def test_a_family_whose_sequences_are_not_cut_in_blocks_is_not_refused() -> None:
+    """Its plan is trusted with sequence parallelism, and not in blocks; the defaults must not ask for these."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 32}
+    config = transformers.Lfm2Config(**sizes, num_hidden_layers=2, full_attn_idxs=[1], vocab_size=8, pad_token_id=0)
+    model = Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(transformers.Lfm2ForCausalLM(config))
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
 
 
 def _boosted(**options: Any) -> tuple[Booster, nn.Module, torch.optim.Optimizer]:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.blocks import blocks_of
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.policies.base import SubModuleReplacementDescription
 from shardformer.policies.module_edits import shard_own_parameter
@@ -123,7 +122,8 @@ def change_of(owner: nn.Module, name: str, config: ShardConfig) -> SubModuleRepl
 
 def _divides(owner: nn.Module, form: Form, config: ShardConfig) -> bool:
     size = config.tensor_parallel_size
-    return size > 1 and blocks_of(config.group) is None and all(getattr(owner, name) % size == 0 for name in form.heads)
+    is_meant = size > 1 and not config.computes_in_blocks
+    return is_meant and all(getattr(owner, name) % size == 0 for name in form.heads)
 
 
 def _channels(owner: nn.Module, form: Form) -> tuple[Part, ...]:

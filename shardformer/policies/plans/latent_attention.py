@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardformer.distributed.blocks import blocks_of
 from shardformer.policies.feature_counts import HEAD_COUNTS, names_read
 from shardformer.shard_config import ShardConfig
 from shardformer.utils.module_paths import join, starred
@@ -39,7 +38,7 @@ def latent_attention_styles(model: nn.Module, style: str) -> dict[str, str]:
 
 def style_in(owner: nn.Module, name: str, config: ShardConfig) -> str:
     """Return the style of a part of latent attention under these options; layers of a hybrid may have another one."""
-    is_cut = _is_plain(owner) and owner.num_heads % config.tensor_parallel_size == 0 and blocks_of(config.group) is None
+    is_cut = _is_plain(owner) and owner.num_heads % config.tensor_parallel_size == 0 and not config.computes_in_blocks
     return _STYLES[name] if is_cut else "replicate"
 
 

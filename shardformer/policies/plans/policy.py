@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from shardformer.attention import log_once
-from shardformer.distributed.blocks import blocks_of
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.layers import (
     ColumnParallelLinear,
@@ -36,6 +35,7 @@ from shardformer.policies.plans.attention_alone import (
 from shardformer.policies.plans.declared import (
     DeclaredPlan,
     completed_plan_of,
+    declared_plans,
     divides_sequences,
     proposed_plan_of,
 )
@@ -48,7 +48,6 @@ from shardformer.policies.plans.sequence import (
 )
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES
-from shardformer.sequence_parallel.blocked import BlockedSequence
 from shardformer.shard_spec import spec_of
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
@@ -90,10 +89,12 @@ class PlanPolicy(Policy):
         own = (self.declared or DeclaredPlan(None)).styles_of(self.model)
         return self.completion.styles_of(self.model) | own
 
-    @property
+    @cached_property
     def completion(self) -> DeclaredPlan:
         """The plan of what the family's own plan leaves out; of nothing in blocks, with which it was not seen."""
-        return completed_plan_of(type(self.model)) if blocks_of(self.shard_config.group) is None else DeclaredPlan({})
+        is_shipped = self.declared is None or self.declared in declared_plans().values()
+        is_meant = is_shipped and not self.shard_config.computes_in_blocks
+        return completed_plan_of(type(self.model)) if is_meant else DeclaredPlan({})
 
     @cached_property
     def stages(self) -> Any:
@@ -108,7 +109,7 @@ class PlanPolicy(Policy):
     def set_model(self, model: nn.Module) -> None:
         """Set the model; forget the plan and the stages of the previous one."""
         super().set_model(model)
-        for name in ("plan", "stages"):
+        for name in ("plan", "stages", "completion"):
             self.__dict__.pop(name, None)
 
     def head_counts(self) -> Mapping[str, int]:
@@ -174,7 +175,7 @@ class PlanPolicy(Policy):
         if self.shard_config.uses_ulysses:
             return self.exchanges_heads()
         is_known = bool(self._only_layers())
-        if not isinstance(self.shard_config.sequence, BlockedSequence):
+        if not self.shard_config.computes_in_blocks:
             is_known |= self.was_seen("split_gather") or (self.declared is not None and self.declared.splits_sequence)
         return is_known and bool(divisible_lists(self._cut_layers(), self.model, self.stages))
 
@@ -247,8 +248,6 @@ class PlanPolicy(Policy):
             description.sub_module_replacement += self._head_norms(path, owner)
             description.param_replacement += self._norms_by_head(path, owner)
         return table
-
-    # ----- modules that the plan names -----
 
     def _planned(self) -> list[tuple[str, nn.Module, str]]:
         """Return (owner path, owner, name of its module or parameter) for everything that the plan names."""
@@ -342,8 +341,6 @@ class PlanPolicy(Policy):
         return [
             (name, norm) for name, norm in found if name in _HEAD_NORMS and starred(join(path, name)) not in self.plan
         ]
-
-    # ----- attention heads -----
 
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""

@@ -21,6 +21,7 @@ from shardformer.layers import ColumnParallelLinear
 from shardformer.policies.plans import delta_net
 from shardformer.policies.plans.declared import DeclaredPlan, declared_plans
 from shardformer.policies.plans.latent_attention import latent_attention_styles
+from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.stage_inference import num_outputs
 from shardformer.policies.plans.styles import STYLES
 from shardformer.policies.plans.tables.completed import COMPLETED
@@ -145,9 +146,9 @@ def test_what_a_plan_leaves_whole_is_completed() -> None:
     assert bamba["layers.*.self_attn.o_proj"] == "rowwise" and bamba["layers.*.feed_forward.up_proj"] == "colwise"
     afmoe = _plan_of("Afmoe", num_dense_layers=1, num_local_experts=4)
     assert afmoe["layers.*.self_attn.gate_proj"] == "colwise" and afmoe["layers.*.mlp.experts"] == "moe_tp_experts"
-    policy = ProposedPlan({"fc": "colwise"}).policy()
-    policy.set_model(transformers.BambaModel(transformers.BambaConfig(**_SMALL, mamba_n_heads=8)))
-    assert not policy.plan
+    for policy in (ProposedPlan({"fc": "colwise"}).policy(), PlanPolicy(DeclaredPlan({"fc": "colwise"}))):
+        policy.set_model(transformers.BambaModel(transformers.BambaConfig(**_SMALL, mamba_n_heads=8)))
+        assert not policy.plan
 
 
 def test_heads_of_latent_attention_are_cut() -> None:
