@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from booster import Booster
@@ -16,6 +15,8 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.reproducible.limits import check_reproducible
 from zoo_tests.campaigns.bits.training import Bits
 from zoo_tests.campaigns.bits.trials import CUT, WHOLE, Trial, recipe_of, reference_of
+from zoo_tests.campaigns.census.classes import HeadClass
+from zoo_tests.campaigns.census.trained import twin_of
 from zoo_tests.harness.case import Recipe
 from zoo_tests.harness.optimizers import Lamb
 from zoo_tests.harness.ranks import distributed
@@ -180,11 +181,11 @@ def test_outputs_are_whole_while_layers_run_in_blocks(layout: dict[str, int]) ->
 @distributed(1)
 def test_a_family_whose_sequences_are_not_cut_in_blocks_is_not_refused() -> None:
     """Its plan is trusted with sequence parallelism, and not in blocks; the defaults must not ask for these."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 32}
-    config = transformers.Lfm2Config(**sizes, num_hidden_layers=2, full_attn_idxs=[1], vocab_size=8, pad_token_id=0)
-    model = Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(transformers.Lfm2ForCausalLM(config))
-    ids = torch.tensor([[1, 2, 3]])
-    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
+    twin = twin_of(HeadClass("lfm2", "Lfm2ForCausalLM"))
+    model, booster = twin.build(), Booster(plugin=HybridParallelPlugin(reproducible=True))
+    batch = twin.batch(model, 0, 2)
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.isfinite(booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss)
 
 
 def _boosted(**options: Any) -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
