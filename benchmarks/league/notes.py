@@ -43,11 +43,13 @@ _ONE_PIECE = (
     "has gates alone."
 )
 _TIED = (
-    "(Bert|Camembert|ConvBert|Ernie|FNet|Gte|MegatronBert|MobileBert|MPNet|NeoMME|NomicBert|Perceiver|Roberta"
-    "|RobertaPreLayerNorm|Xmod)ForMaskedLM|(Bert|BigBird|Ernie|Lxmert|MegatronBert)ForPreTraining"
+    "(Bert|BigBird|Camembert|ConvBert|Deberta|DebertaV2|DistilBert|Electra|Ernie|Esm|FNet|Funnel|Gte|MegatronBert"
+    "|MobileBert|MPNet|NeoMME|NomicBert|Perceiver|Roberta|RobertaPreLayerNorm|Xmod|Yoso)ForMaskedLM"
+    "|(Bert|BigBird|Ernie|FNet|Lxmert|MegatronBert)ForPreTraining|BertLMHeadModel|(Bart|BioGpt|Blenderbot|BlenderbotSmall"
+    "|Bloom|Camembert|Cohere2Moe|Electra|Ernie|Ernie4_5_Moe|Falcon|Zamba2)ForCausalLM"
     "|(CTRL|GPT2)LMHeadModel|(BigBird|Cohere2?|CohereCompass|Ernie4_5|FalconMamba|Gemma2|GPTNeo|GPTNeoXJapanese|GraniteSWA"
     "|Kosmos2Text|Kosmos2_5Text|Lfm2|Marian|ModernBertDecoder|Mvp|Pegasus|RoCBert|RoFormer|TrOCR|VaultGemma|XLMRoberta"
-    "|XLMRobertaXL|Zamba|Zaya)ForCausalLM|(Blip|Cohere2Vision|DeepseekVL|Gemma3|Gemma4Unified|HyperCLOVAXVisionV2"
+    "|XLMRobertaXL|Zamba|Zaya)ForCausalLM|(AyaVision|BigBirdPegasus|Blip|Cohere2Vision|DeepseekVL|Gemma3|Gemma4Unified|HyperCLOVAXVisionV2"
     "|InternVL|Lfm2Vl|LightOnOcr|Ovis2|PaliGemma|Qwen3ASR|T5Gemma|Whisper)ForConditionalGeneration|SpeechT5ForSpeechToText"
 )
 _NOTES: list[tuple[str, str, str, str]] = [
@@ -79,7 +81,7 @@ _NOTES: list[tuple[str, str, str, str]] = [
     (
         "torch pipelining",
         "pp2",
-        "BigBirdPegasusForCausalLM|(Electra|Funnel|Splinter)ForPreTraining",
+        "(BigBirdPegasus|CpmAnt)ForCausalLM|(Electra|Funnel|Splinter)ForPreTraining|BrosSpadeELForTokenClassification",
         "The loss is no mean over the labels that weigh micro-batches here: this one says nothing of the library.",
     ),
     (
