@@ -6,8 +6,9 @@ norm and the tests read only the spec; they do not depend on the kind of layer t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -159,3 +160,10 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 def pad_to_multiple(size: int, multiple: int) -> int:
     """Round `size` up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
+
+
+def divided_share(parameters: Iterable[Tensor]) -> float:
+    """Return the share of the elements of whole parameters that ranks divide, between 0 and 1."""
+    specs = [spec_of(parameter) for parameter in parameters]
+    sizes = [(prod(spec.full_shape), spec.dim is not None) for spec in specs]
+    return sum(size for size, is_cut in sizes if is_cut) / max(sum(size for size, _ in sizes), 1)

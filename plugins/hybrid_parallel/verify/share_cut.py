@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.model_flops import FlopCounter
 from plugins.hybrid_parallel.setup.model import shard_model
-from shardformer.shard_spec import ShardSpec, spec_of
+from shardformer.shard_spec import divided_share
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def share_cut(build: Callable[[], nn.Module], batch: Mapping[str, Any], tp_size:
         mesh = build_mesh(*config.parallel.mesh_shape(tp_size))
         model = build()
         shard_model(model, config, mesh)
-        specs = [spec_of(param) for param in model.parameters()]
-        local_flops = _flops(model, batch)
-    return ShareCut(_cut(specs), _divided(whole_flops, local_flops, tp_size))
+        share, local_flops = divided_share(model.parameters()), _flops(model, batch)
+    return ShareCut(share, _divided(whole_flops, local_flops, tp_size))
 
 
 def parameters_cut(model: nn.Module, tp_size: int = 2, **options: Any) -> float:
@@ -72,12 +71,7 @@ def parameters_cut(model: nn.Module, tp_size: int = 2, **options: Any) -> float:
     config = HybridParallelConfig.from_options(tp_size=tp_size, dp_size=1, **options)
     with fake_rank(0, tp_size):
         shard_model(model, config, build_mesh(*config.parallel.mesh_shape(tp_size)))
-        return _cut([spec_of(param) for param in model.parameters()])
-
-
-def _cut(specs: Sequence[ShardSpec]) -> float:
-    sizes = [(torch.Size(spec.full_shape).numel(), spec.dim is not None) for spec in specs]
-    return sum(size for size, is_cut in sizes if is_cut) / max(sum(size for size, _ in sizes), 1)
+        return divided_share(model.parameters())
 
 
 def _divided(whole: float | None, local: float | None, tp_size: int) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 from torch import nn
@@ -48,7 +47,7 @@ from shardformer.policies.plans.sequence import (
 )
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES
-from shardformer.shard_spec import spec_of
+from shardformer.shard_spec import divided_share
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
 
@@ -162,9 +161,7 @@ class PlanPolicy(Policy):
 
     def postprocess(self) -> nn.Module:
         """Log how little is divided, if most of the parameters are whole on every rank."""
-        specs = [spec_of(parameter) for parameter in self.model.parameters()]
-        sizes = [(prod(spec.full_shape), spec.dim is not None) for spec in specs]
-        share = sum(size for size, is_cut in sizes if is_cut) / max(sum(size for size, _ in sizes), 1)
+        share = divided_share(self.model.parameters())
         if self.tp_size > 1 and share < 0.5:
             name = type(self.model).__name__
             log_once(name, f"keeps most of its layers whole: tp_size={self.tp_size} divides {share:.0%} of its weights")
