@@ -405,6 +405,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", TORCH_FN(at::native::view));
   library.impl("unfold", TORCH_FN(at::native::unfold));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  // As wholes: inside, torch picks kernels by the device, and those of a depthwise one are CUDA's alone.
+  for (const char* name : {"convolution", "convolution_backward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&simcuda::fallback>());
 }
 
 // For Python: a CPU tensor with the memory of a tensor of the device, and the use of one by a stream.

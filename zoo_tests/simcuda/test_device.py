@@ -80,6 +80,18 @@ def test_operators_that_the_cpu_lacks_in_some_dtype() -> None:
     assert out.tolist() == [[2, 2, 2], [2, 2, 2]]
 
 
+@distributed(1, device="simcuda")
+def test_depthwise_convolution() -> None:
+    values = [torch.arange(8.0).reshape(1, 2, 4), torch.tensor([[[1.0, 2.0]], [[3.0, 5.0]]])]
+    results = []
+    for device in ("cpu", "cuda"):
+        signal, kernel = (value.detach().to(device).requires_grad_() for value in values)
+        torch.nn.functional.conv1d(signal, kernel, padding=1, groups=2).square().sum().backward()
+        assert kernel.grad.device.type == device
+        results.append((signal.grad.tolist(), kernel.grad.tolist()))
+    assert results[0] == results[1]
+
+
 # ----- what cannot be built -----
 
 
