@@ -8,11 +8,13 @@ from shardformer.layers.multi_query_linear import MultiQueryLinear
 from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.quantised_linear import for_quantised
+from shardformer.layers.state_space import GatedRMSNorm, StateSpaceProjection
 
 __all__ = [
     "ColumnParallelLinear",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "GatedRMSNorm",
     "GatheredLMHead",
     "HeadParallelEmbedding",
     "MultiQueryLinear",
@@ -21,6 +23,7 @@ __all__ = [
     "RowParallelLinear",
     "SharedDropout",
     "SharedInput",
+    "StateSpaceProjection",
     "VocabParallelEmbedding",
     "VocabParallelLMHead",
     "for_quantised",

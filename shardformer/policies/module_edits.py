@@ -66,6 +66,15 @@ def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) 
         setattr(module, each, shard_parameter(parameter, spec, copies_group(group, heads.copies)))
 
 
+def shard_channels(owner: nn.Module, *, name: str, parts: tuple[Part, ...], group: ProcessGroup) -> None:
+    """Shard a convolution whose channels are apart from each other, [channels, 1, kernel]."""
+    conv = getattr(owner, name)
+    for each, parameter in list(conv.named_parameters()):
+        spec = ShardSpec(tuple(parameter.shape), 0, parts, dist.get_rank(group), dist.get_world_size(group))
+        setattr(conv, each, shard_parameter(parameter, spec))
+    conv.groups = conv.in_channels = conv.out_channels = conv.weight.shape[0]
+
+
 def skip_idle_casts(module: nn.Module) -> None:
     """Let `module.to(dtype)` return at once if the module has that dtype already.
 

@@ -7,25 +7,35 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Aliases = Callable[[nn.Module, tuple[Any, ...]], Mapping[str, Tensor]]
 
-def alias_parameters(
-    module: nn.Module, aliases_of: Callable[[nn.Module, tuple[Any, ...]], Mapping[str, Tensor]]
-) -> None:
+
+def alias_parameters(module: nn.Module, aliases_of: Aliases, during: nn.Module | None = None) -> None:
     """Let the forward of `module` read other tensors than its own parameters.
 
     Args:
         aliases_of: (module, all inputs of a call) -> the tensors of this call, by names of parameters; nothing for a
             call that reads the parameters.
+        during: the module that reads the parameters of `module` in its own forward; None for `module` itself.
     """
-    calls: list[dict[str, nn.Parameter | None]] = []  # the parameters themselves, by nested calls
+    _alias(module, module._parameters, aliases_of, during or module)
+
+
+def alias_buffers(module: nn.Module, aliases_of: Aliases) -> None:
+    """Let the forward of `module` read other tensors than its own buffers, see `alias_parameters`."""
+    _alias(module, module._buffers, aliases_of, module)
+
+
+def _alias(module: nn.Module, held: dict[str, Tensor | None], aliases_of: Aliases, during: nn.Module) -> None:
+    calls: list[dict[str, Tensor | None]] = []  # the tensors themselves, by nested calls
 
     def enter(_: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         aliases = aliases_of(module, (*args, *kwargs.values()))
-        calls.append({name: module._parameters[name] for name in aliases})
-        module._parameters.update(aliases)
+        calls.append({name: held[name] for name in aliases})
+        held.update(aliases)
 
     def leave(*_: Any) -> None:
-        module._parameters.update(calls.pop())
+        held.update(calls.pop())
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)
+    during.register_forward_pre_hook(enter, with_kwargs=True)
+    during.register_forward_hook(leave, always_call=True)

@@ -275,6 +275,11 @@ def proposed_plan_of(cls: type) -> DeclaredPlan | None:
     return proposed_plans().get(_family_of(cls))
 
 
+def is_shipped(plan: DeclaredPlan | None) -> bool:
+    """Return whether a plan is one of this package, or None, that of transformers; others are the user's own."""
+    return plan is None or plan in (*declared_plans().values(), *proposed_plans().values())
+
+
 @cache
 def _completed_plans() -> dict[str, DeclaredPlan]:
     return _tables("COMPLETED")

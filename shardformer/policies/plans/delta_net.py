@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.policies.base import SubModuleReplacementDescription
-from shardformer.policies.module_edits import shard_own_parameter
+from shardformer.policies.module_edits import shard_channels, shard_own_parameter
 from shardformer.shard_config import ShardConfig
-from shardformer.shard_spec import Part, ShardSpec, shard_parameter
+from shardformer.shard_spec import Part
 from shardformer.utils.module_paths import join, starred
 
 _COLUMN, _PARTS, _ROW, _CHANNELS, _HEADS, _NORM, _WHOLE = "column", "parts", "row", "channels", "heads", "norm", "whole"
@@ -113,7 +111,7 @@ def change_of(owner: nn.Module, name: str, config: ShardConfig) -> SubModuleRepl
             name, ColumnParallelLinear, options, reads=f"input of {part.in_features} features"
         )
     if role == _CHANNELS:
-        return partial(_cut_channels, name=name, parts=_channels(owner, form), group=config.group)
+        return partial(shard_channels, name=name, parts=_channels(owner, form), group=config.group)
     if role == _HEADS:  # the only dim that is not 1
         from_end = part.dim() - max(range(part.dim()), key=part.shape.__getitem__)
         return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=1, group=config.group)
@@ -128,12 +126,3 @@ def _divides(owner: nn.Module, form: Form, config: ShardConfig) -> bool:
 
 def _channels(owner: nn.Module, form: Form) -> tuple[Part, ...]:
     return tuple(Part(getattr(owner, name)) for name in form.channels)
-
-
-def _cut_channels(owner: nn.Module, *, name: str, parts: tuple[Part, ...], group: ProcessGroup) -> None:
-    """Shard a convolution whose channels are apart from each other, [channels, 1, kernel]."""
-    conv = getattr(owner, name)
-    for each, parameter in list(conv.named_parameters()):
-        spec = ShardSpec(tuple(parameter.shape), 0, parts, dist.get_rank(group), dist.get_world_size(group))
-        setattr(conv, each, shard_parameter(parameter, spec))
-    conv.groups = conv.in_channels = conv.out_channels = conv.weight.shape[0]

@@ -34,11 +34,10 @@ from shardformer.policies.plans.attention_alone import (
 from shardformer.policies.plans.declared import (
     DeclaredPlan,
     completed_plan_of,
-    declared_plans,
     divides_sequences,
+    is_shipped,
     proposed_plan_of,
 )
-from shardformer.policies.plans.delta_net import local_counts
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
     divisible_lists,
@@ -46,7 +45,8 @@ from shardformer.policies.plans.sequence import (
     per_token,
 )
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
-from shardformer.policies.plans.styles import STYLES
+from shardformer.policies.plans.state_space import state_space_styles
+from shardformer.policies.plans.styles import ATTENTION_HEADS, STYLES, local_counts
 from shardformer.shard_spec import divided_share
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
@@ -86,13 +86,13 @@ class PlanPolicy(Policy):
     def plan(self) -> Mapping[str, str]:
         """The tensor-parallel style of each path of the model."""
         own = (self.declared or DeclaredPlan(None)).styles_of(self.model)
-        return self.completion.styles_of(self.model) | own
+        mixers = state_space_styles(self.model, ATTENTION_HEADS) if is_shipped(self.declared) else {}
+        return mixers | self.completion.styles_of(self.model) | own
 
     @cached_property
     def completion(self) -> DeclaredPlan:
         """The plan of what the family's own plan leaves out; of nothing in blocks, with which it was not seen."""
-        is_shipped = self.declared is None or self.declared in declared_plans().values()
-        is_meant = is_shipped and not self.shard_config.computes_in_blocks
+        is_meant = is_shipped(self.declared) and not self.shard_config.computes_in_blocks
         return completed_plan_of(type(self.model)) if is_meant else DeclaredPlan({})
 
     @cached_property

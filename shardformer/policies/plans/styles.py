@@ -25,7 +25,7 @@ from shardformer.policies.module_edits import (
     sum_gradient_of_rotary_part,
     use_local_biases,
 )
-from shardformer.policies.plans import delta_net, latent_attention
+from shardformer.policies.plans import delta_net, latent_attention, state_space
 from shardformer.shard_config import ShardConfig
 
 
@@ -161,10 +161,17 @@ def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> Change
 
 
 def _attention_heads(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
-    """Cut heads of a delta net or of latent attention: layers of a hybrid may have either at a path."""
+    """Cut heads of a delta net, a state space or latent attention: layers of a hybrid may have each at a path."""
     if delta_net.form_of(owner) is not None:
         return delta_net.change_of(owner, name, policy.shard_config)
+    if state_space.is_state_space(owner):
+        return state_space.change_of(owner, name, policy.shard_config)
     return STYLES[latent_attention.style_in(owner, name, policy.shard_config)](policy, owner, name)
+
+
+def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
+    """Return a rank's counts of heads and features of a mixer that `ATTENTION_HEADS` cuts; empty if it has all."""
+    return delta_net.local_counts(owner, config) | state_space.local_counts(owner, config)
 
 
 def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:

@@ -1,0 +1,207 @@
+"""Channels and heads of state spaces (Mamba, arXiv 2312.00752; Mamba-2, arXiv 2405.21060), which `tp_size` divides.
+
+Plans of transformers leave them whole. So they stay where `tp_size` does not divide them, if their weights are
+quantised, and with `reproducible=True`, whose blocks a scan does not read.
+
+Heads of Mamba-2 form groups, each of which has one input matrix B and one output matrix C. Ranks have either groups of
+their own, or share the only one: each computes a part of its B and C, and all gather these before the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardformer.distributed.collectives import copy_to_region
+from shardformer.layers import ColumnParallelLinear, GatedRMSNorm, RowParallelLinear, StateSpaceProjection
+from shardformer.policies.base import SubModuleReplacementDescription
+from shardformer.policies.module_edits import shard_channels, shard_own_parameter, sum_gradient_of_parameter
+from shardformer.quantised import is_quantised
+from shardformer.shard_config import ShardConfig
+from shardformer.shard_spec import Part, ShardSpec
+from shardformer.utils.module_paths import join, starred
+from shardformer.utils.parameter_aliases import alias_buffers, alias_parameters
+
+_STATES = {"in_proj", "conv1d", "A_log", "D", "out_proj"}
+_MAMBA, _MAMBA_2 = _STATES | {"x_proj", "dt_proj"}, _STATES | {"dt_bias"}
+_NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}  # of what ranks share
+_COUNTS = ("intermediate_size", "conv_dim", "num_heads", "n_groups", "ssm_state_size")
+
+Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
+
+
+def is_state_space(module: nn.Module) -> bool:
+    """Return whether a module is the mixer of Mamba or Mamba-2, as transformers writes them."""
+    return _is_mamba(module) or _is_mamba_2(module)
+
+
+def state_space_styles(model: nn.Module, style: str) -> dict[str, str]:
+    """Return `style` for each part of state spaces, by its path with `*` for numbers."""
+    found = ((path, module) for path, module in model.named_modules() if is_state_space(module))
+    return {starred(join(path, name)): style for path, module in found for name in _parts(module)}
+
+
+def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
+    """Return a rank's counts of heads and features of a state space; empty if it has all, or for another module."""
+    if not is_state_space(owner) or not _divides(owner, config):
+        return {}
+    counts = {"intermediate_size": owner.intermediate_size // config.tensor_parallel_size}
+    if _is_mamba_2(owner):
+        counts["num_heads"] = owner.num_heads // config.tensor_parallel_size
+        counts["n_groups"] = max(owner.n_groups // config.tensor_parallel_size, 1)
+        counts["conv_dim"] = counts["intermediate_size"] + 2 * counts["n_groups"] * owner.ssm_state_size
+    return counts
+
+
+def change_of(owner: nn.Module, name: str, config: ShardConfig) -> Change | None:
+    """Return how a part of a state space is sharded; None if every rank has all of it."""
+    if not _divides(owner, config):
+        return None
+    shares = _is_mamba_2(owner) and owner.n_groups < config.tensor_parallel_size
+    if name == "in_proj":
+        target = StateSpaceProjection if shares else ColumnParallelLinear
+        return SubModuleReplacementDescription(name, target, {"parts": _projected(owner, shares)})
+    if name in ("x_proj", "out_proj"):
+        return SubModuleReplacementDescription(name, RowParallelLinear, {})
+    if name == "norm" and shares:
+        return SubModuleReplacementDescription(name, GatedRMSNorm, {})
+    if name in _NORMS:
+        return SubModuleReplacementDescription(name, None, partial_gradient=True)
+    if name == "conv1d":
+        return partial(_cut_convolution, parts=_projected(owner, shares), shares=shares, group=config.group)
+    if name in ("norm", "dt_proj"):
+        return partial(_cut_norm if name == "norm" else _cut_time_steps, group=config.group)
+    dims = getattr(owner, name).dim()
+    return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=config.group)
+
+
+def _is_mamba(module: nn.Module) -> bool:
+    names = _parts(module)
+    if not _MAMBA <= names <= _MAMBA | _NORMS or not hasattr(module, "intermediate_size"):
+        return False
+    size = module.intermediate_size
+    return (module.in_proj.out_features, module.conv1d.in_channels, module.D.numel()) == (2 * size, size, size)
+
+
+def _is_mamba_2(module: nn.Module) -> bool:
+    if not _MAMBA_2 <= _parts(module) <= _MAMBA_2 | {"norm"} or not all(hasattr(module, name) for name in _COUNTS):
+        return False
+    size, channels = module.intermediate_size, module.intermediate_size + 2 * module.n_groups * module.ssm_state_size
+    found = (module.in_proj.out_features, module.conv1d.in_channels, module.conv_dim)
+    return found == (size + channels + module.num_heads, channels, channels)
+
+
+def _parts(module: nn.Module) -> set[str]:
+    """Return the names of the parameters of a module, and of its modules that have some."""
+    children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    return children | {name for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def _divides(owner: nn.Module, config: ShardConfig) -> bool:
+    size = config.tensor_parallel_size
+    if size == 1 or config.computes_in_blocks or any(map(is_quantised, owner.parameters())):
+        return False
+    if _is_mamba(owner):
+        return owner.intermediate_size % size == 0
+    has_groups = owner.n_groups % size == 0 or (owner.n_groups == 1 and 2 * owner.ssm_state_size % size == 0)
+    return owner.num_heads % size == 0 and has_groups
+
+
+def _projected(owner: nn.Module, shares: bool) -> tuple[Part, ...]:
+    """Return the parts of the output of `in_proj`: gate, what the convolution reads, and time steps of Mamba-2."""
+    size = owner.intermediate_size
+    if _is_mamba(owner):
+        return (Part(size), Part(size))
+    states = owner.n_groups * owner.ssm_state_size
+    matrices = (Part(2 * states),) if shares else (Part(states), Part(states))
+    return (Part(size), Part(size), *matrices, Part(owner.num_heads))
+
+
+def _cut_convolution(owner: nn.Module, *, parts: tuple[Part, ...], shares: bool, group: ProcessGroup) -> None:
+    """Shard the convolution, and change how the mixer around it runs.
+
+    Args:
+        parts: those of the output of `in_proj`; all but the gate, which is one of Mamba's two, and the time steps are
+            the channels.
+        shares: whether all ranks convolve B and C.
+    """
+    channels = parts[1:-1] or parts[:1]
+    if shares:
+        _share_matrices(owner, *channels, group)
+    else:
+        shard_channels(owner, name="conv1d", parts=channels, group=group)
+    _take_local_factors(owner, parts, shares, group)
+    _run_part_by_part(owner)
+
+
+def _share_matrices(owner: nn.Module, inner: Part, matrices: Part, group: ProcessGroup) -> None:
+    """Let each rank convolve its heads' channels, and all of B and C; the kernels, [channels, 1, width], stay whole."""
+    conv = owner.conv1d
+    start, stop, _ = inner.piece(dist.get_rank(group), dist.get_world_size(group))
+
+    def local(*_: Any) -> dict[str, Tensor]:
+        whole = {name: each for name, each in conv._parameters.items() if each is not None}
+        return {name: torch.cat([each[start:stop], each[inner.size :]]) for name, each in whole.items()}
+
+    for name, _ in list(conv.named_parameters()):
+        sum_gradient_of_parameter(conv, name=name, group=group)
+    alias_parameters(conv, local, during=owner)
+    conv.groups = conv.in_channels = conv.out_channels = stop - start + matrices.size
+
+
+def _take_local_factors(owner: nn.Module, parts: tuple[Part, ...], shares: bool, group: ProcessGroup) -> None:
+    """Let a mixer read a rank's part of the factors of its projection, buffers [..., features] of Falcon-H1."""
+    features = sum(part.size for part in parts)
+    spec = ShardSpec((features,), 0, parts, dist.get_rank(group), dist.get_world_size(group))
+    columns = [slice(start, stop) for start, stop, _ in spec.pieces()]
+    if shares:
+        columns[2] = slice(parts[0].size + parts[1].size, -parts[3].size)
+
+    def local(*_: Any) -> dict[str, Tensor]:
+        whole = {name: each for name, each in owner._buffers.items() if each is not None}
+        return {name: torch.cat([each[..., part] for part in columns], dim=-1) for name, each in whole.items()}
+
+    alias_buffers(owner, local)
+
+
+def _run_part_by_part(owner: nn.Module) -> None:
+    """Keep a mixer from the kernels for training that read the weights of all its parts.
+
+    These add nothing up over ranks. transformers takes them in training mode only, which nothing else in a mixer reads.
+    """
+    modes: list[bool] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        modes.append(module.training)
+        module.training = False
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        module.training = modes.pop()
+
+    owner.register_forward_pre_hook(enter)
+    owner.register_forward_hook(leave, always_call=True)
+
+
+def _cut_norm(owner: nn.Module, *, group: ProcessGroup) -> None:
+    """Shard the gated norm, each of whose groups is on one rank."""
+    shard_own_parameter(owner.norm, name="weight", from_end=1, num_parts=1, group=group)
+    if hasattr(owner.norm, "n_groups"):
+        owner.norm.n_groups //= dist.get_world_size(group)
+
+
+def _cut_time_steps(owner: nn.Module, *, group: ProcessGroup) -> None:
+    """Shard what makes the time steps of all channels from the low-rank ones that `x_proj` returns, as B and C."""
+    for name, parameter in list(owner.dt_proj.named_parameters()):
+        shard_own_parameter(owner.dt_proj, name=name, from_end=parameter.dim(), num_parts=1, group=group)
+
+    def share(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+        return copy_to_region(output, group)  # read for a rank's own channels: gradients are partial
+
+    share.sees_adapters = True
+    owner.x_proj.register_forward_hook(share)
