@@ -7,6 +7,7 @@ from zoo_tests.campaigns.mutations.edits import Edit
 _VERIFIED = "zoo_tests/hybrid_parallel/verify/test_kinds_of_heads.py::test_trains_as_plainly"
 _PROPOSED = "zoo_tests/shardformer/policies/test_proposed.py"
 _DIVIDED = "zoo_tests/parity/test_plans.py::test_slices_of_sequences_between_the_regions_of_a_plan"
+_STATE_SPACES = "zoo_tests/shardformer/policies/test_state_space.py::test_divided_state_spaces"
 _LEFT_WHOLE = "zoo_tests/parity/test_plans.py::test_what_a_plan_of_transformers_leaves_whole_is_divided"
 _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 
@@ -96,6 +97,30 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         "return tuple(Part(getattr(owner, name)) for name in form.channels)",
         "return (Part(sum(getattr(owner, name) for name in form.channels)),)",
         (f"{_LEFT_WHOLE}[KimiLinearForCausalLM-0.9]",),
+    ),
+    "a mixer takes the kernel of all its parts": Edit(
+        "shardformer.policies.plans.state_space",
+        "        module.training = False\n",
+        "        pass\n",
+        (f"{_STATE_SPACES}[one group]",),
+    ),
+    "gradients of shared time steps are partial": Edit(
+        "shardformer.policies.plans.state_space",
+        "return copy_to_region(output, group)  # read",
+        "return output  # read",
+        (f"{_STATE_SPACES}[channels]",),
+    ),
+    "gradients of shared kernels are partial": Edit(
+        "shardformer.policies.plans.state_space",
+        "        sum_gradient_of_parameter(conv, name=name, group=group)\n",
+        "        pass\n",
+        (f"{_STATE_SPACES}[one group]",),
+    ),
+    "a norm over the features of one rank": Edit(
+        "shardformer.layers.state_space",
+        "reduce_from_region(x.pow(2).sum(-1, keepdim=True), self.group)",
+        "2 * x.pow(2).sum(-1, keepdim=True)",
+        (f"{_STATE_SPACES}[one group, and a gate behind its norm]",),
     ),
     "each rank adds the whole bias of experts": Edit(
         "shardformer.policies.module_edits",
