@@ -99,15 +99,12 @@ def policy_for(model: nn.Module) -> Policy:
             from shardformer.policies.plans.policy import PlanPolicy
 
             return PlanPolicy(declared)
-    if getattr(model, "tp_plan", None) or completed_plan_of(type(model)).styles:
-        from shardformer.policies.plans.policy import PlanPolicy
-
-        return PlanPolicy()
     derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
-    if derived is not None:
+    is_completed = bool(completed_plan_of(type(model)).styles)
+    if getattr(model, "tp_plan", None) or derived is not None or is_completed:
         from shardformer.policies.plans.policy import PlanPolicy
 
-        return PlanPolicy(derived)
+        return PlanPolicy(None if getattr(model, "tp_plan", None) else derived)
     name = type(model).__name__
     near = difflib.get_close_matches(name, by_bare_name, n=3)
     raise ValueError(
