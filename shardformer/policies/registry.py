@@ -10,7 +10,8 @@ from functools import cache
 from torch import nn
 
 from shardformer.policies.base import Policy
-from shardformer.policies.plans.declared import completed_plan_of, declared_plan_of, proposed_plan_of
+from shardformer.policies.plans.completion import completion_of
+from shardformer.policies.plans.declared import declared_plan_of, proposed_plan_of
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
@@ -100,8 +101,7 @@ def policy_for(model: nn.Module) -> Policy:
 
             return PlanPolicy(declared)
     derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
-    is_completed = bool(completed_plan_of(type(model)).styles)
-    if getattr(model, "tp_plan", None) or derived is not None or is_completed:
+    if getattr(model, "tp_plan", None) or derived is not None or completion_of(type(model)) is not None:
         from shardformer.policies.plans.policy import PlanPolicy
 
         return PlanPolicy(None if getattr(model, "tp_plan", None) else derived)

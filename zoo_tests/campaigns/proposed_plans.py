@@ -36,8 +36,10 @@ from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import proposed_plans
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.registry import policy_for
+from shardformer.utils.module_paths import starred
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import TOLERANCE
+from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 
 _ROWS, _TIMEOUT_S = 6, 180.0
@@ -196,15 +198,26 @@ def complete(pattern: str) -> None:
             continue
         done.add(head.family)
         try:
-            found = completion(subject)
+            found = completion(_with_images(subject))
         except Exception as error:  # arbitrary exception types of arbitrary models
             sys.stdout.write(f"{head.family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
             continue
         if "rowwise" in found["styles"].values():  # otherwise nothing of size
-            table[head.family] = found
+            table[head.family] = joined(table.get(head.family, found), found)
             _write(table, _COMPLETED)
         sys.stdout.write(f"{head.family}/{head.name}: {len(found['styles'])} styles\n")
         sys.stdout.flush()
+
+
+def _with_images(subject: tuple[TinyModel, str]) -> tuple[TinyModel, str]:
+    """The subject with images in its batches, if it takes some: a tower that sees none tells nothing."""
+    twin, precision = subject
+    return image_twin_of(twin) or twin, precision
+
+
+def joined(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Two completions of a family: what was derived before a plan had it stays."""
+    return {name: known[name] | found[name] for name in found}
 
 
 def completion(subject: tuple[TinyModel, str]) -> dict[str, Any]:
@@ -217,7 +230,18 @@ def completion(subject: tuple[TinyModel, str]) -> dict[str, Any]:
     known = {path.removeprefix(f"{prefix}.") for path in policy.plan}
     styles = {path: style for path, style in derived.styles.items() if path not in known}
     owners = {path.rpartition(".")[0] for path in styles}
-    return {"styles": styles, "local": {path: list(names) for path, names in derived.local.items() if path in owners}}
+    local = {path: list(names) for path, names in derived.local.items() if path in owners}
+    return {"styles": styles, "local": local, "classes": classes_at(model, owners)}
+
+
+def classes_at(model: nn.Module, paths: set[str]) -> dict[str, list[str]]:
+    """The classes of the modules at paths of the base model, with `*` for numbers."""
+    prefix, found = model.base_model_prefix, {path: set() for path in sorted(paths)}
+    for path, module in model.named_modules():
+        at = starred(path).removeprefix(f"{prefix}.")
+        if at in found:
+            found[at].add(type(module).__name__)
+    return {path: sorted(names) for path, names in found.items()}
 
 
 def _needs_proposal(model: nn.Module) -> bool:

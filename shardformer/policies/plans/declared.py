@@ -233,7 +233,7 @@ def _lookup(path: str, table: Mapping[str, Value]) -> Value | None:
     return table[max(ends, key=len)] if ends else None
 
 
-def _tables(name: str) -> dict[str, Any]:
+def tables_of(name: str) -> dict[str, Any]:
     """Return the entries of the tables called `name` of all modules in `plans.tables`, by transformers family."""
     package = importlib.import_module("shardformer.policies.plans.tables")
     files = [info.name for info in pkgutil.iter_modules(package.__path__)]
@@ -244,7 +244,7 @@ def _tables(name: str) -> dict[str, Any]:
 @cache
 def declared_plans() -> dict[str, DeclaredPlan]:
     """Return the plan of each transformers family that has one in this package: the tables `PLANS`."""
-    return _tables("PLANS")
+    return tables_of("PLANS")
 
 
 @cache
@@ -255,40 +255,29 @@ def declared_head_losses() -> dict[str, HeadLosses]:
     """
     of_plans = {family: {**USUAL_HEAD_LOSSES, **plan.head_losses} for family, plan in declared_plans().items()}
     derived = {family: plan.head_losses for family, plan in proposed_plans().items() if plan.head_losses}
-    known = {**_tables("HEAD_LOSSES"), **of_plans}
+    known = {**tables_of("HEAD_LOSSES"), **of_plans}
     return known | {family: {**losses, **known.get(family, {})} for family, losses in derived.items()}
 
 
 def declared_plan_of(cls: type) -> DeclaredPlan | None:
     """Return the plan of the family that a transformers model class belongs to; None if it has none."""
-    return declared_plans().get(_family_of(cls))
+    return declared_plans().get(family_of(cls))
 
 
 @cache
 def proposed_plans() -> dict[str, DeclaredPlan]:
     """Return the plans that were derived from the models: the tables `PROPOSED`."""
-    return _tables("PROPOSED")
+    return tables_of("PROPOSED")
 
 
 def proposed_plan_of(cls: type) -> DeclaredPlan | None:
     """Return the derived plan of the family that a transformers model class belongs to; None if it has none."""
-    return proposed_plans().get(_family_of(cls))
+    return proposed_plans().get(family_of(cls))
 
 
 def is_shipped(plan: DeclaredPlan | None) -> bool:
     """Return whether a plan is one of this package, or None, that of transformers; others are the user's own."""
     return plan is None or plan in (*declared_plans().values(), *proposed_plans().values())
-
-
-@cache
-def _completed_plans() -> dict[str, DeclaredPlan]:
-    return _tables("COMPLETED")
-
-
-def completed_plan_of(cls: type) -> DeclaredPlan:
-    """Return what the plan of a transformers model class, or of its bases, leaves out: of the tables `COMPLETED`."""
-    families = {_family_of(each) for each in cls.__mro__}
-    return next((plan for family, plan in _completed_plans().items() if family in families), DeclaredPlan({}))
 
 
 @cache
@@ -307,15 +296,16 @@ def divides_sequences(cls: type, way: str) -> bool:
         way: `split_gather`, slices between the regions of its plan; `cp`, ranks that share sequences; or `all_to_all`
             and `cp_all_to_all`, parts of sequences inside of its lists of layers that are exchanged for heads.
     """
-    family = _family_of(cls)
+    family = family_of(cls)
     return not {family, f"{family}/{cls.__name__}"}.isdisjoint(_seen_to_divide()[way])
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:
     """Return the declared losses of the heads of the family that a transformers model class belongs to."""
-    return declared_head_losses().get(_family_of(cls), {})
+    return declared_head_losses().get(family_of(cls), {})
 
 
-def _family_of(cls: type) -> str | None:
+def family_of(cls: type) -> str | None:
+    """Return the transformers family of a class; None for classes of others."""
     found = _FAMILY.match(cls.__module__)
     return found[1] if found else None

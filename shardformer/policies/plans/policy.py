@@ -31,9 +31,9 @@ from shardformer.policies.plans.attention_alone import (
     attention_outside,
     towers_share_configs,
 )
+from shardformer.policies.plans.completion import completion_of
 from shardformer.policies.plans.declared import (
     DeclaredPlan,
-    completed_plan_of,
     divides_sequences,
     is_shipped,
     proposed_plan_of,
@@ -92,8 +92,9 @@ class PlanPolicy(Policy):
     @cached_property
     def completion(self) -> DeclaredPlan:
         """The plan of what the family's own plan leaves out; of nothing in blocks, with which it was not seen."""
+        found = completion_of(type(self.model))
         is_meant = is_shipped(self.declared) and not self.shard_config.computes_in_blocks
-        return completed_plan_of(type(self.model)) if is_meant else DeclaredPlan({})
+        return found.fitting(self.model, self) if is_meant and found is not None else DeclaredPlan({})
 
     @cached_property
     def stages(self) -> Any:
@@ -135,7 +136,6 @@ class PlanPolicy(Policy):
             )
         if self.declared is not None:
             problems += self.declared.check(self.model)
-        problems += self.completion.uneven_counts(self.model, self.tp_size)
         if self.tp_size > 1 and not unknown:
             problems += self._check_heads()
         return problems

@@ -1,7 +1,7 @@
 """What plans of transformers, or of this package, leave whole.
 
-`python -m zoo_tests.campaigns.proposed_plans --complete PATTERN` derives `completed.json` from models; tables of tokens
-that are not the vocabulary of the head, and experts in front of a norm, are declared here.
+`python -m zoo_tests.campaigns.proposed_plans --complete PATTERN` derives `completed.json` from tiny models; tables of
+tokens that are not the vocabulary of the head, and experts in front of a norm, are declared here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from shardformer.policies.plans.completion import Completion
 from shardformer.policies.plans.declared import DeclaredPlan
 
 _PER_LAYER = {"embed_tokens_per_layer": "embedding_rowwise"}
@@ -27,10 +28,10 @@ _DECLARED = {
 _DERIVED = json.loads((Path(__file__).parent / "completed.json").read_text(encoding="utf-8"))
 
 
-def _of_family(family: str) -> DeclaredPlan:
-    derived = _DERIVED.get(family, {"styles": {}, "local": {}})
-    local = {path: tuple(names) for path, names in derived["local"].items()}
-    return DeclaredPlan(derived["styles"] | _DECLARED.get(family, {}), local)
+def _of_family(family: str) -> Completion:
+    found = _DERIVED.get(family, {"styles": {}, "local": {}, "classes": {}})
+    local = {path: tuple(names) for path, names in found["local"].items()}
+    return Completion(_DECLARED.get(family, {}), DeclaredPlan(found["styles"], local), found["classes"])
 
 
 COMPLETED = {family: _of_family(family) for family in sorted({*_DERIVED, *_DECLARED})}

@@ -1,0 +1,100 @@
+"""Completion: what the plan of a family leaves whole, derived from tiny models, where a model at hand has the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardformer.layers.linear import is_linear, out_features
+from shardformer.policies.plans.declared import DeclaredPlan, family_of, tables_of
+from shardformer.stages.stage import StagePlaceholder
+from shardformer.utils.module_paths import starred
+
+if TYPE_CHECKING:
+    from shardformer.policies.plans.styles import HeadCounts
+
+_COLUMNS, _ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
+_FUSED = {"fused_colwise": 3, "packed_colwise": 2}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Styles of parts of a family that its plan does not name.
+
+    Attributes:
+        declared: parts that are cut in every model of the family; paths match by their end.
+        derived: parts that are cut where their modules are of `classes`, and `tp_size` divides their heads.
+        classes: path of a module with parts in `derived` -> names of the classes from which they were derived.
+    """
+
+    declared: Mapping[str, str] = field(default_factory=dict)
+    derived: DeclaredPlan = DeclaredPlan({})
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def fitting(self, model: nn.Module, policy: HeadCounts) -> DeclaredPlan:
+        """Return the parts that fit a model; columns and rows of one product stay whole together."""
+        styles = self.derived.styles_of(model)
+        owners: dict[str, list[nn.Module]] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, StagePlaceholder):
+                continue
+            owners.setdefault(starred(path), []).append(module)
+        unfit = {
+            region_of(path, styles)
+            for path in styles
+            for owner in owners.get(path.rpartition(".")[0], ())
+            if not self._fits(path, styles[path], owner, policy)
+        }
+        fitting = {path: style for path, style in styles.items() if region_of(path, styles) not in unfit}
+        kept = {path.rpartition(".")[0] for path in fitting}
+        local = {path: names for path, names in self.derived.local.items() if any(_ends(each, path) for each in kept)}
+        return DeclaredPlan(fitting | DeclaredPlan(self.declared).styles_of(model), local)
+
+    def _fits(self, path: str, style: str, owner: nn.Module, policy: HeadCounts) -> bool:
+        at, _, name = path.rpartition(".")
+        known = next((names for each, names in self.classes.items() if _ends(at, each)), ())
+        if type(owner).__name__ not in known:
+            return False
+        counts = self.derived.local_values(at, owner, 1).values()
+        return not any(count % policy.tp_size for count in counts) and _has_whole_heads(owner, name, style, policy)
+
+
+@cache
+def _completions() -> dict[str, Completion]:
+    return tables_of("COMPLETED")
+
+
+def completion_of(cls: type) -> Completion | None:
+    """Return what the plan of a transformers model class, or of its bases, leaves whole: of the tables `COMPLETED`."""
+    families = {family_of(each) for each in cls.__mro__}
+    return next((found for family, found in _completions().items() if family in families), None)
+
+
+def region_of(path: str, styles: Mapping[str, str]) -> str:
+    """Return the path of the smallest module around a part that has columns and rows behind them, or of the part."""
+    at = path
+    while at:
+        inside = {style for each, style in styles.items() if each.startswith(f"{at}.")}
+        if inside & _COLUMNS and inside & _ROWS:
+            return at
+        at = at.rpartition(".")[0]
+    return path
+
+
+def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts) -> bool:
+    """Return whether each rank gets whole heads of a projection; true for what is not one to attention heads."""
+    module = getattr(owner, name, None)
+    if style not in _COLUMNS or not isinstance(module, nn.Module) or not is_linear(module):
+        return True
+    features = out_features(module) // _FUSED.get(style, 1)
+    heads, head_dim = policy.heads_of(owner, name, features), getattr(owner, "head_dim", None)
+    is_even = heads is None or heads % policy.tp_size == 0
+    return is_even and (heads is None or not isinstance(head_dim, int) or features % (policy.tp_size * head_dim) == 0)
+
+
+def _ends(path: str, end: str) -> bool:
+    return path == end or path.endswith(f".{end}")
