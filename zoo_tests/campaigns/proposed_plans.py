@@ -33,6 +33,7 @@ from plugins.hybrid_parallel.verify.propose import propose_verified
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.policies.plans import tables
+from shardformer.policies.plans.completion import region_of
 from shardformer.policies.plans.declared import proposed_plans
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.registry import policy_for
@@ -45,6 +46,7 @@ from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 _ROWS, _TIMEOUT_S = 6, 180.0
 _TABLE = Path(tables.__file__).parent / "proposed.json"
 _COMPLETED = _TABLE.with_name("completed.json")
+_RANDOM = ("dropout", "draws_per_rank")
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
 
@@ -228,10 +230,15 @@ def completion(subject: tuple[TinyModel, str]) -> dict[str, Any]:
     prefix = model.base_model_prefix
     derived = of_family([(prefix, proposed(subject))])
     known = {path.removeprefix(f"{prefix}.") for path in policy.plan}
-    styles = {path: style for path, style in derived.styles.items() if path not in known}
+    styles = in_pairs({path: style for path, style in derived.styles.items() if path not in known})
     owners = {path.rpartition(".")[0] for path in styles}
     local = {path: list(names) for path, names in derived.local.items() if path in owners}
     return {"styles": styles, "local": local, "classes": classes_at(model, owners)}
+
+
+def in_pairs(styles: dict[str, str]) -> dict[str, str]:
+    """Those of the styles that belong to columns and rows which are both among them, and random numbers of a rank."""
+    return {path: style for path, style in styles.items() if region_of(path, styles) != path or style in _RANDOM}
 
 
 def classes_at(model: nn.Module, paths: set[str]) -> dict[str, list[str]]:
