@@ -1,11 +1,11 @@
-"""Train models of texts and images with images in their batches, sharded and plainly.
+"""Train models of texts and images, or sounds, with these in their batches, sharded and plainly.
 
     python -m zoo_tests.campaigns.images [--layouts tp2pp2,tp2,pp2,sp2,cp2] [--only PATTERN] [--log FILE]
         [--output docs/results/images.md]
 
 The census gives such models texts alone. Here each sample begins with an image, in the first of the forms of
-`image_twin.STYLES` in which it reaches the loss and the weights of the tower of images. The log is read at first: what
-is there is not trained again.
+`image_twin.STYLES` in which it reaches the loss and the weights of the tower of images, or with a sound. The log is
+read at first: what is there is not trained again.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
+from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, kind_of, read_log, reasons
 from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import stop_pools
+from zoo_tests.harness.sound_twin import sound_twin_of
 
 _LAYOUTS = ("tp2pp2", "tp2", "pp2", "sp2", "cp2")
-_IMAGES = ("pixel_values", "image_pixel_values")
-_NO_BATCH = "no batch in which an image reaches the loss"
-_HEAD = """# Images in the batches
+_INPUTS = ("pixel_values", "image_pixel_values", "input_features")
+_NO_BATCH = "no batch in which an image or a sound reaches the loss"
+_HEAD = """# Images and sounds in the batches
 
-Head classes of transformers that take texts and images, trained with an image in each sample and compared with plain
-training: every loss, gradient and weight. The [census](coverage.md) gives these classes texts alone. {number} classes
-take images. For {tried} of them a batch was made in which the image reaches the loss and the gradients of the tower.
+Head classes of transformers that take texts and images, or sounds, trained with one in each sample and compared with
+plain training: every loss, gradient and weight. The [census](coverage.md) gives these classes texts alone. {number}
+classes take images or sounds. For {tried} of them a batch was made in which these reach the loss and the gradients of
+the tower.
 
 ```bash
 {command}
@@ -40,6 +44,9 @@ take images. For {tried} of them a batch was made in which the image reaches the
 | | {titles} |
 |---|{lines}
 | exact | {counts} |
+
+Two tensor-parallel ranks divide {parameters:.0%} of the parameters of these tiny models and {flops:.0%} of the FLOPs
+(median).
 
 """
 
@@ -58,7 +65,10 @@ class Images:
         """The page of the documentation."""
         tried = {name: each.layouts for name, each in self.verdicts.items() if each.plain == EXACT}
         exact = [sum(each.get(layout) == EXACT for each in tried.values()) for layout in layouts]
+        shares = [each.share for each in self.verdicts.values() if each.plain == EXACT]
         head = _HEAD.format(
+            parameters=median(share.parameters for share in shares if share.parameters is not None),
+            flops=median(share.flops for share in shares if share.flops is not None),
             command=command,
             number=len(self.verdicts),
             tried=len(tried),
@@ -66,8 +76,11 @@ class Images:
             lines="---|" * len(layouts),
             counts=" | ".join(f"{count} of {len(tried)}" for count in exact),
         )
-        rows = [["Class", *layouts], ["---"] * (len(layouts) + 1)]
-        rows += [[name, *(kind_of(each.get(layout, EXACT)) for layout in layouts)] for name, each in tried.items()]
+        rows = [["Class", *layouts, "FLOPs"], ["---"] * (len(layouts) + 2)]
+        rows += [
+            [name, *(kind_of(each.get(layout, EXACT)) for layout in layouts), _percent(self.verdicts[name].share.flops)]
+            for name, each in tried.items()
+        ]
         table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         others = "\n".join(f"- {name}" for name in self.verdicts if name not in tried)
         return f"{head}{table}\n\n## Reasons\n\n{reasons(tried)}\n\n## Without a batch\n\n{others}\n"
@@ -84,11 +97,12 @@ def main() -> int:
     log = read_log(arguments.log) if arguments.log is not None and arguments.log.exists() else {}
     layouts, found = arguments.layouts.split(","), Images()
     try:
-        for head in classes_with_images():
+        for head in classes_with_towers():
             name = f"{head.family}/{head.name}"
             if re.search(arguments.only, name):
                 known = log.get(name) or Verdict(_NO_BATCH)
-                if any(layout not in known.layouts for layout in layouts) and (name not in log or known.plain == EXACT):
+                is_new = name not in log or (known.plain == EXACT and known.share.parameters is None)
+                if is_new or (known.plain == EXACT and any(layout not in known.layouts for layout in layouts)):
                     train(head, layouts, known)
                     if arguments.log is not None:
                         append(arguments.log, name, known)
@@ -104,15 +118,19 @@ def main() -> int:
     return int(any("differs" in each or "crash" in each for each in verdicts))
 
 
-def classes_with_images() -> list[HeadClass]:
-    """Head classes of texts and images whose batches in the census have none."""
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def classes_with_towers() -> list[HeadClass]:
+    """Head classes of texts and images, or sounds, whose batches in the census have none."""
     found = []
     for head in head_classes():
         try:
             twin = twin_of(head)
             model = twin.build()
             taken = inspect.signature(model.forward).parameters
-            missing = [name for name in _IMAGES if name in taken and name not in twin.batch(model, 0, 2)]
+            missing = [name for name in _INPUTS if name in taken and name not in twin.batch(model, 0, 2)]
         except Exception:  # forwards and configurations raise arbitrary exception types
             continue
         if "input_ids" in taken and missing:
@@ -121,19 +139,24 @@ def classes_with_images() -> list[HeadClass]:
 
 
 def train(head: HeadClass, layouts: list[str], known: Verdict) -> None:
-    """Train a class in each layout that is not known yet."""
-    plain = _plain_with_images(head)
+    """Train a class in each layout that is not known yet, and measure what two tensor-parallel ranks divide."""
+    plain = _plain_with_inputs(head)
     if plain is None:
         return
     known.plain = EXACT
     for layout in layouts:
         if layout not in known.layouts:
             known.layouts[layout] = sharded_verdict(head, layout, plain)
+    twin = plain.case.tiny_model
+    cut = share_cut(twin.build, twin.batch(twin.build(), 0, 2))
+    known.share.parameters, known.share.flops = cut.parameters, cut.flops
 
 
-def _plain_with_images(head: HeadClass) -> PlainRun | None:
+def _plain_with_inputs(head: HeadClass) -> PlainRun | None:
     without = plain_run(head)
-    twin = None if isinstance(without, str) else image_twin_of(without.case.tiny_model)
+    if isinstance(without, str):
+        return None
+    twin = image_twin_of(without.case.tiny_model) or sound_twin_of(without.case.tiny_model)
     if twin is None:
         return None
     case = replace(without.case, tiny_model=twin)

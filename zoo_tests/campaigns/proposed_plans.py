@@ -42,6 +42,7 @@ from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import TOLERANCE
 from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import run_on_ranks, stop_pools
+from zoo_tests.harness.sound_twin import sound_twin_of
 
 _ROWS, _TIMEOUT_S = 6, 180.0
 _TABLE = Path(tables.__file__).parent / "proposed.json"
@@ -199,22 +200,24 @@ def complete(pattern: str) -> None:
         if subject is None:
             continue
         done.add(head.family)
-        try:
-            found = completion(_with_images(subject))
-        except Exception as error:  # arbitrary exception types of arbitrary models
-            sys.stdout.write(f"{head.family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
-            continue
-        if "rowwise" in found["styles"].values():  # otherwise nothing of size
-            table[head.family] = joined(table.get(head.family, found), found)
-            _write(table, _COMPLETED)
-        sys.stdout.write(f"{head.family}/{head.name}: {len(found['styles'])} styles\n")
-        sys.stdout.flush()
+        for each in _seeing(subject):
+            try:
+                found = completion(each)
+            except Exception as error:  # arbitrary exception types of arbitrary models
+                sys.stdout.write(f"{head.family}/{head.name}: {' '.join(str(error).split())[:160]}\n")
+                continue
+            if "rowwise" in found["styles"].values():  # otherwise nothing of size
+                table[head.family] = joined(table.get(head.family, found), found)
+                _write(table, _COMPLETED)
+            sys.stdout.write(f"{head.family}/{head.name}: {len(found['styles'])} styles\n")
+            sys.stdout.flush()
 
 
-def _with_images(subject: tuple[TinyModel, str]) -> tuple[TinyModel, str]:
-    """The subject with images in its batches, if it takes some: a tower that sees none tells nothing."""
+def _seeing(subject: tuple[TinyModel, str]) -> list[tuple[TinyModel, str]]:
+    """The subject with images, and with sounds, in its batches: a tower that gets none tells nothing."""
     twin, precision = subject
-    return image_twin_of(twin) or twin, precision
+    found = [(each, precision) for make in (image_twin_of, sound_twin_of) if (each := make(twin)) is not None]
+    return found or [subject]
 
 
 def joined(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
 from zoo_tests.campaigns.divided_sequences import families_to_ship, merged, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
+from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.sound_twin import sound_twin_of
 
@@ -111,6 +112,23 @@ def test_what_a_plan_of_transformers_leaves_whole_is_divided(name: str, least: f
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     assert sharded_verdict(head, "tp2", plain) == "exact"
     twin = plain.case.tiny_model
+    assert share_cut(twin.build, twin.batch(twin.build(), 0, 2)).flops > least
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", 0.8),
+        pytest.param("Qwen2AudioForConditionalGeneration", 0.7, marks=pytest.mark.slow),
+        pytest.param("Gemma3ForConditionalGeneration", 0.8, marks=pytest.mark.slow),
+    ],
+)
+def test_towers_of_images_and_sounds_are_divided(name: str, least: float) -> None:
+    [head] = [head for head in head_classes() if head.name == name]
+    case = plain_run(head).case
+    twin = image_twin_of(case.tiny_model) or sound_twin_of(case.tiny_model)
+    case = replace(case, tiny_model=twin)
+    assert sharded_verdict(head, "tp2", PlainRun(case, train_reference(case))) == "exact"
     assert share_cut(twin.build, twin.batch(twin.build(), 0, 2)).flops > least
 
 

@@ -1,0 +1,79 @@
+"""What a plan leaves whole: cut only where the modules are of the classes that were seen, and ranks get whole heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from shardformer import ShardConfig
+from shardformer.policies.plans.completion import region_of
+from shardformer.policies.registry import policy_for
+from zoo_tests.harness.ranks import distributed
+
+_SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32, "image_size": 8, "patch_size": 4}
+_TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+
+
+def _model(vision_heads: int) -> transformers.LlavaForConditionalGeneration:
+    vision = transformers.CLIPVisionConfig(**_SIZES, num_attention_heads=vision_heads)
+    text = transformers.LlamaConfig(**_TEXT)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=8)
+    with torch.device("meta"):
+        return transformers.LlavaForConditionalGeneration(config)
+
+
+def _tower_styles(model: transformers.PreTrainedModel) -> Mapping[str, str]:
+    """The styles of the layers of the tower, by the end of their path."""
+    policy = policy_for(model)
+    policy.set_shard_config(ShardConfig(tensor_parallel_process_group=dist.group.WORLD))
+    policy.set_model(model)
+    assert not policy.check()
+    start = "model.vision_tower.encoder.layers.*."
+    return {path.removeprefix(start): style for path, style in policy.plan.items() if path.startswith(start)}
+
+
+@distributed(2)
+def test_heads_of_a_tower() -> None:
+    """Three heads stay whole on two ranks, together with what is behind them; the feed-forward layer does not."""
+    even, odd = _tower_styles(_model(4)), _tower_styles(_model(3))
+    assert even["self_attn.q_proj"] == "colwise" and even["self_attn.out_proj"] == "rowwise"
+    assert odd == {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+    assert even.items() > odd.items()
+
+
+@distributed(2)
+def test_a_class_that_was_not_seen() -> None:
+    """A tower with other attention at the same path, whose forward nobody has looked at."""
+    model = _model(4)
+    attention = model.model.vision_tower.encoder.layers[1].self_attn
+    attention.__class__ = type("OtherAttention", (type(attention),), {})
+    assert _tower_styles(model) == {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("path", "region"),
+    [
+        ("layer.*.attention.self.query", "layer.*.attention"),  # columns and rows in different modules
+        ("layer.*.attention.output.dense", "layer.*.attention"),
+        ("layer.*.attention.self", "layer.*.attention"),
+        ("layer.*.mlp", "layer.*.mlp"),
+        ("layer.*.mlp.norm", "layer.*.mlp"),
+        ("table", "table"),
+    ],
+)
+def test_what_stays_whole_together(path: str, region: str) -> None:
+    styles = {
+        "layer.*.attention.self.query": "colwise",
+        "layer.*.attention.self": "draws_per_rank",
+        "layer.*.attention.output.dense": "rowwise",
+        "layer.*.mlp.up": "packed_colwise",
+        "layer.*.mlp.down": "rowwise",
+        "layer.*.mlp.norm": "replicated_with_grad_allreduce",
+        "layer.*.mlp": "all_reduce",
+        "table": "embedding_rowwise",
+    }
+    assert region_of(path, styles) == region
