@@ -75,13 +75,18 @@ def completion_of(cls: type) -> Completion | None:
 
 
 def region_of(path: str, styles: Mapping[str, str]) -> str:
-    """Return the path of the smallest module around a part that has columns and rows behind them, or of the part."""
-    at = path
+    """Return the path of the smallest module around a part that has columns and rows behind them, or of the part.
+
+    What is no column or row itself, such as a norm of heads, belongs to a module of its layer, not to the layer.
+    """
+    at, owner = path, path.rpartition(".")[0]
     while at:
         inside = {style for each, style in styles.items() if each.startswith(f"{at}.")}
         if inside & _COLUMNS and inside & _ROWS:
             return at
         at = at.rpartition(".")[0]
+        if at.endswith("*") and at != owner and styles[path] not in _COLUMNS | _ROWS:
+            break
     return path
 
 

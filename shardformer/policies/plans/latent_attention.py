@@ -36,9 +36,11 @@ def latent_attention_styles(model: nn.Module, style: str) -> dict[str, str]:
     }
 
 
-def style_in(owner: nn.Module, name: str, config: ShardConfig) -> str:
-    """Return the style of a part of latent attention under these options; layers of a hybrid may have another one."""
-    is_cut = _is_plain(owner) and owner.num_heads % config.tensor_parallel_size == 0 and not config.computes_in_blocks
+def style_in(owner: nn.Module, name: str, config: ShardConfig) -> str | None:
+    """Return the style of a part of latent attention under these options; None for what is no plain one."""
+    if not _is_plain(owner):
+        return None
+    is_cut = owner.num_heads % config.tensor_parallel_size == 0 and not config.computes_in_blocks
     return _STYLES[name] if is_cut else "replicate"
 
 

@@ -85,9 +85,12 @@ class PlanPolicy(Policy):
     @cached_property
     def plan(self) -> Mapping[str, str]:
         """The tensor-parallel style of each path of the model."""
-        own = (self.declared or DeclaredPlan(None)).styles_of(self.model)
         mixers = state_space_styles(self.model, ATTENTION_HEADS) if is_shipped(self.declared) else {}
-        return mixers | self.completion.styles_of(self.model) | own
+        return mixers | self.completion.styles_of(self.model) | self._own_styles
+
+    @cached_property
+    def _own_styles(self) -> Mapping[str, str]:
+        return (self.declared or DeclaredPlan(None)).styles_of(self.model)
 
     @cached_property
     def completion(self) -> DeclaredPlan:
@@ -104,12 +107,13 @@ class PlanPolicy(Policy):
         if getattr(self.model.config, "is_encoder_decoder", False):
             derived = proposed_plan_of(type(self.model))  # a plan does not tell which encoder outputs the decoder reads
             return None if derived is None else derived.stages_of(self.model)
-        return stage_layout(self.model, layer_paths(self.model, self.plan))
+        # A completion may name towers, too.
+        return stage_layout(self.model, layer_paths(self.model, self._own_styles or self.plan))
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model; forget the plan and the stages of the previous one."""
         super().set_model(model)
-        for name in ("plan", "stages", "completion"):
+        for name in ("plan", "_own_styles", "stages", "completion"):
             self.__dict__.pop(name, None)
 
     def head_counts(self) -> Mapping[str, int]:

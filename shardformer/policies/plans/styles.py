@@ -28,6 +28,7 @@ from shardformer.policies.module_edits import (
 )
 from shardformer.policies.plans import delta_net, latent_attention, state_space
 from shardformer.shard_config import ShardConfig
+from shardformer.utils.module_paths import join, path_of, starred
 
 
 class HeadCounts(Protocol):
@@ -162,12 +163,19 @@ def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> Change
 
 
 def _attention_heads(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
-    """Cut heads of a delta net, a state space or latent attention: layers of a hybrid may have each at a path."""
+    """Cut heads of a delta net, a state space or latent attention.
+
+    Layers of a hybrid may have each at a path, or another attention, for which the plan of transformers has a style.
+    """
     if delta_net.form_of(owner) is not None:
         return delta_net.change_of(owner, name, policy.shard_config)
     if state_space.is_state_space(owner):
         return state_space.change_of(owner, name, policy.shard_config)
-    return STYLES[latent_attention.style_in(owner, name, policy.shard_config)](policy, owner, name)
+    style = latent_attention.style_in(owner, name, policy.shard_config)
+    if style is None:
+        path = starred(join(path_of(policy.model, owner), name))
+        style = (getattr(policy.model, "tp_plan", None) or {}).get(path, "replicate")
+    return STYLES[style](policy, owner, name)
 
 
 def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
