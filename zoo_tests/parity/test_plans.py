@@ -121,6 +121,8 @@ def test_what_a_plan_of_transformers_leaves_whole_is_divided(name: str, least: f
         ("Qwen2_5_VLForConditionalGeneration", 0.8),
         pytest.param("Qwen2AudioForConditionalGeneration", 0.7, marks=pytest.mark.slow),
         pytest.param("Gemma3ForConditionalGeneration", 0.8, marks=pytest.mark.slow),
+        # Its text has a delta net and an attention that no rule knows at one path.
+        pytest.param("Glm5NextForConditionalGeneration", 0.7, marks=pytest.mark.slow),
     ],
 )
 def test_towers_of_images_and_sounds_are_divided(name: str, least: float) -> None:

@@ -8,6 +8,8 @@ _VERIFIED = "zoo_tests/hybrid_parallel/verify/test_kinds_of_heads.py::test_train
 _PROPOSED = "zoo_tests/shardformer/policies/test_proposed.py"
 _DIVIDED = "zoo_tests/parity/test_plans.py::test_slices_of_sequences_between_the_regions_of_a_plan"
 _STATE_SPACES = "zoo_tests/shardformer/policies/test_state_space.py::test_divided_state_spaces"
+_COMPLETION = "zoo_tests/shardformer/policies/test_completion.py"
+_TOWERS = "zoo_tests/parity/test_plans.py::test_towers_of_images_and_sounds_are_divided"
 _LEFT_WHOLE = "zoo_tests/parity/test_plans.py::test_what_a_plan_of_transformers_leaves_whole_is_divided"
 _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 
@@ -121,6 +123,24 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         "reduce_from_region(x.pow(2).sum(-1, keepdim=True), self.group)",
         "2 * x.pow(2).sum(-1, keepdim=True)",
         (f"{_STATE_SPACES}[one group, and a gate behind its norm]",),
+    ),
+    "a part is cut in a class that was not seen": Edit(
+        "shardformer.policies.plans.completion",
+        "        if type(owner).__name__ not in known:\n",
+        "        if not known:\n",
+        (f"{_COMPLETION}::test_a_class_that_was_not_seen",),
+    ),
+    "heads of a tower are cut in two": Edit(
+        "shardformer.policies.plans.completion",
+        "    is_even = heads is None or heads % policy.tp_size == 0\n",
+        "    return True\n",
+        (f"{_COMPLETION}::test_heads_of_a_tower",),
+    ),
+    "an output projection stays whole behind its inputs": Edit(
+        "shardformer.policies.plans.styles",
+        ').get(path, "replicate")',
+        ').get("", "replicate")',
+        (f"{_TOWERS}[Glm5NextForConditionalGeneration-0.7]",),
     ),
     "each rank adds the whole bias of experts": Edit(
         "shardformer.policies.module_edits",
