@@ -45,8 +45,8 @@ the tower.
 |---|{lines}
 | exact | {counts} |
 
-Two tensor-parallel ranks divide {parameters:.0%} of the parameters of these tiny models and {flops:.0%} of the FLOPs
-(median).
+Two tensor-parallel ranks divide {flops:.0%} of the FLOPs of these tiny models and {parameters:.0%} of their parameters
+(medians).
 
 """
 
