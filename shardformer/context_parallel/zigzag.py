@@ -158,4 +158,13 @@ def _real(mask: Tensor | None) -> Tensor | None:
 
 def _part(value: Any, name: str, length: int, axis: ZigzagSharding) -> Any:
     is_cut = isinstance(value, Tensor) and name not in _WHOLE and value.dim() >= 2 and value.shape[1] == length
-    return axis.take(value) if is_cut else value
+    if not is_cut:
+        return value
+    return axis.take(_repeat_last(value, 2 * axis.size) if value.is_floating_point() else value)
+
+
+def _repeat_last(embeds: Tensor, multiple: int) -> Tensor:
+    """Pad [batch, seq, ...] with the last token: a model may take the root of a norm, whose derivative at 0 is none."""
+    missing = -embeds.shape[1] % multiple
+    last = embeds[:, -1:].detach()
+    return torch.cat([embeds, last.expand(-1, missing, *last.shape[2:])], dim=1) if missing else embeds

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer.context_parallel.zigzag import ZigzagSharding, cut_batch
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -115,6 +116,15 @@ def test_embeddings_in_the_place_of_tokens() -> None:
     booster, model, optimizer = _boost(_model(), cp_size=2)
     booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)
     _close_gradients(optimizer, plain)
+
+
+@distributed(2)
+def test_embeddings_are_padded_with_the_last_token() -> None:
+    """Gemma 3n takes the root of the norm of each token: of zeros, its derivative is not finite."""
+    axis = ZigzagSharding(dist.group.WORLD)
+    embeds = torch.arange(1.0, 7.0).reshape(1, 3, 2)
+    part = cut_batch({"inputs_embeds": embeds}, axis, lambda _: None)["inputs_embeds"]
+    assert part[0].tolist() == ([[1, 2], [5, 6]] if axis.rank == 0 else [[3, 4], [5, 6]])
 
 
 @distributed(2)
