@@ -97,8 +97,11 @@ def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts
         return True
     features = out_features(module) // _FUSED.get(style, 1)
     heads, head_dim = policy.heads_of(owner, name, features), getattr(owner, "head_dim", None)
-    is_even = heads is None or heads % policy.tp_size == 0
-    return is_even and (heads is None or not isinstance(head_dim, int) or features % (policy.tp_size * head_dim) == 0)
+    if heads is None:
+        return True
+    if isinstance(head_dim, int) and features % head_dim == 0:
+        return features // head_dim % policy.tp_size == 0
+    return heads % policy.tp_size == 0
 
 
 def _ends(path: str, end: str) -> bool:

@@ -132,8 +132,8 @@ EDITS_OF_PLANS: dict[str, Edit] = {
     ),
     "heads of a tower are cut in two": Edit(
         "shardformer.policies.plans.completion",
-        "    is_even = heads is None or heads % policy.tp_size == 0\n",
-        "    return True\n",
+        "        return features // head_dim % policy.tp_size == 0\n",
+        "        return True\n",
         (f"{_COMPLETION}::test_heads_of_a_tower",),
     ),
     "an output projection stays whole behind its inputs": Edit(
