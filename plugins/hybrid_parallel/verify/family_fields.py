@@ -230,6 +230,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "visual_bert": {"visual_embedding_dim": 16},
     "vitpose": {"backbone_config": {"part_features": 8, "image_size": [32, 32], "patch_size": [8, 8]}}
     | {"image_size": [32, 32]},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 97}),
